@@ -110,6 +110,8 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "dropout without backward": ("", "adapter.dropout=0.1 optimizer.estimate=zeroth-order"),
     "rows of tokens with vocabulary passes": ("pp=2,vocab_barriers=1", "adapter.tokens=[3]"),
     "drawn modules without backward": ("", "model.small_ffn=4 optimizer.estimate=zeroth-order"),
+    "dropout of layers without backward": ("", "model.dropout=0.1 optimizer.estimate=zeroth-order"),
+    "dropout of layers with compile": ("", "model.dropout=0.1 train.compile=true"),
     "drawn modules with compile": ("", "model.small_ffn=4 train.compile=true"),
     "dropout with compile": ("", "adapter.dropout=0.1 train.compile=true"),
     "islands with balance": ("island=2,dp=2,zero=1,balance=greedy", ""),

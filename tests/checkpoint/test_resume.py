@@ -245,6 +245,7 @@ def test_every_field_of_the_model_is_compared(
     # has; and what a surrogate reads and predicts stands beside its kind.
     assert OTHER.keys() | {
         *ORIGIN,
+        "dropout",  # of the run, not of the model
         "kv_rank",
         "router_top_groups",
         "ladder_from",

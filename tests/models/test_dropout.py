@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.models.dropout import current_draws, drawing, dropped, token_draws
+from tests.cases import Case, write_corpus
+from tests.prove.test_equality import difference, name, tree
+from weft.layout.layout import Layout
+from weft.models.drawing import current_draws, drawing
+from weft.models.dropout import dropped, token_draws
 
 
 @settings(max_examples=40, deadline=None)
@@ -66,3 +73,43 @@ def test_nothing_is_drawn_without_a_gradient() -> None:
         with drawing(()):
             assert current_draws() is None
     assert current_draws() is None
+
+
+CASES: list[Case] = [
+    {"layout": {"tp": 2}, "recompute": "full"},
+    {"layout": {"dp": 2, "pp": 2, "schedule": "zb-h1"}, "micro_batch": 1},
+]
+MORE: list[Case] = [
+    {"layout": {"shard": 2, "tp": 2}, "recompute": "selective"},
+    {"layout": {"cp": 2, "tp": 2}},
+    {"layout": {"cp": 3}, "recompute": "full"},
+    {"layout": {"tp": 3, "tp_shares": [3, 1, 2]}, "heads": 6, "kv_heads": 3},
+    {"layout": {"ep": 2, "shard": 2}, "model": {"experts": 4}},
+    {"layout": {"pp": 2, "ep": 2, "dp": 2, "overlap": "passes"}, "micro_batch": 1, "model": {"experts": 4}},
+    {"layout": {"pp": 2, "vocab_barriers": 1}, "micro_batch": 1},
+    {"layout": {"pp": 4, "skip": 0.25}, "micro_batch": 1, "model": {"layers": 4}},
+    {"layout": {"pp": 2, "virtual": 2, "schedule": "zb-v"}, "model": {"layers": 4}, "micro_batch": 1},
+    {"layout": {"tp": 2, "overlap": "tokens"}},
+    {"layout": {"tp": 2}, "model": {"residual": "ladder"}, "recompute": "full"},
+    {"layout": {"tp": 2}, "model": {"norm_after": True}},
+    {"layout": {"dp": 2, "cp": 2, "balance": "flexsp"}, "zero": 1},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in MORE)],
+    ids=name,
+)
+def test_every_layout_drops_what_one_device_drops(
+    pool: Any, corpus: str, case: Case
+) -> None:
+    case = case | {"model": {"dropout": 0.3} | case.get("model", {})}
+    world = Layout(**case["layout"]).world
+    result = pool.run(world, difference, tree(corpus, case))[0]
+    assert result.ok, result

@@ -17,7 +17,8 @@ from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.models.dropout import drawing, token_draws
+from weft.models.drawing import drawing
+from weft.models.dropout import token_draws
 from weft.models.products import read_only
 from weft.models.routed_depth import BIG, SKIP, SMALL, drawn_choices, on_paths
 from weft.models.transformer import Transformer

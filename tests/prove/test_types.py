@@ -18,7 +18,14 @@ from weft.prove.types import check_types
 from weft.recipe import ModelShape, Train
 
 SHAPE = ModelShape(
-    vocab=257, layers=2, embed=32, heads=8, kv_heads=2, qk_norm=True, qkv_bias=True
+    vocab=257,
+    layers=2,
+    embed=32,
+    heads=8,
+    kv_heads=2,
+    qk_norm=True,
+    qkv_bias=True,
+    dropout=0.1,
 )
 LARGE = [
     {"dp": 8, "shard": 16, "cp": 2, "tp": 4},

@@ -37,6 +37,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def job(corpus: str, layout: str, **change: Any) -> Recipe:
     settings = {
+        # what is dropped follows the samples through every loss
+        "model__dropout": 0.2,
         "train__steps": STEPS,
         "train__timeout": 60,
         "validation__every": 5,

@@ -278,6 +278,11 @@ def test_several_updates_learn_from_one_phase(
         ({"rl": {"method": "grop"}}, "did you mean 'grpo'"),
         ({"rl": {"tokens": 30}}, "more than data.seq_len = 16"),
         ({"layout": {"island": 2}}, "leave layout.island out"),
+        ({"model": {"dropout": 0.1}}, r"model.dropout = 0.1 draws by the samples"),
+        (
+            {"adapter": {"rank": 2, "dropout": 0.1}},
+            r"adapter.dropout = 0.1 draws by the samples",
+        ),
         ({"model": {"small_ffn": 4}}, r"\[rl\] learns from answers, for which nothing"),
         ({"data": {"tokenizer": "train:300"}}, "reads none"),
     ],

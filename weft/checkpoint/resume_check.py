@@ -43,10 +43,12 @@ def model_differences(stored: ModelShape, needed: ModelShape) -> list[str]:
     """Return a line of text for each field in which the model shapes ``stored`` and ``needed`` differ.
 
     A line such as ``model.layers = 4, the recipe 3`` gives the value in ``stored`` (a checkpoint's model), then the
-    value in ``needed`` (the recipe's model). Fields that only say how a model is initialised, and an adapter's dropout,
-    are left out.
+    value in ``needed`` (the recipe's model). Fields that only say how a model is initialised, and dropout, are left
+    out.
     """
-    if stored.adapter and needed.adapter:  # dropout is of the run, not of the model
+    # dropout is of the run, not of the model
+    stored = stored.model_copy(update={"dropout": needed.dropout})
+    if stored.adapter and needed.adapter:
         kept = stored.adapter.model_copy(update={"dropout": needed.adapter.dropout})
         stored = stored.model_copy(update={"adapter": kept})
     pairs = [
@@ -135,6 +137,7 @@ def other_differences(
         "optimizer", stored, present, type(recipe.optimizer).model_fields
     )
     differences += _differing("train", stored, present, SETTINGS)
+    differences += _differing("model", stored, present, ("dropout",))
     if stored.get("adapter") and recipe.adapter:
         differences += _differing("adapter", stored, present, ("dropout",))
     if checkpoint.meta["data"] != fingerprint:

@@ -20,7 +20,8 @@ from torch import nn
 
 from weft.layout.boundary import own, total_of_shares
 from weft.layout.mesh import Mesh
-from weft.models.dropout import current_draws, dropped
+from weft.models.drawing import current_draws
+from weft.models.dropout import dropped
 from weft.models.fused import project
 from weft.models.module import Module
 from weft.models.nf4 import Quantized

@@ -5,11 +5,12 @@ same mask, whichever rank has a token or a range of its channels, and recomputat
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
+
+from weft.layout.boundary import own_tokens
+from weft.layout.mesh import Mesh
+from weft.models.drawing import current_draws
 
 T = torch.Tensor
 
@@ -17,8 +18,6 @@ T = torch.Tensor
 STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 #: Random numbers have this many bits, as many as a float32 has for a fraction.
 BITS = 24
-
-_draws: ContextVar[T | None] = ContextVar("draws", default=None)
 
 
 def token_draws(seed: int, sample: int, tokens: int) -> T:
@@ -30,28 +29,6 @@ def token_draws(seed: int, sample: int, tokens: int) -> T:
     high = sample << 32 & (1 << 64) - 1  # wrapped around, as the products are
     place = torch.arange(tokens) + (high - (1 << 64) if high >> 63 else high)
     return mixed_bits(mixed_bits(torch.tensor(seed) * STEP) + place * STEP)
-
-
-@contextmanager
-def drawing(draws: Sequence[T]) -> Iterator[None]:
-    """Return a context in which adapters with dropout derive what they drop from the random bits ``draws``.
-
-    ``draws``: a sequence with one tensor of bits of the tokens (:func:`token_draws`), or an empty sequence. If it is
-    empty, nothing is dropped.
-    """
-    token = _draws.set(draws[0] if draws else None)
-    try:
-        yield
-    finally:
-        _draws.reset(token)
-
-
-def current_draws() -> T | None:
-    """Return the random bits (:func:`token_draws`) of the tokens that are being computed.
-
-    None where nothing is dropped: outside :func:`drawing`, and without gradients.
-    """
-    return _draws.get() if torch.is_grad_enabled() else None
 
 
 def dropped(x: T, share: float, draws: T, name: str, first: int) -> T:
@@ -68,6 +45,23 @@ def dropped(x: T, share: float, draws: T, name: str, first: int) -> T:
     )
     gone = (numbers & ((1 << BITS) - 1)) < int(share * (1 << BITS))
     return x.masked_fill(gone, 0) * (1 / (1 - share))
+
+
+def dropped_part(x: T, share: float, name: str, mesh: Mesh) -> T:
+    """Apply dropout to what a part of the model adds to the residual stream, or to the embedding.
+
+    A share of the elements is set to zero, and the rest is scaled up, while the tokens have random bits
+    (:func:`weft.models.drawing.drawing`). Elsewhere ``x`` is returned unchanged.
+
+    ``x``: ``[batch, seq, embed]``, or this rank's tokens of it, ``[batch, seq/tp, embed]``; ``share``: share of
+    elements that become zero; ``name``: name of the part, which makes the choice differ between parts.
+    """
+    draws = current_draws()
+    if draws is None:
+        return x
+    if draws.shape[1] != x.shape[1]:
+        draws = own_tokens(draws, mesh)  # [batch, seq/tp]
+    return dropped(x, share, draws, name, 0)
 
 
 def mixed_bits(x: T) -> T:

@@ -15,7 +15,7 @@ import torch
 
 from weft.layout.boundary import gather_tokens, own_tokens
 from weft.layout.pending import Arrived, Pending, start_gather, start_sum
-from weft.models.dropout import drawing
+from weft.models.drawing import drawing
 from weft.models.feed_forward import FeedForward
 from weft.models.recompute import recomputed
 
@@ -74,12 +74,13 @@ class LadderLayer(Protocol):
     mesh: Mesh
     attention_norm: Any
     attention: Any
-    attention_out_norm: Any
     ffn_norm: Any
     ffn: Any
-    ffn_out_norm: Any
     recompute: str
     kept_ops: list[torch._ops.OpOverload]
+
+    def changes(self, part: str) -> bool: ...
+    def out(self, y: T, part: str) -> T: ...
 
 
 def landed(late: T | LatePart | None) -> T | None:
@@ -165,7 +166,7 @@ def _climbed(
     early = ffn.early(own_tokens(normed, mesh), normed, seen)
     with drawing(rope[2:]):
         part = block.attention(normed, rope, cu_seqlens)
-    attended = _sent(part, start_sum, block.attention_out_norm, mesh, results)
+        attended = _sent(block, part, "attention", start_sum, results)
     base = x.whole
     normed = block.ffn_norm(base)
     with drawing(rope[2:]):
@@ -173,27 +174,27 @@ def _climbed(
             part, start = ffn.share(normed), start_sum
         else:
             part, start = ffn(own_tokens(normed, mesh), seen, early), start_gather
-    late = _sent(part, start, block.ffn_out_norm, mesh, results)
+        late = _sent(block, part, "ffn", start, results)
     return LadderStream(LadderStream(base, attended).whole, late)
 
 
 def _sent(
+    block: LadderLayer,
     part: T,
+    name: str,
     start: Callable[[T, Mesh], Pending | Arrived],
-    out_norm: Callable[[T], T] | None,
-    mesh: Mesh,
     results: bool,
 ) -> T | LatePart | None:
-    """Start to complete a part's output over ``tp``, by ``start``.
+    """Start to complete a part's output over ``tp``, by ``start``. ``name``: ``attention`` or ``ffn``.
 
-    A norm after the part needs the whole output, and its weights are at hand only while the layer runs, so that the
-    output is waited for. ``results``: whether anybody reads the output.
+    A norm or dropout after the part needs the whole output, and the norm's weights are at hand only while the layer
+    runs, so that the output is waited for. ``results``: whether anybody reads the output.
     """
-    if out_norm is not None:
-        return out_norm(start(part, mesh).wait())
+    if block.changes(name):
+        return block.out(start(part, block.mesh).wait(), name)
     if not results:
         return None
-    pending = start(part, mesh)
+    pending = start(part, block.mesh)
     if isinstance(pending, Pending):
         return LatePart(pending)
     # a product's result is a view, and hooks on a layer's output want none

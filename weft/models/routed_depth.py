@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.layout.boundary import gather_tokens, scatter_tokens
-from weft.models.dropout import BITS, STEP, current_draws, mixed_bits
+from weft.models.drawing import current_draws
+from weft.models.dropout import BITS, STEP, mixed_bits
 from weft.models.feed_forward import FeedForward
 from weft.models.module import Module
 from weft.shapes.parameters import layer_table

@@ -18,7 +18,7 @@ from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.dims import Logical
 from weft.layout.placement import cut_range
 from weft.models.attention import Attend, local_attention
-from weft.models.dropout import drawing
+from weft.models.drawing import drawing
 from weft.models.feed_forward import FeedForward
 from weft.models.fused import project
 from weft.models.hooks import NO_HOOKS, Hooks
@@ -259,7 +259,7 @@ class Block(Module):
         self.ffn = feed_forward_module(shape, mesh, layer)
         self.attention_out_norm = self.norm_of("attention_out_norm", shape.norm_eps)
         self.ffn_out_norm = self.norm_of("ffn_out_norm", shape.norm_eps)
-        self.ladder = shape.is_ladder(layer)
+        self.ladder, self.dropout = shape.is_ladder(layer), shape.dropout
         self.recompute = "none"
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
@@ -301,13 +301,29 @@ class Block(Module):
         early = self.ffn.early(normed, y, seen)
         with drawing(rope[2:]):
             y = scatter_tokens(self.attention(y, rope, cu_seqlens), self.mesh)
-        if self.attention_out_norm is not None:
-            y = self.attention_out_norm(y)
-        return x + y, early
+            return self.added(x, y, "attention"), early
 
-    def added(self, x: T, y: T) -> T:
-        """Return ``x`` plus ``y``, the output of the feed-forward."""
-        return x + (y if self.ffn_out_norm is None else self.ffn_out_norm(y))
+    def added(self, x: T, y: T, part: str = "ffn") -> T:
+        """Return ``x`` plus ``y``, the output of ``part``: ``attention`` or ``ffn``."""
+        return x + self.out(y, part)
+
+    def changes(self, part: str) -> bool:
+        """Return whether a norm or dropout follows the output of ``part``: ``attention`` or ``ffn``."""
+        norm = self.ffn_out_norm if part == "ffn" else self.attention_out_norm
+        return norm is not None or self.dropout > 0
+
+    def out(self, y: T, part: str) -> T:
+        """Return what is added to the residual stream for ``y``, the output of ``part``: ``attention`` or ``ffn``.
+
+        That is the norm of ``y``, if the part has one, after dropout.
+        """
+        norm = self.ffn_out_norm if part == "ffn" else self.attention_out_norm
+        y = y if norm is None else norm(y)
+        if not self.dropout:
+            return y
+        from weft.models.dropout import dropped_part
+
+        return dropped_part(y, self.dropout, f"{self.path}.{part}", self.mesh)
 
 
 class Transformer(Module):
@@ -439,9 +455,22 @@ class Transformer(Module):
         """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype, draws)
+        x = self.entered(x, rope)
         layers = range(len(self.blocks)) if route is None else route
         x = self.run_blocks(layers, x, rope, cu_seqlens, seen)
         return self.norm(self.settled(x))
+
+    def entered(self, x: T, rope: tuple[T, ...]) -> T:
+        """Return the residual stream ``[batch, seq/tp, embed]`` before the first block: embeddings after dropout.
+
+        ``x``: the embeddings; ``rope``: cosines, sines and random bits (:func:`weft.models.rope.angles`).
+        """
+        if not self.shape.dropout:
+            return x
+        from weft.models.dropout import dropped_part
+
+        with drawing(rope[2:]):
+            return dropped_part(x, self.shape.dropout, "embedding", self.mesh)
 
     def run_blocks(
         self,

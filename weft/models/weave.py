@@ -19,7 +19,7 @@ import torch.distributed as dist
 from weft.layout.pending import Arrived, Pending, start_gather, start_scatter
 from weft.layout.token_order import to_parts, to_rows
 from weft.models.attention import local_attention
-from weft.models.dropout import drawing
+from weft.models.drawing import drawing
 from weft.models.feed_forward import FeedForward
 from weft.models.fused import project
 from weft.models.graph_parts import Steps
@@ -301,11 +301,13 @@ def part_steps(block: Block, x: T, inputs: PartInputs, columns: int) -> Steps:
         leaving = start_columns(block.attention, inner, "wo", columns)
     yield
     y = wait_columns(leaving)
-    x = x + (y if block.attention_out_norm is None else block.attention_out_norm(y))
+    with drawing(rope[2:]):
+        x = block.added(x, y, "attention")
     normed = block.ffn_norm(x)
     if not isinstance(block.ffn, FeedForward):
         y = yield from block.ffn.steps(normed, seen, early)
-        return block.added(x, y)
+        with drawing(rope[2:]):
+            return block.added(x, y)
     coming = start_gather(normed, mesh)
     yield
     with drawing(rope[2:]):
@@ -314,7 +316,9 @@ def part_steps(block: Block, x: T, inputs: PartInputs, columns: int) -> Steps:
     with drawing(rope[2:]):
         leaving = start_columns(block.ffn, inner, "down", columns)
     yield
-    return block.added(x, wait_columns(leaving))
+    y = wait_columns(leaving)
+    with drawing(rope[2:]):
+        return block.added(x, y)
 
 
 def start_columns(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.layout.layout import Layout
-from weft.models.dropout import drawing
+from weft.models.drawing import drawing
 from weft.models.feed_forward import FeedForward
 from weft.models.fused import Tape, deferred
 from weft.models.graph_parts import GraphPart, Steps, current_part, read, running
@@ -73,7 +73,8 @@ def block_steps(
     else:
         with drawing(rope[2:]):
             y = block.ffn(normed)
-    return block.added(read(x, before), y)
+    with drawing(rope[2:]):
+        return block.added(read(x, before), y)
 
 
 @dataclass(eq=False)

@@ -261,6 +261,8 @@ class PipelinePass:
             self.ropes[m] = angles(
                 batch.positions, self.model.freq, x.dtype, batch.draws
             )
+        if a.stage == self.table.paths[m][0]:
+            x = self.model.entered(x, self.ropes[m])
         return StageInput(
             x, leaf, self.ropes[m], self.seen.get(m) if training else None
         )

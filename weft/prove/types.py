@@ -119,14 +119,14 @@ def check_types(
         _type_saved_inputs()
         try:
             state = resident_state(model, mesh)
-            batch = _meta_batch(mesh, hooks.objective)
+            batch = _meta_batch(mesh, hooks.objective, shape.dropout > 0)
             if mesh.device_mesh is None:
                 reduced_gradients(model, state, [batch], mesh)
                 return None
             with spmd.set_current_mesh(mesh.device_mesh), typecheck():
                 ids = batch.tokens, batch.labels, batch.positions, batch.documents
                 columns = vars(batch.rollout).values() if batch.rollout else ()
-                for numbers in filter(torch.is_tensor, (*ids, *columns)):
+                for numbers in filter(torch.is_tensor, (*ids, *columns, batch.draws)):
                     declare(numbers, mesh, **BY_DATA)
                 declare(model.freq, mesh, **SAME)
                 declare(batch.cu_seqlens, mesh, **BY_DATA | {"cp": R})
@@ -196,10 +196,11 @@ def _typed(state: State, mesh: Mesh) -> State:
     return state
 
 
-def _meta_batch(mesh: Mesh, objective: Objective | None) -> Batch:
+def _meta_batch(mesh: Mesh, objective: Objective | None, drops: bool) -> Batch:
     """Make a batch on the meta device: two rows, each rank with its share of the tokens.
 
-    The rows are a pair of answers or two sampled answers if ``objective`` is a loss of such.
+    The rows are a pair of answers or two sampled answers if ``objective`` is a loss of such. ``drops``: whether tokens
+    have random bits for dropout.
     """
     of_policy = isinstance(objective, TokenObjective)
     of_pairs = objective is not None and not of_policy
@@ -220,6 +221,7 @@ def _meta_batch(mesh: Mesh, objective: Objective | None) -> Batch:
         documents=documents,
         paired=paired,
         rollout=rollout if of_policy else None,
+        draws=tokens if drops else None,
     )
 
 

@@ -175,6 +175,15 @@ class ModelShape(Section):
             "elsewhere it takes the big ones. 0: none."
         ),
     )
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "Share of the values that is set to zero at random in training, of embeddings and of what each "
+            "attention and each feed-forward adds to the residual stream."
+        ),
+    )
     qk_norm: bool = Field(
         False, description="Normalise the queries and keys of each head."
     )

@@ -55,8 +55,20 @@ class RlPhases(Job):
     ) -> Self:
         """Return this job with the tables ``[[tasks]]`` that have a reward, and their questions.
 
-        Raises :class:`UsageError` for a model whose tokens draw their feed-forwards by the samples of known data.
+        Raises :class:`UsageError` for a model whose tokens draw, by the samples of known data, their feed-forwards or
+        what is dropped.
         """
+        adapter = self.shape.adapter
+        dropouts = {
+            "model.dropout": self.shape.dropout,
+            "adapter.dropout": adapter.dropout if adapter else 0.0,
+        }
+        for name, share in dropouts.items():
+            if share:
+                raise UsageError(
+                    f"{name} = {share} draws by the samples of data, and [rl] learns from answers, for which nothing "
+                    "is drawn; leave one of them out"
+                )
         if self.shape.small_ffn:
             raise UsageError(
                 f"model.small_ffn = {self.shape.small_ffn} draws feed-forwards by the samples of data, and [rl] learns "

@@ -4,7 +4,7 @@ from weft.errors import UsageError
 from weft.recipe import ModelShape
 
 #: Settings of a model that are about how it learns: a recipe's count for a model that it starts from, too.
-LEARNING = ("balance", "balance_loss", "z_loss", "bias_rate")
+LEARNING = ("balance", "balance_loss", "z_loss", "bias_rate", "dropout")
 #: Fields by which a standard model can be made another architecture with the same weights.
 CONVERTING = ("residual", "ladder_from")
 
@@ -42,7 +42,9 @@ def begun_shape(given: ModelShape, shape: ModelShape) -> ModelShape:
         for name in LEARNING
         if name in given.model_fields_set
     }
-    return shape.model_copy(update={"origin": given.origin, **learning})
+    # dropout is of the run, and never of the pretrained model
+    own = {"origin": given.origin, "dropout": 0.0}
+    return shape.model_copy(update=own | learning)
 
 
 def converted_shape(shape: ModelShape, given: ModelShape) -> ModelShape:

@@ -115,8 +115,8 @@ class Job:
     @property
     def _draws_numbers(self) -> bool:
         """Whether training steps draw random numbers for each token."""
-        adapter = self.shape.adapter
-        return bool(self.shape.small_ffn or (adapter and adapter.dropout))
+        shape, adapter = self.shape, self.shape.adapter
+        return bool(shape.dropout or shape.small_ffn or (adapter and adapter.dropout))
 
     def training_loader(
         self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,

@@ -37,6 +37,13 @@ if TYPE_CHECKING:
             "leave one of them out",
         ),
         Rule(
+            "dropout of layers without backward",
+            "shape",
+            lambda a: a.shape.dropout > 0,
+            "model.dropout drops where gradients are computed, and optimizer.estimate = 'zeroth-order' computes none",
+            "leave one of them out",
+        ),
+        Rule(
             "drawn modules without backward",
             "shape",
             lambda a: a.shape.small_ffn > 0,
