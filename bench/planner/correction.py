@@ -17,7 +17,7 @@ from weft.planner.fit import Measurement
 Array = NDArray[np.float64]
 
 #: Standard deviations (of the logarithm): of jumps near by, of trends three times as far, of repeated measurements.
-NEAR, FAR, NOISE = 0.06, 0.06, 0.05
+NEAR, FAR, NOISE = 0.06, 0.1, 0.05
 #: The factor stays within this, in logarithms.
 BOUND = 0.25
 #: Distance, in logarithms, at which a size says little about another.

@@ -43,6 +43,9 @@ CONSTANTS: dict[str, float] = {
     "nanotron": 0.0,
     "torchtitan": 7.5,
 }
+#: Speed of FlashAttention's Triton kernel beside FlashAttention-2 on A100 (Dao 2023, 2307.08691, figure 4: 83 to 110
+#: beside 171 to 203 TFLOP/s).
+TRITON = 0.52
 #: GiB per unit of memory; a blank is GiB.
 _UNITS = {
     "": 1.0,
@@ -101,20 +104,23 @@ def family_of(framework: str, sharding: str, device_peak: float, attention: str)
     name = framework.lower()
     if name.startswith("weft"):
         return "weft"
-    if "maxtext" in name or "jax" in name or "xla" in name:
+    if re.search("maxtext|jax|xla|levanter|paxml|easylm|t5x", name):
         return "xla"
-    if "torchtitan" in name or "compile" in name or "fms" in name:
+    if re.search("torchtitan|compile|fms|nanogpt|nanochat|torchtune|lingua", name):
         return "compiled"
-    if "foundry" in name or ("fsdp" in name and "megatron" not in name):
+    if re.search("foundry|composer|lightning|lit-?gpt|olmo", name) or (
+        "fsdp" in name and "megatron" not in name
+    ):
         return "fsdp"
-    if any(word in name for word in ("megatron", "nemo", "intern")):
+    # submissions to MLPerf with Transformer Engine are NeMo's, by whomever
+    if re.search("megatron|nemo|intern|mlperf|neox", name):
         old = "deepspeed" in name or (
-            device_peak < 900e12 and not re.search("nemo|bridge|intern", name)
+            device_peak < 900e12 and not re.search("nemo|bridge|intern|mlperf", name)
         )
         return "megatron-2021" if old and "flash" not in attention else "megatron"
     if "fsdp" in sharding.lower():
         return "fsdp"
-    return "eager"
+    return "eager" if "nanotron" in name else "torch"
 
 
 def program(framework: str) -> str:
@@ -233,7 +239,10 @@ def parse(r: dict[str, str]) -> Measurement:
         context=CONTEXT.index(said["context"]) if said.get("context") in CONTEXT else 0,
         **{kind: PLACES.index(said.get(kind, "device")) for kind in AWAY},
     )
-    shape = replace(shape, frozen=int("lora" in notes.lower()))
+    adapted = re.search(
+        r"\bq?lora\b", f"{r['model']} {notes}".lower().replace("_", " ")
+    )
+    shape = replace(shape, frozen=int(bool(adapted)))
     per_node = int(number("gpus_per_node", 8))
     domain = (
         device.domain if per_node < device.domain and device.domain > 8 else per_node
@@ -257,6 +266,12 @@ def parse(r: dict[str, str]) -> Measurement:
         # Dropped and padded tokens need no counts of tokens per expert on the host; and where the fast domain is a
         # rack, the recipes of Megatron-Bridge capture the routing in CUDA graphs.
         engine = replace(engine, dispatch=1.0)
+    first = re.search(
+        r"triton|flash[- ]?att\w*[- ]?v?1\b", r.get("attention", "").lower()
+    )
+    if program(framework) == "llm-foundry" or first:
+        # The recipes of llm-foundry ask for the Triton kernel, for ALiBi.
+        engine = replace(engine, attention=TRITON)
     if "flash" in r.get("attention", "").lower():
         engine = replace(engine, flash=1.0)
     elif "unfused" in r.get("attention", "").lower():

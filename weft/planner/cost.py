@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from weft.planner.attention_io import fused_bytes, query_block
 from weft.planner.engine_constants import EngineConstants
 from weft.planner.machine import Machine
 from weft.recipe import PLACES
@@ -48,6 +49,9 @@ LAUNCH = 20e-6
 #: Bytes of two-byte numbers that are written or read: of a score by unfused attention (made, scaled and masked, turned
 #: into a share, used), of a logit by the loss (made, read for its sum, turned into a gradient, used).
 SCORE_BYTES = LOGIT_BYTES = 8
+#: Keys at which fused attention reaches half of its speed, and the head's width that takes as long as exponentials.
+#: From kernels that Dao 2023 (2307.08691, figures 4 and 7) measured on A100 and H100, 512 to 16,384 tokens.
+HALF_SPEED, EXPONENTIALS = 520, 20
 #: Bytes that the optimizer reads or writes per parameter: parameter and two moments both, in four bytes.
 OPTIMIZER_BYTES = 24
 #: Exponent of the smooth maximum of device time and launch time.
@@ -383,17 +387,43 @@ class Roofline:
         """Return the seconds of a layer's attention in its forward pass.
 
         Scores that the causal mask hides count too; scores outside a window count only if attention is not fused.
+        Fused attention takes as long as its products or as its bytes, whichever is longer.
         """
         shape, machine = self.shape, self.machine
         score = self.tokens * self.plan.seq * shape.heads / self.plan.tp
         # fused kernels skip what windows leave out
         near = score * shape.reach(self.plan.seq) / self.plan.seq
-        fused = 2 * near * shape.score_dim / (machine.peak16 * self.engine.attention)
+        rate = machine.peak16 * machine.fused * self.engine.attention
+        fused = 2 * near * shape.score_dim / (rate * self.fill())
+        read = fused_bytes(
+            self.keys(), shape.score_dim, query_block(machine.fast, shape.score_dim)
+        )
+        rows = self.tokens / self.keys() * shape.heads / self.plan.tp
+        fused = np.maximum(fused, rows * read / machine.hbm)
         split = (
             4 * score * shape.score_dim / (machine.peak16 * 0.5)
             + SCORE_BYTES * score / machine.hbm
         )
         return np.where(self.engine.flash > 0, fused, split)
+
+    def keys(self) -> Num:
+        """Return the number of keys that a rank's attention kernel sees at a time.
+
+        With context parallelism in a ring, a kernel works on the keys of one rank.
+        """
+        plan = self.plan
+        whole = np.where(plan.context == ULYSSES, plan.seq, plan.seq / plan.cp)
+        return np.minimum(whole, np.maximum(self.shape.reach(plan.seq), 1))
+
+    def fill(self) -> Num:
+        """Return the share of its speed over long sequences and wide heads that fused attention reaches.
+
+        Kernels lose time on blocks that the causal mask cuts, and on exponentials, of which a narrow head has more for
+        each product. The result is 1 for an endless sequence and heads of width 128.
+        """
+        keys, head = self.keys(), self.shape.score_dim
+        narrow = head / (head + EXPONENTIALS) * (1 + EXPONENTIALS / 128)
+        return keys / (keys + HALF_SPEED) * narrow
 
     def pointwise(self) -> Num:
         """Return the seconds of a layer's norms, residuals, rotary embedding and activation in its forward pass."""
@@ -492,7 +522,10 @@ def passes(
     ) / 2
     seen = np.where(exposed > 0, seen / np.maximum(exposed, 1e-12), 1.0)
     full = plan.recompute == Recompute.FULL
-    again = np.where(full, forward, 0.0)
+    # What ends a layer has no successor that needs its result: PyTorch's checkpoint stops before it.
+    last = engine.stops * shape.dense_share
+    last = last * parts.product(parts.tokens, shape.embed, shape.ffn / plan.tp)
+    again = np.where(full, smooth_maximum(busy - last, floor), 0.0)
     # Selective: scores again where they are written; under fused attention, half of the products.
     selective = np.where(
         engine.flash > 0, (1 - 0.5 * engine.products) * matmuls + pointwise, attention

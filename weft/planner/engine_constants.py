@@ -18,7 +18,8 @@ class EngineConstants:
 
     Attributes (time):
         ``matmul``: share of the device's attainable rate that matrix products reach.
-        ``attention``: share of the 16-bit peak that fused attention reaches.
+        ``attention``: speed of fused attention as a share of what the device's best kernels reach
+            (:attr:`weft.planner.machine.Machine.fused`).
         ``flash``: 1 if attention is fused, 0 if scores are written to memory.
         ``elementwise``: bytes moved per token and unit of width in the forward of a layer, outside attention and
             feed-forward.
@@ -37,6 +38,8 @@ class EngineConstants:
             ``inner``.
         ``level``: 1 if pipelines are cut into stages of equal work, where the output layer counts in proportion to its
             weights; 0 if into stages of equally many layers.
+        ``stops``: 1 if full recomputation of a layer stops at the last tensor that backward needs, which leaves out
+            the layer's last product; 0 if it repeats the whole layer.
         ``whole``: 1 if experts are never cut over ``tp``; 0 if they are, unless the ranks of ``tp`` are among those
             over which experts are spread.
 
@@ -60,7 +63,7 @@ class EngineConstants:
     """
 
     matmul: Num = 1.0
-    attention: Num = 0.3
+    attention: Num = 0.85
     flash: Num = 1.0
     elementwise: Num = 16.0
     inner: Num = 11.5
@@ -76,6 +79,7 @@ class EngineConstants:
     dispatch: Num = 3.0
     rough: Num = 8.0
     level: Num = 0.0
+    stops: Num = 0.0
     whole: Num = 1.0
     gradient: Num = 4.0
     master: Num = 12.0

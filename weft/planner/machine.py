@@ -38,6 +38,7 @@ class Hardware:
         ``host_bandwidth``: the device's share of the bandwidth of the host's memory.
         ``disk_read``, ``disk_write``: the device's share of the bandwidths at which the disk is read and written.
         ``disk_bytes``: the device's share of the free space on the disk; 0: nothing rests in files.
+        ``fast``: fast memory of one multiprocessor in KB, from which attention takes its blocks.
     """
 
     memory: Num
@@ -51,6 +52,7 @@ class Hardware:
     disk_read: Num = 3
     disk_write: Num = 2
     disk_bytes: Num = 1000
+    fast: Num = 227
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Device(Hardware):
     ``name``: name of the device. ``bf16``, ``fp8``, ``fp4``: peak rates in TFLOP/s of matrix products in these formats,
     without sparsity. ``clock``: share of the 16-bit peak that a large product reaches, because of power and clock
     limits. ``low``: the same share for 8 bits; that for 4 bits is :data:`LEAST`. ``clock`` and ``low`` come from
-    measurements of published runs (docs/explanations/planner.md).
+    measurements of published runs (docs/explanations/planner.md). ``fused``: share of the 16-bit peak that forward and
+    backward of fused attention reach over long sequences with heads of width 128, from measurements of kernels (Dao
+    2023, 2307.08691, figures 4 and 7).
     """
 
     name: str
@@ -69,6 +73,7 @@ class Device(Hardware):
     fp4: float
     clock: float = 0.76
     low: float = 0.76
+    fused: float = 0.4
 
 
 _KNOWN = read_toml(Path(__file__).with_name("devices.toml"))
@@ -227,6 +232,7 @@ class Machine(Hardware):
         ``peak``: peak rate of matrix products in the chosen precision.
         ``peak16``: peak rate in 16 bits, which attention uses.
         ``clock``: share of ``peak`` that a large product reaches.
+        ``fused``: share of ``peak16`` that fused attention reaches over long sequences.
         ``link_latency``, ``network_latency``: seconds to start a collective over fast links, and of a message over the
             network.
         ``site``: number of devices of one site.
@@ -236,6 +242,7 @@ class Machine(Hardware):
     peak: Num
     peak16: Num
     clock: Num
+    fused: Num
     link_latency: Num
     network_latency: Num
     site: Num
@@ -245,7 +252,8 @@ class Machine(Hardware):
 
 #: SI units in what devices and clusters tell of a machine.
 SI = dict.fromkeys((field.name for field in fields(Hardware)), 1e9) | {
-    "domain": 1, "link_latency": 1e-6, "network_latency": 1e-6, "site": 1, "between": 1e9, "between_latency": 1e-6,
+    "domain": 1, "fast": 1e3, "link_latency": 1e-6, "network_latency": 1e-6, "site": 1, "between": 1e9,
+    "between_latency": 1e-6,
 }  # fmt: skip
 
 
@@ -275,6 +283,7 @@ def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
         1e12 * peaks[bits],
         1e12 * bf16,
         clocks[bits],
+        device.fused,
         **{n: SI[n] * numbers[n] for n in SI},
     )
 

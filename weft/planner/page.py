@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from weft.layout.legend import layout_legend
 from weft.pages import render, write
+from weft.planner.attention_io import attention_traffic
 from weft.planner.cost import Cost
 from weft.planner.explain import (
     PARTS,
@@ -114,6 +115,7 @@ def page(
         reasons=list(layout_reasons(first, finals, others)), parts=used, instead=alternatives(others), held=HELD,
         memory=sorted(((gib(page_part(first.memory, name)), name) for name in HELD), reverse=True),
         stages=list(stage_rows(first, limit)), timeline=drawn, kinds=drawn.get("kinds", []), name_of=title,
+        traffic=attention_traffic(asked.seq, searched.shape.score_dim, searched.machine.fast),
         describe=describe, seconds=as_seconds, gib=gib, pieces=memory_pieces, remarks=remarks,
         differences=differences, why=why, axes=layout_legend(map(title, finals[:top])),
     )  # fmt: skip
