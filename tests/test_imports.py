@@ -18,8 +18,8 @@ PACKAGE = Path(__file__).parents[1] / "weft"
 #: Every room may import those before it.
 ORDER = (
     "recipe", "shapes", "net", "layout", "models", "schedule", "data", "memory", "parallel", "peers",
-    "checkpoint", "sync", "run", "train", "prove", "resilience", "rehearse", "generate", "cluster", "serve",
-    "rl", "federated", "streams", "curation", "search", "techniques", "cli",
+    "checkpoint", "sync", "run", "train", "prove", "resilience", "rehearse", "generate", "diffusion", "cluster",
+    "serve", "rl", "federated", "streams", "curation", "search", "techniques", "cli",
 )  # fmt: skip
 #: What the two rooms beside that order may import; the planner simulates the tables that training executes.
 BESIDE: dict[str, set[str]] = {

@@ -109,6 +109,7 @@ KINDS: dict[str, TechniqueKind] = {
     "overlap": TechniqueKind("kind of overlap", "layout.overlap", (), "overlaps", ("", "passes", "pairs")),
     "search": TechniqueKind("policy that can be searched", "weft search", (), "searches"),
     "cache-policy": TechniqueKind("cache policy", "--cache-policy", (), "cache_policies", ("none",)),
+    "sampling-table": TechniqueKind("sampling table", "--table", (), "sampling_tables", ("exact",)),
     "sync": TechniqueKind("sync method", "sync.update", ("settings",), "sync"),
     "compressor": TechniqueKind("compressor", "sync.compress", (), "compressors", ("none",)),
     "aggregator": TechniqueKind("rule of aggregation", "resilience.aggregate", ("settings",), "aggregators", ("mean",)),

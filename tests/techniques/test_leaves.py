@@ -16,6 +16,7 @@ from weft.checkpoint.pruned_model import pruner_of
 from weft.cluster.dispatch_policy import dispatch_policy
 from weft.curation.data_pipeline import DataStep
 from weft.data.remote_files import open_store
+from weft.diffusion.sampling_check import sampling_scheme_of
 from weft.errors import UsageError
 from weft.generate.cache_policy import cache_policy_of
 from weft.generate.drafter import check_ahead
@@ -75,6 +76,7 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     "quota": lambda name: quota_of(name),
     "search": lambda name: find("search", name),
     "cache-policy": lambda name: cache_policy_of(f"{name}:1"),
+    "sampling-table": lambda name: sampling_scheme_of(name),
     "phases": lambda name: build_recipe(ASKED[name]),
     "tracker": lambda name: build_recipe({"observe": {"trackers": [name]}}),
     "task": lambda name: build_recipe({"tasks": [{"reward": name}]}),

@@ -1,0 +1,1 @@
+"""Samples from diffusion models, on one device or over several ranks."""

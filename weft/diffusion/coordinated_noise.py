@@ -1,0 +1,71 @@
+"""Noise of the blocks of a long video that belong together: permutations of one template (DualParal)."""
+
+import torch
+
+
+class CoordinatedNoise:
+    """The noise of a queue of blocks of frames, for each sample.
+
+    The first block's noise is a template of ``first`` frames. A later block has, in random order, the frames of the
+    template that are not at the end of the block before, which is the later block's context. So a block with its
+    context holds every frame of the template once, blocks move alike, and none repeats another. A block's noise depends
+    on the seed, the sample and the block alone.
+
+    Args:
+        ``seed``: seed of all samples.
+        ``samples``: number of samples.
+        ``first``: frames of the first block; ``frames``: those of a later one, ``first - context``.
+        ``context``: frames of the block before that a block sees.
+        ``shape``: tokens of a frame, and values of a token.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        samples: int,
+        first: int,
+        frames: int,
+        context: int,
+        shape: tuple[int, int],
+    ) -> None:
+        self.seed, self.context, self.frames = seed, context, frames
+        self.templates = torch.stack(
+            [self._template(sample, first, shape) for sample in range(samples)]
+        )
+        #: which frames of the template a block has, by sample, for the blocks so far
+        self.orders = [[list(range(first))] for _ in range(samples)]
+
+    def _template(
+        self, sample: int, first: int, shape: tuple[int, int]
+    ) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(block_seed(self.seed, sample, 0))
+        return torch.randn(first, *shape, generator=generator, dtype=torch.float64)
+
+    def block(self, index: int) -> torch.Tensor:
+        """Return the noise of a block, ``[samples, frames, tokens of a frame, values]``."""
+        return torch.stack(
+            [
+                template[self._order(sample, index)]
+                for sample, template in enumerate(self.templates)
+            ]
+        )
+
+    def _order(self, sample: int, index: int) -> list[int]:
+        orders = self.orders[sample]
+        while len(orders) <= index:
+            before = orders[-1]
+            kept = before[len(before) - self.context :]
+            rest = sorted(set(range(len(orders[0]))) - set(kept))
+            seed = block_seed(self.seed, sample, len(orders))
+            generator = torch.Generator().manual_seed(seed)
+            turn = torch.randperm(len(rest), generator=generator).tolist()
+            orders.append([rest[at] for at in turn][: self.frames])
+        return orders[index]
+
+
+def block_seed(seed: int, sample: int, block: int) -> int:
+    """Return the seed of the noise of ``block`` of ``sample``, which depends on no rank."""
+    from hashlib import blake2b
+
+    said = f"{seed} {sample} {block}".encode()
+    return int.from_bytes(blake2b(said, digest_size=7).digest(), "little")

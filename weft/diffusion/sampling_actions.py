@@ -1,0 +1,226 @@
+"""A sampling table as a table of actions, which ``weft/schedule/`` validates, simulates and draws.
+
+A row becomes two actions for each layer: ``K`` projects queries, keys and values, and ``A`` attends and ends the layer.
+Keys that another rank reads leave behind ``K`` and are awaited before ``A``, so that a table whose ages are above 0
+has a whole step for every transfer.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from weft.diffusion.sampling_table import DenoisingRow, KeyBlock, SamplingTable
+from weft.schedule.actions import Action, Table, Value
+from weft.schedule.kinds import Kind, declare_kind
+
+N = declare_kind(Kind("N", "noise of a block", "#94a3b8", parameters=False))
+E = declare_kind(Kind("E", "embedding of latents", "#0891b2", parameters=False))
+K = declare_kind(Kind("K", "queries, keys and values", "#2563eb", parameters=False))
+A = declare_kind(Kind("A", "attention and the rest of a layer", "#15803d", parameters=False))  # fmt: skip
+U = declare_kind(Kind("U", "velocity and update of latents", "#f0a021", parameters=False))  # fmt: skip
+O = declare_kind(Kind("O", "a finished block", "#9333ea", parameters=False))
+
+#: Names of values. ``OPEN`` is a layer that has projected and not yet attended; it stays on its rank.
+HIDDEN, OPEN, VELOCITY = "h", "open", "v"
+
+
+class TokenPiece(NamedTuple):
+    """A piece of a block that a value holds: tokens ``first`` to ``end - 1`` of the block, for a ``kind`` of value.
+
+    ``kind``: "kv" for keys and values, "z" for latents.
+    """
+
+    kind: str
+    first: int
+    end: int
+
+
+def piece_of(value: Value) -> TokenPiece | None:
+    """Return which piece of a block ``value`` holds; None if it is neither keys and values nor latents."""
+    kind, _, rest = value.name.partition(" ")
+    if kind not in ("kv", "z"):
+        return None
+    first, _, end = rest.split(" ")[0].partition("-")
+    return TokenPiece(kind, int(first), int(end))
+
+
+class SamplingActions:
+    """The actions of a sampling table, and the row of each.
+
+    Attributes:
+        ``source``: the sampling table.
+        ``table``: the actions, without transfers. An action's stage is a layer; its microbatch is
+            ``step * blocks + block``, with the first block of its row.
+    """
+
+    def __init__(self, source: SamplingTable) -> None:
+        self.source = source
+        self.count = len(source.blocks)
+        #: the pieces of keys and values that rows read, by (step, layer, block)
+        self._keys: dict[tuple[int, int, int], dict[KeyBlock, None]] = defaultdict(dict)
+        #: the pieces of latents that rows read, by (number of steps behind them, block)
+        self._latents: dict[tuple[int, int], dict[tuple[int, int], None]] = defaultdict(
+            dict
+        )
+        self._guides: set[tuple[int, int]] = set()
+        #: the row of an action, by its microbatch and stage
+        self.rows: dict[tuple[int, int], DenoisingRow] = {}
+        for row in source.rows:
+            self._note(row)
+        self.table = self._table()
+
+    def number(self, step: int, block: int) -> int:
+        """Return the microbatch of ``block`` in ``step``."""
+        return step * self.count + block
+
+    def row_of(self, action: Action) -> DenoisingRow:
+        """Return the row that ``action`` belongs to, one of ``K``, ``A``, ``E`` and ``U``."""
+        return self.rows[action.microbatch, action.stage]
+
+    def row_writing(self, hidden: Value) -> DenoisingRow:
+        """Return the row that writes ``hidden``, the input of a layer."""
+        return self.rows[hidden.microbatch, max(hidden.stage - 1, 0)]
+
+    def joined(self, row: DenoisingRow) -> list[KeyBlock]:
+        """Return the latents of other blocks that join the tokens of ``row``, in order of their places."""
+        return sorted(key for key in row.keys if key.joined)
+
+    def _note(self, row: DenoisingRow) -> None:
+        last = row.layers.end == self.source.layers
+        for key in row.keys:
+            if key.joined:
+                if row.layers.first == 0:
+                    at = (row.step - key.age, key.block)
+                    self._latents[at][key.first, key.end] = None
+                continue
+            for layer in range(*row.layers):
+                at_layer = (row.step - key.age, layer, key.block)
+                self._keys[at_layer][KeyBlock(key.block, key.first, key.end)] = None
+        for block in row.queries:
+            if row.layers.first == 0 or last:
+                self._latents[row.step, block][0, self.source.blocks[block]] = None
+            if last and row.step + 1 == self.source.steps:
+                self._latents[row.step + 1, block][0, self.source.blocks[block]] = None
+        if last and row.step:
+            self._guides.update((row.step - 1, guide) for guide in row.guides)
+
+    def key_value(self, step: int, layer: int, key: KeyBlock) -> Value:
+        """Return the name of the keys and values of ``key``, computed in ``step`` at ``layer``."""
+        name = f"kv {key.first}-{key.end}"
+        return Value(name, layer, self.number(step, key.block))
+
+    def latent_value(
+        self, after: int, block: int, first: int, end: int, rank: int
+    ) -> Value:
+        """Return the name of tokens ``first`` to ``end - 1`` of the latents of ``block`` after ``after`` steps.
+
+        Before the first step every ``rank`` makes the noise that it needs.
+        """
+        name = f"z {first}-{end}" + ("" if after else f" {rank}")
+        return Value(name, 0, self.number(after, block))
+
+    def _whole_latents(self, after: int, block: int, rank: int) -> Value:
+        return self.latent_value(after, block, 0, self.source.blocks[block], rank)
+
+    def _of_row(self, row: DenoisingRow) -> Iterator[Action]:
+        """Yield the actions of ``row``, in order."""
+        source, m = self.source, self.number(row.step, row.queries[0])
+        rank, layers = row.rank, row.layers
+        hidden = Value(HIDDEN, layers.first, m)
+        own = [self._whole_latents(row.step, block, rank) for block in row.queries]
+        if layers.first == 0:
+            before = [
+                self.latent_value(row.step - key.age, key.block, key.first, key.end, rank)
+                for key in self.joined(row)
+            ]  # fmt: skip
+            yield Action(rank, E, 0, m, (), (*before, *own), (hidden,))
+        for layer in range(*layers):
+            written = [
+                self.key_value(row.step, layer, piece)
+                for block in row.queries
+                for piece in self._keys[row.step, layer, block]
+            ]
+            reads = [
+                self.key_value(row.step - key.age, layer, key)
+                for key in row.keys
+                if not key.joined
+            ]
+            opened = Value(OPEN, layer, m)
+            yield Action(rank, K, layer, m, (), (hidden,), (opened, *written))
+            hidden = Value(HIDDEN, layer + 1, m)
+            yield Action(rank, A, layer, m, (), (opened, *reads), (hidden,))
+        if layers.end == source.layers:
+            yield self._update(row, hidden, own)
+
+    def _update(self, row: DenoisingRow, hidden: Value, own: list[Value]) -> Action:
+        source, m, rank = self.source, hidden.microbatch, row.rank
+        guides = [
+            Value(VELOCITY, source.layers, self.number(row.step - 1, guide))
+            for guide in row.guides
+            if row.step
+        ]
+        fresh = [
+            self.latent_value(row.step + 1, block, first, end, rank)
+            for block in row.queries
+            for first, end in self._latents[row.step + 1, block]
+        ]
+        fresh += [
+            Value(VELOCITY, source.layers, self.number(row.step, block))
+            for block in row.queries
+            if (row.step, block) in self._guides
+        ]
+        reads = (hidden, *own, *guides)
+        return Action(rank, U, source.layers - 1, m, (), reads, tuple(fresh))
+
+    def _finished(self) -> dict[int, list[int]]:
+        """Return the blocks that rank 0 takes over before a row, by the row's index.
+
+        Of another rank's block it computes as many rows more as a pipeline is long, so that it need not stand still.
+        """
+        source = self.source
+        taken: dict[int, list[int]] = defaultdict(list)
+        for index, row in enumerate(source.rows):
+            if row.layers.end == source.layers and row.step + 1 == source.steps:
+                later = source.ranks * (source.ranks - 1) if row.rank else 0
+                taken[min(index + 1 + later, len(source.rows))] += row.queries
+        return taken
+
+    def _noise(self, actions: list[Action]) -> list[Action]:
+        """Return the actions of a rank with one before them for each block whose noise the rank reads."""
+        pieces: dict[int, dict[Value, None]] = defaultdict(dict)
+        for value in (value for action in actions for value in action.reads):
+            if value.microbatch < self.count and value.name.startswith("z "):
+                pieces[value.microbatch][value] = None
+        out = []
+        for action in actions:
+            for value in action.reads:
+                if (
+                    written := pieces.get(value.microbatch, {})
+                    if value.name.startswith("z ")
+                    else {}
+                ):
+                    del pieces[value.microbatch]
+                    rank, block = action.rank, value.microbatch
+                    out.append(Action(rank, N, rank, block, (), (), tuple(written)))
+            out.append(action)
+        return out
+
+    def _table(self) -> Table:
+        source = self.source
+        ranks: list[list[Action]] = [[] for _ in range(source.ranks)]
+        finished = self._finished()
+        for index in range(len(source.rows) + 1):
+            for block in finished.get(index, ()):
+                last = self._whole_latents(source.steps, block, 0)
+                ranks[0].append(Action(0, O, 0, last.microbatch, (), (last,)))
+            if index == len(source.rows):
+                break
+            row = source.rows[index]
+            for action in self._of_row(row):
+                self.rows[action.microbatch, action.stage] = row
+                ranks[row.rank].append(action)
+        paths = tuple(
+            tuple(range(source.layers)) for _ in range((source.steps + 1) * self.count)
+        )
+        orders = tuple(tuple(self._noise(actions)) for actions in ranks)
+        return Table(source.name, orders, source.layers, paths)

@@ -1,0 +1,154 @@
+"""Times, bytes and memory of a sampling table before anything runs, by the sizes of a denoiser and of a device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from weft.diffusion.sampling_actions import HIDDEN, OPEN, VELOCITY, A, E, K, U, piece_of
+from weft.diffusion.sampling_check import RunnableTable
+from weft.diffusion.sampling_table import DenoisingRow
+from weft.schedule.actions import Action, Value
+from weft.schedule.simulate import Costs, Simulation, simulate
+
+
+@dataclass(frozen=True)
+class DenoiserSizes:
+    """Sizes of a denoiser and of what it denoises, from which operations and bytes follow.
+
+    Attributes:
+        ``width``: width of the model.
+        ``ffn``: width of its feed-forward.
+        ``values``: values of a token.
+        ``rows``: rows of a batch: samples, twice as many with guidance.
+        ``text``: tokens of the text that cross-attention reads; 0: there is none.
+        ``bytes``: bytes of an activation.
+    """
+
+    width: int
+    ffn: int
+    values: int
+    rows: int = 1
+    text: int = 0
+    bytes: int = 2
+
+    def projection(self, tokens: int) -> float:
+        """Return the operations to project queries, keys and values of ``tokens`` tokens in a layer."""
+        return self.rows * tokens * 6.0 * self.width**2
+
+    def rest(self, tokens: int, keys: int) -> float:
+        """Return the operations of the rest of a layer for ``tokens`` tokens that attend to ``keys`` keys."""
+        feed_forward = 4.0 * self.width * self.ffn
+        attention = 4.0 * keys * self.width + 2.0 * self.width**2
+        text = (4.0 * self.text * self.width + 4.0 * self.width**2) * bool(self.text)
+        return self.rows * tokens * (attention + feed_forward + text)
+
+
+@dataclass(frozen=True)
+class SamplingDevice:
+    """A device and its link, for the simulator.
+
+    Attributes:
+        ``flops``: operations per second in large products.
+        ``bandwidth``: bytes per second that a rank sends.
+        ``latency``: seconds of the smallest transfer.
+        ``overhead``: seconds that a layer takes at least, however few its tokens.
+        ``half``: number of tokens with which a device reaches half of ``flops``.
+    """
+
+    flops: float
+    bandwidth: float = float("inf")
+    latency: float = 0.0
+    overhead: float = 0.0
+    half: float = 0.0
+
+    def seconds(self, operations: float, tokens: int) -> float:
+        """Return the time of ``operations`` for ``tokens`` tokens, of which the products are."""
+        return operations / self.flops * (tokens + self.half) / tokens
+
+
+def denoised_tokens(runnable: RunnableTable, row: DenoisingRow) -> int:
+    """Return the number of tokens that a row computes, those that join it included."""
+    blocks = runnable.source.blocks
+    joined = runnable.actions.joined(row)
+    return sum(blocks[block] for block in row.queries) + sum(
+        key.end - key.first for key in joined
+    )
+
+
+def seen_tokens(runnable: RunnableTable, row: DenoisingRow) -> float:
+    """Return to how many keys a token of a row attends, on average."""
+    source = runnable.source
+    if source.window is None:
+        return float(sum(key.end - key.first for key in row.keys))
+    near = (2 * source.window + 1) * source.unit
+    far = sum(key.end - key.first for key in row.keys if key.far)
+    return float(min(near + far, sum(key.end - key.first for key in row.keys)))
+
+
+def value_bytes(
+    runnable: RunnableTable, sizes: DenoiserSizes
+) -> Callable[[Value], float]:
+    """Return a function from a value to its bytes: of keys and values, latents, hidden states and velocities."""
+    actions, blocks = runnable.actions, runnable.source.blocks
+
+    @cache
+    def of(value: Value) -> float:
+        piece = piece_of(value)
+        if value.name == OPEN:
+            return 0.0
+        if value.name == VELOCITY:
+            tokens = blocks[value.microbatch % actions.count]
+            return float(tokens * sizes.values * sizes.rows * sizes.bytes)
+        if value.name == HIDDEN:
+            tokens = denoised_tokens(runnable, actions.row_writing(value))
+            return float(tokens * sizes.width * sizes.rows * sizes.bytes)
+        assert piece is not None
+        each = 2 * sizes.width if piece.kind == "kv" else sizes.values
+        return float((piece.end - piece.first) * each * sizes.rows * sizes.bytes)
+
+    return of
+
+
+def bytes_between(runnable: RunnableTable, sizes: DenoiserSizes) -> dict[tuple[int, int], float]:  # fmt: skip
+    """Return the bytes that each rank sends to each other one in the whole table."""
+    of, total = value_bytes(runnable, sizes), dict[tuple[int, int], float]()
+    for action in runnable.lowered:
+        if action.kind == "SEND":
+            pair = (action.rank, action.peer)
+            total[pair] = total.get(pair, 0.0) + of(action.reads[0])
+    return total
+
+
+def simulated_sampling(
+    runnable: RunnableTable, sizes: DenoiserSizes, device: SamplingDevice
+) -> Simulation:
+    """Simulate a sampling table: when each rank computes what, what travels when, and how much memory values take.
+
+    A rank's link is shared by the copies of a value that it sends to several ranks, and transfers run beside the
+    computation. Memory is in bytes and without weights.
+    """
+    actions = runnable.actions
+    of = value_bytes(runnable, sizes)
+    readers: dict[Value, set[int]] = {}
+    for action in actions.table:
+        for value in action.reads:
+            readers.setdefault(value, set()).add(action.rank)
+
+    def compute(action: Action) -> float:
+        if action.kind not in (E, K, A, U):
+            return 0.0
+        row = actions.row_of(action)
+        tokens = denoised_tokens(runnable, row)
+        if action.kind == K:
+            return device.seconds(sizes.projection(tokens), tokens) + device.overhead
+        if action.kind == A:
+            keys = seen_tokens(runnable, row)
+            return device.seconds(sizes.rest(tokens, int(keys)), tokens)
+        ends = 2.0 * tokens * sizes.rows * sizes.width * sizes.values
+        return device.seconds(ends, tokens)
+
+    def move(value: Value, source: int, target: int) -> float:
+        others = len(readers[value] - {source})
+        return device.latency + of(value) * others / device.bandwidth
+
+    return simulate(actions.table, Costs(compute, move, of, exclusive=True))

@@ -1,0 +1,38 @@
+"""A sampling table over the ranks of a process group."""
+
+import torch.distributed as dist
+
+from weft.diffusion.sampling_check import RunnableTable
+from weft.diffusion.sampling_run import (
+    SampleSource,
+    SamplingRun,
+    TokenDenoiser,
+    TokenSampler,
+    run_sampling,
+    value_specs,
+)
+from weft.schedule.lower import links
+from weft.schedule.pipeline_wire import Wire
+
+
+def run_over_ranks(
+    runnable: RunnableTable,
+    denoiser: TokenDenoiser,
+    sampler: TokenSampler,
+    source: SampleSource,
+    timeout: float = 600,
+) -> SamplingRun:
+    """Run this rank's part of a sampling table; all ranks of the default process group call it.
+
+    Every transfer is a send and a receive between two ranks, in the order of the table, and none is a collective:
+    no rank can wait in a collective that another one has not reached. ``timeout``: seconds that a rank waits for a
+    value. Raises :class:`weft.net.lost.PeerLost` naming a rank that does not deliver.
+    """
+    if runnable.source.ranks == 1:
+        return run_sampling(runnable, 0, denoiser, sampler, source)
+    group = dist.group.WORLD
+    assert group is not None
+    specs = value_specs(runnable, denoiser, source)
+    wire = Wire(group, source.device, timeout, specs)
+    wire.connect(links(runnable.lowered))
+    return run_sampling(runnable, group.rank(), denoiser, sampler, source, wire)

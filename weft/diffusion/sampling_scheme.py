@@ -1,0 +1,36 @@
+"""The interface of systems that sample over ranks (``weft/techniques/sampling_tables/``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.section import Section
+
+if TYPE_CHECKING:
+    from weft.diffusion.sampling_table import SamplingShape, SamplingTable
+
+
+class SamplingSettings(Section):
+    """Settings of a sampling table that has none."""
+
+
+class SamplingScheme:
+    """A system that samples over ranks: decides which rank computes which tokens, from keys of which age.
+
+    ``settings``: the technique's settings, as ``--table NAME:KEY=VALUE`` gives them.
+    """
+
+    def __init__(self, settings: Section) -> None:
+        self.settings = settings
+
+    def table(self, shape: SamplingShape) -> SamplingTable:
+        """Return the table for what ``shape`` describes. Raises
+        :class:`weft.diffusion.sampling_table.SamplingTableError` if there is none.
+        """
+        raise NotImplementedError
+
+    def noise_blocks(self, shape: SamplingShape) -> int:
+        """Return how many tokens at the end of a block stay beside the next block, for coordinated noise; 0 if each
+        token's noise is its own.
+        """
+        return 0

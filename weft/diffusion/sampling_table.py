@@ -1,0 +1,199 @@
+"""Sampling over ranks as data: which rank computes which tokens of which step, from keys of which age.
+
+A sampler is a loop over noise levels around a denoiser. Its tokens are cut into blocks: bands of an image, or frames of
+a video. A row of a table is some layers of the denoiser for some blocks in one step, with the blocks whose keys and
+values these attend to. Each of those has an *age* (0: of this step, 1: of the step before) and a range of its tokens.
+A table whose ages are all 0, and whose ranges are whole, computes what one device computes. Every lossy system is such
+a table with other ages or ranges. Which bytes travel follows from the rows.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from types import MappingProxyType
+from typing import NamedTuple
+
+from weft.errors import WeftError
+
+
+class LayerRange(NamedTuple):
+    """Layers ``first`` to ``end - 1`` of a denoiser."""
+
+    first: int
+    end: int
+
+
+class KeyBlock(NamedTuple):
+    """Keys and values that a row attends to: tokens ``first`` to ``end - 1`` of a block, ``age`` steps old.
+
+    Attributes:
+        ``block``: index of the block.
+        ``first``, ``end``: the tokens, counted from the block's first.
+        ``age``: how many steps before the row's step they are computed, in the count of steps of their own block. With
+            ``joined`` it may be -1: latents that are one step ahead.
+        ``joined``: whether the block's latents join the row's own tokens as further queries, so that their keys are
+            computed once more in this row. Otherwise the keys are those that the block's own row has computed.
+        ``far``: whether the row's queries see them at any distance, if the table has a window.
+    """
+
+    block: int
+    first: int
+    end: int
+    age: int = 0
+    joined: bool = False
+    far: bool = False
+
+
+class DenoisingRow(NamedTuple):
+    """Some layers of the denoiser, on one rank, for some blocks of tokens in one step.
+
+    Attributes:
+        ``step``: the denoising step of the blocks, from 0; blocks of a video may be at different steps.
+        ``rank``: the rank that computes.
+        ``layers``: the layers that are computed, in order.
+        ``queries``: indices of the blocks whose tokens are computed together, in ascending order.
+        ``keys``: what they attend to, their own keys included.
+        ``guides``: indices of the blocks whose predicted velocity of the step before guides this row's own.
+    """
+
+    step: int
+    rank: int
+    layers: LayerRange
+    queries: tuple[int, ...]
+    keys: tuple[KeyBlock, ...]
+    guides: tuple[int, ...] = ()
+
+
+class SamplingTableError(WeftError):
+    """Raised for a table that samples nothing, or something else; the message names the row, the block or the rank."""
+
+
+@dataclass(frozen=True)
+class SamplingShape:
+    """What is to be sampled, and on how many ranks.
+
+    Attributes:
+        ``ranks``: number of ranks.
+        ``steps``: number of denoising steps.
+        ``layers``: number of the denoiser's layers.
+        ``units``: number of rows of patches of an image, or of frames of a video. Blocks consist of whole units.
+        ``unit``: tokens of a unit.
+        ``video``: whether the units are frames.
+    """
+
+    ranks: int
+    steps: int
+    layers: int
+    units: int
+    unit: int
+    video: bool = False
+
+    @property
+    def noun(self) -> str:
+        """The word for the units in error lines."""
+        return "frames" if self.video else "rows of patches"
+
+
+@dataclass(frozen=True)
+class SamplingTable:
+    """A way to sample, as a table.
+
+    Attributes:
+        ``name``: the scheme.
+        ``ranks``: number of ranks.
+        ``steps``, ``layers``: numbers of steps and of the denoiser's layers.
+        ``blocks``: tokens of each block of a sample.
+        ``rows``: the rows; each rank computes its own in this order.
+        ``unit``: tokens of a row of patches or of a frame.
+        ``window``: how many units before and after its own a token sees, of keys that are not ``far``; None: all that
+            its row lists.
+    """
+
+    name: str
+    ranks: int
+    steps: int
+    layers: int
+    blocks: tuple[int, ...]
+    rows: tuple[DenoisingRow, ...]
+    unit: int = 1
+    window: int | None = None
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The place of each block's first token in the whole sample."""
+        return (0, *accumulate(self.blocks[:-1]))
+
+    @cached_property
+    def owners(self) -> Mapping[tuple[int, int, int], DenoisingRow]:
+        """The row that computes ``(step, layer, block)``."""
+        return MappingProxyType(
+            {
+                (row.step, layer, block): row
+                for row in self.rows
+                for layer in range(*row.layers)
+                for block in row.queries
+            }
+        )
+
+    def of_rank(self, rank: int) -> Iterator[DenoisingRow]:
+        """Yield the rows of ``rank`` in their order."""
+        return (row for row in self.rows if row.rank == rank)
+
+    def synchronous(self) -> int:
+        """Return the number of steps whose rows all attend to whole blocks of their own step alone."""
+        lossy = {
+            row.step
+            for row in self.rows
+            if any(key.age or key.joined for key in row.keys)
+            or sum(key.end - key.first for key in row.keys) < sum(self.blocks)
+        }
+        return self.steps - len(lossy)
+
+    def exact(self) -> bool:
+        """Return whether the table computes what one device computes."""
+        guided = any(row.guides for row in self.rows)
+        return self.synchronous() == self.steps and self.window is None and not guided
+
+
+def whole_block(table_blocks: tuple[int, ...], block: int, age: int = 0) -> KeyBlock:
+    """Return all keys of ``block``, ``age`` steps old. ``table_blocks``: tokens of every block."""
+    return KeyBlock(block, 0, table_blocks[block], age)
+
+
+def cut_units(shape: SamplingShape, parts: int) -> tuple[int, ...]:
+    """Return the tokens of each of ``parts`` bands of ``shape``, as even as whole units allow.
+
+    Raises :class:`SamplingTableError` if there are fewer units than parts.
+    """
+    if parts > shape.units:
+        raise SamplingTableError(
+            f"{shape.units} {shape.noun} cannot be cut into {parts} blocks; take fewer ranks"
+        )
+    each, more = divmod(shape.units, parts)
+    return tuple(shape.unit * (each + (part < more)) for part in range(parts))
+
+
+def cut_layers(layers: int, ranks: int) -> tuple[LayerRange, ...]:
+    """Return the layers of each of ``ranks`` stages. Raises :class:`SamplingTableError` if a stage would have none."""
+    if ranks > layers:
+        raise SamplingTableError(
+            f"{layers} layers cannot be cut into {ranks} stages; take fewer ranks"
+        )
+    bounds = [layers * rank // ranks for rank in range(ranks + 1)]
+    return tuple(map(LayerRange, bounds[:-1], bounds[1:]))
+
+
+def exact_table(shape: SamplingShape) -> SamplingTable:
+    """Return the table without any loss: each rank has a band, and attends to all keys of the same step."""
+    blocks = cut_units(shape, shape.ranks)
+    every = tuple(whole_block(blocks, block) for block in range(shape.ranks))
+    layers = LayerRange(0, shape.layers)
+    rows = [
+        DenoisingRow(step, rank, layers, (rank,), every)
+        for step in range(shape.steps)
+        for rank in range(shape.ranks)
+    ]
+    return SamplingTable(
+        "exact", shape.ranks, shape.steps, shape.layers, blocks, tuple(rows), shape.unit
+    )

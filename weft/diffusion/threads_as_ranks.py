@@ -1,0 +1,95 @@
+"""All ranks of a sampling table as threads of one process: what a table computes, without any process group."""
+
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from threading import Event
+from typing import Any
+
+import torch
+
+from weft.diffusion.sampling_check import RunnableTable
+from weft.diffusion.sampling_run import (
+    SampleSource,
+    SamplingRun,
+    TokenDenoiser,
+    TokenSampler,
+    run_sampling,
+)
+from weft.errors import WeftError
+from weft.schedule.actions import Value
+
+#: Seconds between two looks at whether another thread has failed.
+LOOK_S = 0.5
+
+
+class MemoryWire:
+    """Transfers between threads that act as ranks, with the interface of
+    :class:`weft.schedule.pipeline_wire.Wire`.
+
+    ``queues``: values under way by (source, target); ``rank``: number of this rank; ``failed``: set when a rank fails.
+    """
+
+    def __init__(
+        self,
+        queues: dict[tuple[int, int], SimpleQueue[tuple[Value, Any]]],
+        rank: int,
+        failed: Event,
+    ) -> None:
+        self.queues, self.rank, self.failed = queues, rank, failed
+        self.bytes_sent = 0
+
+    def send(self, value: Value, payload: Any, target: int, window: int) -> None:
+        """Hand ``payload`` to rank ``target``; it is a copy, as it would be elsewhere."""
+        self.bytes_sent += payload.numel() * payload.element_size()
+        self.queues[self.rank, target].put((value, payload.clone()))
+
+    def ask(self, value: Value, source: int) -> None:
+        """Do nothing: values arrive unasked."""
+
+    def take(self, value: Value, source: int, purpose: str) -> torch.Tensor:
+        """Wait for ``value`` from rank ``source``. Raises :class:`WeftError` if another rank has failed."""
+        while True:
+            try:
+                arrived, payload = self.queues[source, self.rank].get(timeout=LOOK_S)
+            except Empty:
+                if self.failed.is_set():
+                    raise WeftError(
+                        f"rank {self.rank} waits for {value} to run {purpose}, and another rank has failed"
+                    ) from None
+                continue
+            assert arrived == value, f"{value} is taken before {arrived}"
+            return payload
+
+    def flush(self) -> None:
+        """Do nothing: what is sent has arrived."""
+
+
+def run_as_threads(
+    runnable: RunnableTable,
+    denoiser: TokenDenoiser,
+    sampler: TokenSampler,
+    source: SampleSource,
+) -> list[SamplingRun]:
+    """Run all ranks of a sampling table as threads of this process, and return the measurements of each.
+
+    The ranks share ``denoiser``, which must not keep anything between its calls. Raises the first error of a rank.
+    """
+    ranks = runnable.source.ranks
+    queues: dict[tuple[int, int], SimpleQueue[tuple[Value, Any]]] = defaultdict(
+        SimpleQueue
+    )
+    for pair in ((a, b) for a in range(ranks) for b in range(ranks)):
+        queues[pair] = SimpleQueue()
+    failed = Event()
+
+    def run(rank: int) -> SamplingRun:
+        wire: Any = MemoryWire(queues, rank, failed)
+        try:
+            return run_sampling(runnable, rank, denoiser, sampler, source, wire)
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))

@@ -1,0 +1,98 @@
+"""DualParal: a queue of blocks of frames, each one noise level behind the one before, through a pipeline of layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from weft.diffusion.sampling_scheme import SamplingScheme
+from weft.registry import register
+from weft.section import Section
+
+if TYPE_CHECKING:
+    from weft.diffusion.sampling_table import KeyBlock, SamplingShape, SamplingTable
+
+
+class DualparalSettings(Section):
+    """Lengths of blocks and of their context, in frames."""
+
+    frames: int = Field(8, ge=1, description="Frames of a block.")
+    context: int = Field(
+        8,
+        ge=0,
+        description="Frames of the block before, and of the next one, that a block sees.",
+    )
+
+
+@register(
+    "sampling-table",
+    "dualparal",
+    settings=DualparalSettings,
+    title="DualParal: blocks of frames through a pipeline",
+    paper="Wang et al. 2025",
+    proof="tests/diffusion/test_sampling_tables.py",
+    figure="the same memory for 8 and 24 blocks; without context equal to each block alone",
+)
+class Dualparal(SamplingScheme):
+    """Denoises a long video as a queue of blocks of frames, in memory that does not depend on its length.
+
+    In every iteration a block of pure noise enters the queue, all blocks in it take one step, and the cleanest leaves.
+    The layers are cut over the ranks; blocks stream through them, the noisiest first. The last frames of the block
+    before join a block's tokens, and the keys of the first frames of the next block, which has just passed, are still
+    on the rank. Without context every block is sampled as if it were alone.
+    """
+
+    settings: DualparalSettings
+
+    def table(self, shape: SamplingShape) -> SamplingTable:
+        from weft.diffusion.sampling_table import (
+            DenoisingRow,
+            SamplingTable,
+            SamplingTableError,
+            cut_layers,
+        )
+
+        frames, context = self.settings.frames, self.settings.context
+        if context > frames:
+            raise SamplingTableError(
+                f"a context of {context} frames is longer than a block of {frames}; take a shorter one"
+            )
+        first = min(frames + context, shape.units)
+        if (shape.units - first) % frames:
+            raise SamplingTableError(
+                f"{shape.units} frames are not a first block of {first} and whole blocks of {frames}; "
+                f"take {first + (shape.units - first) // frames * frames} frames"
+            )
+        count = 1 + (shape.units - first) // frames
+        blocks = tuple(shape.unit * n for n in (first, *[frames] * (count - 1)))
+        stages, rows = cut_layers(shape.layers, shape.ranks), []
+        for iteration in range(shape.steps + count - 1):
+            entered = min(iteration, count - 1)
+            for block in range(entered, max(-1, iteration - shape.steps), -1):
+                step = iteration - block
+                keys = self._seen(blocks, shape, block, step)
+                for rank, layers in enumerate(stages):
+                    rows.append(DenoisingRow(step, rank, layers, (block,), keys))
+        return SamplingTable(
+            "dualparal", shape.ranks, shape.steps, shape.layers, blocks, tuple(rows), shape.unit
+        )  # fmt: skip
+
+    def _seen(
+        self, blocks: tuple[int, ...], shape: SamplingShape, block: int, step: int
+    ) -> tuple[KeyBlock, ...]:
+        """Return the keys of a block: the end of the block before, its own, and the begin of the next one."""
+        from weft.diffusion.sampling_table import KeyBlock
+
+        keys = [KeyBlock(block, 0, blocks[block])]
+        tokens = self.settings.context * shape.unit
+        if tokens and block:
+            end = blocks[block - 1]
+            keys.insert(0, KeyBlock(block - 1, end - tokens, end, -1, joined=True))
+        # the next block enters one iteration later
+        if tokens and block + 1 < len(blocks) and step:
+            keys.append(KeyBlock(block + 1, 0, tokens, 1))
+        return tuple(keys)
+
+    def noise_blocks(self, shape: SamplingShape) -> int:
+        return self.settings.context * shape.unit

@@ -1,0 +1,80 @@
+"""PipeFusion: patches flow through stages of layers, and see fresh keys of the patches before them in a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from weft.diffusion.sampling_scheme import SamplingScheme
+from weft.registry import register
+from weft.section import Section
+
+if TYPE_CHECKING:
+    from weft.diffusion.sampling_table import SamplingShape, SamplingTable
+
+
+class PipefusionSettings(Section):
+    """Number of patches, and from when on their keys are old."""
+
+    patches: int = Field(
+        0, ge=0, description="Number of patches of the image; 0: as many as ranks."
+    )
+    synchronous: int = Field(
+        1,
+        ge=1,
+        description="Steps at the beginning in which the image goes through the stages as a whole.",
+    )
+    age: int = Field(
+        1,
+        ge=0,
+        le=1,
+        description="Steps by which keys of later patches are old; 0: the whole image at once in every step.",
+    )
+
+
+@register(
+    "sampling-table",
+    "pipefusion",
+    settings=PipefusionSettings,
+    title="PipeFusion: patches through a pipeline",
+    paper="Fang et al. 2024",
+    proof="tests/diffusion/test_sampling_tables.py",
+    figure="tokens x width from stage to stage, as the formula; loses less than DistriFusion at equal steps",
+)
+class Pipefusion(SamplingScheme):
+    """Cuts the layers into stages and lets the patches of an image flow through them as microbatches do.
+
+    A patch attends to fresh keys of the patches that have passed in this step, and to keys of the previous step for the
+    rest. Keys stay on their stage; only activations travel, from a stage to the next. Each rank has its own layers.
+    """
+
+    settings: PipefusionSettings
+
+    def table(self, shape: SamplingShape) -> SamplingTable:
+        from weft.diffusion.sampling_table import (
+            DenoisingRow,
+            SamplingTable,
+            cut_layers,
+            cut_units,
+            whole_block,
+        )
+
+        blocks = cut_units(shape, self.settings.patches or shape.ranks)
+        stages, every = cut_layers(shape.layers, shape.ranks), range(len(blocks))
+        rows = []
+        for step in range(shape.steps):
+            if step < self.settings.synchronous or not self.settings.age:
+                fresh = tuple(whole_block(blocks, block) for block in every)
+                for rank, layers in enumerate(stages):
+                    rows.append(DenoisingRow(step, rank, layers, tuple(every), fresh))
+                continue
+            for patch in every:
+                keys = tuple(
+                    whole_block(blocks, block, int(block > patch)) for block in every
+                )
+                for rank, layers in enumerate(stages):
+                    rows.append(DenoisingRow(step, rank, layers, (patch,), keys))
+        return SamplingTable(
+            "pipefusion", shape.ranks, shape.steps, shape.layers, blocks, tuple(rows), shape.unit
+        )  # fmt: skip
