@@ -47,8 +47,11 @@ def logits_of(folder: Path) -> torch.Tensor:
         return model(ids, positions, torch.tensor([0, ids.shape[1]], dtype=torch.int32))
 
 
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("--most-load", 1.5), marks=pytest.mark.slow)]
+)
 def test_the_order_of_experts_changes_nothing_but_where_they_are(
-    command: Command, tmp_path: Path
+    command: Command, more: tuple[object, ...], tmp_path: Path
 ) -> None:
     folder, _ = folder_of("qwen3 moe, every second", tmp_path / "model")
     (tmp_path / "texts").write_text(TEXT)
@@ -62,6 +65,7 @@ def test_the_order_of_experts_changes_nothing_but_where_they_are(
         tmp_path / "placed",
         "--place",
         3,
+        *more,
     )
     code, out, err = command(*words)
     stays = re.search(
@@ -144,6 +148,9 @@ def test_experts_that_are_not_used_are_left_out(
     ("qwen2 moe", ["--keep", 3], "weights add up to one"),
     ("deepseek v2 groups", ["--place", 2], "chooses from groups"),
     ("llama", ["--place", 2], "has no experts"),
+    ("mixtral", ["--place", 2, "--most-load", 0.5], "--most-load 0.5 is a multiple, 1 or more"),
+    ("mixtral", ["--place", 2, "--most-load", 2, "--level", 1], "leave out --level"),
+    ("mixtral", ["--keep", 3, "--most-load", 2], "give --place RANKS"),
     ("mixtral", ["--place", 2, "--ema"], "which alone have averages"),
 ])  # fmt: skip
 def test_what_cannot_be_is_one_line(

@@ -17,6 +17,10 @@ _texts = (
 _keep = "Keep only this many experts of each layer, those chosen most."
 _place = "Order the experts for this many ranks, so that most tokens stay on one rank."
 _level = "With --place: weight of equal loads against tokens that stay on a rank."
+_most_load = (
+    "With --place: the largest load of a rank, as a multiple of the least possible one (1.05). "
+    "Integer programs then place the experts (MoETuner; needs scipy). 0: a search without such a limit."
+)
 
 _dtype = (
     "Type of the weights: float32, bfloat16 or float16, with --format gguf "
@@ -46,6 +50,7 @@ def export_command(
     keep: Annotated[int, typer.Option(min=0, metavar="N", help=_keep)] = 0,
     place: Annotated[int, typer.Option(min=0, metavar="RANKS", help=_place)] = 0,
     level: Annotated[float, typer.Option(min=0, help=_level)] = 0.0,
+    most_load: Annotated[float, typer.Option(min=0, help=_most_load)] = 0.0,
     dtype: Annotated[str | None, typer.Option(help=_dtype)] = None,
     form: Annotated[
         str, typer.Option("--format", metavar="FORMAT", help=_format)
@@ -87,7 +92,7 @@ def export_command(
 
         typer.echo(
             export_for_texts(
-                checkpoint, out, texts, warn, ema, keep, place, level, dtype
+                checkpoint, out, texts, warn, ema, keep, place, level, dtype, most_load
             )
         )
     else:

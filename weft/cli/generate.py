@@ -338,6 +338,8 @@ def generate_command(
                 print(f"weft: {rest.report()}", file=sys.stderr)
         if cache_policy != "none":
             print(f"weft: {engine.policy_usage()}", file=sys.stderr)
+        if line := engine.travel_summary():
+            print(f"weft: {line}", file=sys.stderr)
         if spread.world > 1 and len(clock) > 1:
             rate = (len(clock) - 2) / max(clock[-1] - clock[1], 1e-9)
             print(f"weft: {len(ids):,} tokens of prompt over {spread.world} ranks: first token after "

@@ -611,6 +611,10 @@ class Engine:
         while self.step() or self.scheduler.running or self.scheduler.waiting:
             pass
 
+    def travel_summary(self) -> str:
+        """Return a line about what has travelled between the ranks for experts; "" if it was not counted."""
+        return self.reader.summary() if isinstance(self.reader, Leader) else ""
+
     def policy_usage(self) -> PolicyUsage:
         """Return what the cache policy has saved so far, on this rank."""
         selectors = [getattr(each, "selector", None) for each in self.reader.pages]

@@ -8,11 +8,14 @@ as there are stages are under way at once, so that no stage waits for a later on
 only experts are cut.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -51,10 +54,14 @@ from weft.net.lost import peer_lost
 from weft.parallel.build import check_fits
 from weft.parallel.striped import SplitStates, StripedKeys, Stripes, striped
 from weft.recipe import ModelShape
+from weft.registry import declared, find
 from weft.run.failure import is_secondary
 from weft.run.signals import noted_signals, stop_signals
 from weft.schedule.actions import Value
 from weft.schedule.pipeline_wire import Wire
+
+if TYPE_CHECKING:
+    from weft.parallel.experts.dispatch_way import DecodePass
 
 T = torch.Tensor
 
@@ -68,9 +75,6 @@ MEASURED_TOKENS = (1, 32, 512)
 
 #: What the first rank says when the others are to return, as no step follows for a while.
 REST = "rest"
-
-#: The dispatchers to experts on other ranks that take a different number of tokens from each rank.
-SENDS = ("all-to-all", "per-rank")
 
 
 def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
@@ -87,9 +91,8 @@ def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
             f"overlap = {layout.overlap!r} has nothing to cut here: 'passes' and 'pairs' are about training, and cp "
             f"cuts rows by itself; leave overlap or cp out"
         )
-    if layout.ep > 1 and layout.dispatch not in SENDS:
-        raise UsageError(f"ranks that generate have unequally many tokens, which dispatch = {layout.dispatch!r} does "
-                         f"not send; use {' or '.join(SENDS)}")  # fmt: skip
+    if layout.ep > 1:
+        check_dispatch(layout, shape)
     if layout.sum and layout.ep > 1:
         raise UsageError(
             "layout.sum adds up whole tokens on all ranks of tp, and ep sends each rank's own to experts; leave out one"
@@ -100,6 +103,34 @@ def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
                 f"a plugin's model ({shape.kind}) reads on one rank; leave out --layout"
             )
         check_fits(shape, of_parameters(layout))
+
+
+def check_dispatch(layout: Layout, shape: ModelShape | None) -> None:
+    """Raise :class:`UsageError` if tokens cannot travel to experts as ``layout.dispatch`` says. ``shape``: as for
+    :func:`check_layout`.
+    """
+    way = find("dispatch", layout.dispatch).implementation()
+    if not way.unequal:
+        able = [
+            each.name for each in declared("dispatch") if each.implementation().unequal
+        ]
+        raise UsageError(f"ranks that generate have unequally many tokens, which dispatch = {layout.dispatch!r} does "
+                         f"not send; use {' or '.join(able)}")  # fmt: skip
+    if not way.whole_context:
+        return
+    if layout.world > layout.cp or layout.ep != layout.cp:
+        raise UsageError(
+            f"dispatch = {layout.dispatch!r} lets every rank along cp cache all of a text and hold a share of the "
+            f"experts; use cp={layout.ep},ep={layout.ep} alone, or dispatch = 'per-rank'"
+        )
+    if shape is not None and (
+        shape.residual == "ladder"
+        or any(shape.mixer_of(i) != "softmax" for i in range(shape.layers))
+    ):
+        raise UsageError(
+            f"dispatch = {layout.dispatch!r} moves tokens between layers of softmax attention, and this model has "
+            "linear or ladder layers; use dispatch = 'per-rank'"
+        )
 
 
 def of_parameters(layout: Layout) -> Layout:
@@ -160,12 +191,16 @@ class RankReader:
         self.group = self.mesh.group("dp") if ranks > 1 else None
         self.size = size + -size % ranks
         pages = layer_pages(model, self.size)
+        self.decode: DecodePass | None = None
+        if self.mesh.layout.ep > 1:
+            way = find("dispatch", self.mesh.layout.dispatch).implementation()
+            self.decode = way.decode_pass(model, pages)
         selecting = cache_policy_of(policy)
         if selecting is not None:
             select_blocks(pages, selecting, model, self.size)
         self.pages = (
             pages
-            if self.group is None
+            if self.group is None or self.decode is not None
             else [striped(each, self.group) for each in pages]
         )
         stages, stage = (
@@ -196,18 +231,30 @@ class RankReader:
         row: PackedRow,
         copies: Sequence[tuple[int, int]],
         loads: Sequence[tuple[str, list[int]]],
-    ) -> tuple[Stripes, T]:
-        """Compute this rank's part of step ``number``. Return how the row is cut over ``cp``, and this rank's logits,
-        which are empty before the last pipeline stage.
+    ) -> tuple[T, T]:
+        """Compute this rank's part of step ``number``. Return for each token the rank along ``cp`` that has its logits,
+        and this rank's logits, which are empty before the last pipeline stage.
 
         ``copies``: pairs of cache blocks (from, to) that are copied before the step. ``loads``: pairs of an adapter's
         name and the blocks into which it is loaded before the step.
         """
-        mesh, stripes = self.mesh, Stripes(row.spans, self.size, self.group)
+        for pages in self.pages:
+            pages.copy(copies)
+        if self.decode is not None:
+            from weft.parallel.whole_context import TokenRuns, share_new_tokens
+
+            if self.decode.takes(row.spans):
+                share_new_tokens(self.pages, None)
+                return self._decoded(self.decode, row)
+            assert self.group is not None
+            stripes: Any = TokenRuns(row.spans, self.size, self.group)
+            share_new_tokens(self.pages, stripes)
+        else:
+            stripes = Stripes(row.spans, self.size, self.group)
+        mesh = self.mesh
         slots = torch.tensor(stripes.slots, dtype=torch.int64, device=mesh.device)
         own, whole = Reading(stripes.spans, slots), Reading(row.spans, slots)
         for pages in self.pages:
-            pages.copy(copies)
             pages.reading = whole if isinstance(pages, StatePages) else own
             if isinstance(pages, StripedKeys | SplitStates):
                 pages.stripes = stripes
@@ -216,7 +263,9 @@ class RankReader:
         numbers = torch.tensor([row.ids, row.positions])[:, stripes.own]
         with (
             attending(self.model, self.pages),
-            self.shelf.adapting(stripes.spans, row.adapters),
+            self.shelf.adapting(
+                row.spans if self.decode else stripes.spans, row.adapters
+            ),
         ):
             ends = [0, *(span.last for span in stripes.spans)]
             enter = None
@@ -224,13 +273,26 @@ class RankReader:
                 enter = PartReadings(self.pages, row.spans, slots)
             x = self.through(number, numbers, ends, enter)
         if self.after is not None:
-            return stripes, x[:0]
+            return stripes.owner, x[:0]
         wanted = stripes.place[row.wanted] - stripes.first
         wanted = wanted[(wanted >= 0) & (wanted < stripes.count)].to(mesh.device)
         logits = self.model.scores(x, wanted)[0]
         if len(wanted) and self.rank and self.rank in self.ends:
             self.wire.send(Value("logits", 0, number), logits, 0, self.depth)
-        return stripes, logits
+        return stripes.owner, logits
+
+    def _decoded(self, decode: DecodePass, row: PackedRow) -> tuple[T, T]:
+        """Compute a step in which texts get a token each, and return what :meth:`run` does: the first rank has all
+        logits.
+        """
+        given = torch.tensor([row.ids, row.positions], device=self.mesh.device)
+        x, model = decode.run(given, row.spans), self.model
+        logits = (
+            model.scores(model.norm(x), torch.tensor(row.wanted))[0]
+            if x.numel()
+            else x[0]
+        )
+        return torch.zeros(len(row.ids), dtype=torch.int64), logits
 
     def through(
         self, number: int, row: T, ends: Sequence[int], enter: Enter | None = None
@@ -301,7 +363,8 @@ class RankReader:
         already.
         """
         ranks, place = self.mesh.size("dp"), self.mesh.rank("dp")
-        return layer_parts(self.model, self.pages, ranks, place)
+        whole = self.decode is not None
+        return layer_parts(self.model, self.pages, *(() if whole else (ranks, place)))
 
     def send_form(self, number: int) -> None:
         """Send the first rank what this rank holds of each cache block, as JSON text. ``number``: number of the
@@ -369,12 +432,12 @@ class Leader(RankReader):
         # a thread writes the ticket, perhaps only when tables of requests have changed again
         row.spans[:] = [span._replace(table=[*span.table]) for span in row.spans]
         with naming_lost_rank():
-            stripes, own = self.run(number := self.tickets.give(("run", *work)), *work)
+            ranks, own = self.run(number := self.tickets.give(("run", *work)), *work)
 
         @cache
         def logits() -> T:
             owner, rows = (
-                stripes.owner[row.wanted],
+                ranks[row.wanted],
                 own.new_empty(len(row.wanted), self.model.shape.vocab),
             )
             with naming_lost_rank():
@@ -456,6 +519,10 @@ class Leader(RankReader):
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> int:
         """Register ``adapter`` under ``name`` on all ranks. Return the number of cache blocks that it needs."""
+        if self.decode is not None:
+            raise UsageError(
+                f"dispatch = {self.mesh.layout.dispatch!r} writes texts without adapters; use dispatch = 'per-rank'"
+            )
         with naming_lost_rank():
             return self.take_adapter(
                 self.tickets.give(("take_adapter", name, None)), name, adapter
@@ -466,6 +533,10 @@ class Leader(RankReader):
         self._settle()
         with naming_lost_rank():
             self.report(self.measure_sums(self.tickets.give(("measure_sums",))))
+
+    def summary(self) -> str:
+        """Return a line about what has travelled between the ranks for experts; "" if it was not counted."""
+        return self.decode.summary() if self.decode else ""
 
     def rest(self) -> None:
         """Let the other ranks return from :func:`follow_leader`, which they call again before the next step."""

@@ -219,7 +219,8 @@ class Layout(Section):
             "once to each rank that has any of them ('per-rank'), once to each machine that "
             "has any ('per-node'), within machines and then between them ('two-level'), or "
             "all tokens to all ranks ('all-gather'). 'adaptive' takes what sends the fewest "
-            "bytes, 'timed' what is measured as fastest."
+            "bytes, 'timed' what is measured as fastest. With 'stay', tokens that are "
+            "generated stay on the rank of their experts (elsewhere as 'per-rank')."
         ),
     )
     node: int = Field(

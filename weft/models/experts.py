@@ -605,7 +605,7 @@ class Mixture(Module):
         yield
         sums = [back() for back in returning]
         routed = (torch.cat(sums) if len(sums) > 1 else sums[0]).view_as(x)
-        return self._mixed(x, routed, None if beside is None else read(beside, leaving))
+        return self.mixed(x, routed, None if beside is None else read(beside, leaving))
 
     def learn_from(self, loads: Sequence[int]) -> None:
         """Update the router and the lender of expert weights after a training step.
@@ -616,7 +616,8 @@ class Mixture(Module):
         if self.copies is not None:
             self.copies.learn_from(loads)
 
-    def _mixed(self, x: T, routed: T, shared: T | None) -> T:
+    def mixed(self, x: T, routed: T, shared: T | None) -> T:
+        """Return the layer's output for the tokens ``x``, from results of routed and of shared experts (None: none)."""
         if shared is None or self.shape.shared_mix == "add":
             return routed if shared is None else routed + shared
         logits = F.linear(x, self.shared_gate)

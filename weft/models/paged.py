@@ -333,9 +333,10 @@ class LatentPages(KeyValuePages):
 
         It is 0 if no text has any.
         """
+        spans = self.reading.spans
         return max(
-            span.past + sum(tile.tokens for tile in span.context)
-            for span in self.reading.spans
+            (span.past + sum(tile.tokens for tile in span.context) for span in spans),
+            default=0,
         )
 
     def keep(self, latents: T) -> None:

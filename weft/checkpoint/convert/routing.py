@@ -98,14 +98,19 @@ def most_chosen(
 
 
 def best_order(
-    chosen: Sequence[np.ndarray], shape: ModelShape, ranks: int, level: float
+    chosen: Sequence[np.ndarray],
+    shape: ModelShape,
+    ranks: int,
+    level: float,
+    most_load: float = 0.0,
 ) -> tuple[list[list[int]], str]:
     """Return an order of each layer's experts in which few tokens move between ranks, and a line about its effect.
 
     The order is a list of expert numbers for each layer. Cut into ``ranks`` equal runs, it gives the experts of each
     rank. ``chosen``: the experts of each token, by layer (:func:`chosen_experts`); ``level``: how much an even load of
-    the ranks counts, compared with tokens that stay on their rank. With ``level`` 0 the loads do not count. Raises
-    :class:`UsageError` if a layer has fewer experts than ranks.
+    the ranks counts, compared with tokens that stay on their rank. With ``level`` 0 the loads do not count.
+    ``most_load``: if above 0, integer programs place the experts, and the load of a rank is at most this multiple of
+    the least possible one. Raises :class:`UsageError` if a layer has fewer experts than ranks.
     """
     counts = list(shape.mixtures.values())
     if ranks > min(counts):
@@ -116,10 +121,13 @@ def best_order(
         affinity.steps_between(chosen, counts),
         affinity.loads_of(chosen, counts),
     )
-    owners, drawn = (
-        affinity.place_experts(steps, loads, ranks, level),
-        affinity.random_owners(counts, ranks),
-    )
+    drawn = affinity.random_owners(counts, ranks)
+    if most_load:
+        from weft.parallel.experts.integer_placement import place_by_programs
+
+        owners = place_by_programs(steps, loads, ranks, most_load).owners
+    else:
+        owners = affinity.place_experts(steps, loads, ranks, level)
     said = (
         f"{affinity.share_that_stays(steps, owners):.1%} of the steps from layer to layer stay on one of {ranks} "
         f"ranks (of a random order {affinity.share_that_stays(steps, drawn):.1%}); the most loaded has "
@@ -148,13 +156,13 @@ def with_experts(
 
 def export_for_texts(
     checkpoint: str, out: Path, texts: Path, warn: Callable[[str], None], ema: bool = False, keep: int = 0,
-    ranks: int = 0, level: float = 0.0, dtype: str | None = None,
+    ranks: int = 0, level: float = 0.0, dtype: str | None = None, most_load: float = 0.0,
 ) -> str:  # fmt: skip
     """Export a Hugging Face model whose experts are selected, or reordered, for texts like those in the file ``texts``.
 
     With ``keep`` only the ``keep`` experts of each layer that these texts choose most are exported. Otherwise all
     experts are exported, in an order in which few tokens move between ``ranks`` ranks; a higher ``level`` gives the
-    ranks more even loads (:func:`best_order`). Adapters are merged.
+    ranks more even loads, and ``most_load`` limits them (:func:`best_order`). Adapters are merged.
 
     ``checkpoint``: the model; ``out``: the new folder; ``warn``: called with a line for each damaged checkpoint that is
     skipped; ``ema``: export the run's moving averages of the parameters; ``dtype``: type of the weights, by default
@@ -165,6 +173,11 @@ def export_for_texts(
     if bool(keep) == bool(ranks):
         raise UsageError(
             "--texts is for --keep or --place; give one of them, and the other to what the first makes"
+        )
+    if most_load and (most_load < 1 or level or not ranks):
+        raise UsageError(
+            f"--most-load {most_load:g} is a multiple, 1 or more, of the least load that --place can reach, and takes "
+            "the place of --level; give --place RANKS and a number like 1.05, and leave out --level"
         )
     text = text_of(texts)
     model, files, _ = open_model(checkpoint, "cpu", warn, ema)

@@ -27,6 +27,8 @@ class RowForEachChoice(DispatchWay):
     ``T``: tokens of a rank; ``P``: number of ranks.
     """
 
+    unequal = True
+
     def make(self, ranks: ExpertRanks) -> Dispatcher:
         from weft.parallel.experts.dispatch import AllToAll
 

@@ -27,6 +27,8 @@ class CopyForEachRank(DispatchWay):
     That rank sends back the sum of the experts' outputs.
     """
 
+    unequal = True
+
     def make(self, ranks: ExpertRanks) -> Dispatcher:
         from weft.parallel.experts.dispatch import per_rank
 

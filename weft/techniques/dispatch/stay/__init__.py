@@ -1,0 +1,50 @@
+"""Tokens that stay on the rank of their expert while a text is written (ExFlow, Yao et al. 2024)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.parallel.experts.dispatch_way import DispatchWay
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weft.models.experts import Dispatcher
+    from weft.models.paged import Pages
+    from weft.models.transformer import Transformer
+    from weft.parallel.experts.dispatch_way import DecodePass
+    from weft.parallel.experts.expert_ranks import ExpertRanks
+
+
+@register(
+    "dispatch",
+    "stay",
+    title=(
+        "One exchange per layer while a text is written: tokens stay with their expert, "
+        "and the context is gathered once per pass"
+    ),
+    paper="Yao et al. 2024 (ExFlow)",
+    recipe="experts.toml --layout shard=2,ep=2,dispatch=stay",
+    proof="tests/generate/test_stay.py",
+    figure="tokens and log-probabilities as on one rank",
+)
+class StayWithExpert(DispatchWay):
+    """Leaves a token that is being written on the rank of its experts, where its next layer computes.
+
+    Every rank caches the keys and values of all tokens, so that attention runs wherever a token is. In training, and
+    where prompts are read, tokens return home: each travels once to each rank that has any of its experts.
+    """
+
+    unequal = True
+    whole_context = True
+
+    def make(self, ranks: ExpertRanks) -> Dispatcher:
+        from weft.parallel.experts.dispatch import per_rank
+
+        return per_rank(ranks)
+
+    def decode_pass(self, model: Transformer, pages: Sequence[Pages]) -> DecodePass:
+        from weft.techniques.dispatch.stay.decode import StayingTokens
+
+        return StayingTokens(model, pages)
