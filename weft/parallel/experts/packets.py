@@ -7,13 +7,13 @@ import torch
 T = torch.Tensor
 
 
-def packed(*columns: T) -> T:
+def join_rows(*columns: T) -> T:
     """Join the rows of ``columns``, each ``[rows, width]`` of any type, to rows of bytes: uint8 ``[rows, bytes]``."""
     return torch.cat([each.contiguous().view(torch.uint8) for each in columns], 1)
 
 
-def unpacked(rows: T, like: Sequence[T]) -> list[T]:
-    """Cut rows of bytes that :func:`packed` has joined into tensors of the widths and types of ``like``.
+def split_rows(rows: T, like: Sequence[T]) -> list[T]:
+    """Cut rows of bytes that :func:`join_rows` has joined into tensors of the widths and types of ``like``.
 
     ``rows``: uint8 ``[rows, bytes]``; of ``like`` only widths and types count. Each result is ``[rows, width]``.
     """

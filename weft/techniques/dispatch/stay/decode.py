@@ -23,7 +23,7 @@ from weft.models.spans import Span
 from weft.models.transformer import Block, Transformer
 from weft.parallel.experts.dispatch import Placing, local_experts
 from weft.parallel.experts.expert_ranks import ExpertRanks
-from weft.parallel.experts.packets import packed, unpacked
+from weft.parallel.experts.packets import join_rows, split_rows
 from weft.parallel.experts.rows import start_exchange
 from weft.techniques.dispatch.stay.context import HeldTokens, share_context
 
@@ -156,11 +156,11 @@ class StayingTokens:
         kept, going = going[ranks == self.rank], going[ranks != self.rank]
         rows = ExpertRows(x[0], *choice, target[:, None], held.own[:, None])
         arrived = self._exchanged(
-            packed(*(each[going] for each in rows)),
+            join_rows(*(each[going] for each in rows)),
             moves[self.rank].tolist(),
             moves[:, self.rank].tolist(),
         )
-        pairs = zip(rows, unpacked(arrived, rows), strict=True)
+        pairs = zip(rows, split_rows(arrived, rows), strict=True)
         here = ExpertRows(*(torch.cat((each[kept], new)) for each, new in pairs))
         return self._settle(block, members, here, stays.sum(0).tolist())
 
@@ -211,8 +211,8 @@ class StayingTokens:
         away = away[target[away].argsort(stable=True)]
         sent = target[away].bincount(minlength=self.ranks).tolist()
         given = rows.own, sums
-        arrived = self._exchanged(packed(*(each[away] for each in given)), sent, due)
-        numbers, more = unpacked(arrived, given)
+        arrived = self._exchanged(join_rows(*(each[away] for each in given)), sent, due)
+        numbers, more = split_rows(arrived, given)
         return numbers[:, 0], more
 
     def _exchanged(self, rows: T, sent: list[int], received: list[int]) -> T:
