@@ -88,6 +88,9 @@ def model_technique(shape: Any) -> Registered:
 
 def check_model_plugin(shape: Any) -> None:
     """Check that the model of ``shape`` (section ``[model]``) can be built. Raises :class:`ValueError` if it cannot."""
+    if own := shape.architecture:
+        own.check(shape)
+        return
     kind, other = ("surrogate", "model") if shape.inputs else ("model", "surrogate")
     if shape.kind in names(other) and shape.kind not in names(kind):
         remedy = (

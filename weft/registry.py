@@ -89,8 +89,10 @@ KINDS: dict[str, TechniqueKind] = {
     "callback": TechniqueKind("callback", "callbacks"),
     "loss": TechniqueKind("loss", "loss.kind", ("logits", "labels"), plain=("cross-entropy",)),
     "model": TechniqueKind("model", "model.kind", ("vocab",), plain=("",)),
+    "architecture": TechniqueKind("architecture", "model.kind", (), "architectures"),
+    "sampler": TechniqueKind("sampler", "--sampler", (), "samplers"),
     "surrogate": TechniqueKind("surrogate model", "model.kind", ("inputs", "outputs"), "surrogates"),
-    "dataset": TechniqueKind("dataset", "data.kind", ("path",), plain=(
+    "dataset": TechniqueKind("dataset", "data.kind", ("path",), "datasets", (
         "stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference", "feedback",
     )),
     "tracker": TechniqueKind("tracker", "observe.trackers", ("run",), "trackers"),

@@ -87,6 +87,10 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     "remote": lambda name: open_store(f"{name}://host"),
     "samples": lambda name: prepare(build_recipe(SAMPLED[name])),
     "buffer": lambda name: build_recipe(streamed(buffer=name)),
+    "sampler": lambda name: find("sampler", name),
+    "dataset": lambda name: prepare(
+        build_recipe({"model": {"kind": "diffusion"}, "data": {"kind": name}})
+    ),
     "surrogate": lambda name: build_recipe(streamed(kind=name)),
 }
 

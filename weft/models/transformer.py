@@ -408,6 +408,14 @@ class Transformer(Module):
             return self.loss(hidden, learned, hooks)
         return self.scores(hidden, only)
 
+    def embedded_batch(self, batch: Batch) -> T:
+        """Return the embeddings of the tokens of ``batch``, ``[batch, seq/tp, embed]``."""
+        return self.embedding(batch.tokens)
+
+    def shared(self, batch: Batch, dtype: torch.dtype) -> tuple[T, ...]:
+        """Return what all blocks read beside their input: cosines, sines and draws of ``batch`` (:func:`angles`)."""
+        return angles(batch.positions, self.freq, dtype, batch.draws)
+
     def scores(self, hidden: T, only: slice | T | None = None) -> T:
         """Return the logits ``[batch, seq, vocab]`` of hidden states ``[batch, seq/tp, embed]``.
 
@@ -627,3 +635,8 @@ class Transformer(Module):
             if isinstance(module, Module):
                 for name, logical in module.logical.items():
                     yield f"{prefix}.{name}" if prefix else name, logical
+
+
+def model_class(shape: ModelShape) -> type[Transformer]:
+    """Return the class of a model of Weft's own: the decoder of tokens, or what ``model.kind`` names."""
+    return own.model() if (own := shape.architecture) else Transformer

@@ -14,7 +14,7 @@ from weft.layout.axes import DATA_AXES
 from weft.memory.on_device import OnDevice
 from weft.models.attention import Attend, local_attention
 from weft.models.hooks import NO_HOOKS, Hooks
-from weft.models.transformer import Block, Transformer
+from weft.models.transformer import Block, Transformer, model_class
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.models.widened import multiplies_slowly
 from weft.parallel.state import Held, State, Unit, Updater, by_block
@@ -154,7 +154,7 @@ def parallelize(
         make_unheld(model, mesh.device, kept=everywhere)
     else:
         # a plugin's module has made its own buffers
-        model.to(place) if shape.kind else model.to_empty(device=place)
+        model.to(place) if shape.is_plugin else model.to_empty(device=place)
     model.freq = model.freq.to(mesh.device)
     for name in everywhere:
         model.get_parameter(name).data = model.get_parameter(name).to(mesh.device)
@@ -249,8 +249,8 @@ def whole_model(
 
     ``loss_chunk``: tokens whose logits are in memory at once; ``hooks``: functions that passes call.
     """
-    if not shape.kind:
-        return Transformer(shape, mesh, loss_chunk, hooks=hooks)
+    if not shape.is_plugin:
+        return model_class(shape)(shape, mesh, loss_chunk, hooks=hooks)
     if shape.inputs:
         from weft.models.array_model import ArrayModel
 
@@ -262,7 +262,7 @@ def whole_model(
 
 def untrained_values(shape: ModelShape, seed: int) -> Values:
     """Return the initial values of a model without an adapter: those of a plugin's module, or else seeded ones."""
-    if not shape.kind:
+    if not shape.is_plugin:
         return seeded_values(seed)
     from weft.models.plugin_model import plugin_values
 

@@ -84,6 +84,9 @@ class HeldStages:
         kind, _, rest = name.partition(".")
         if kind in ("norm", VALUE_HEAD):
             return [len(self.stages) - 1]
+        # of a diffusion transformer, whose blocks all read it
+        if kind == "conditioning":
+            return list(range(len(self.stages)))
         table, head = (
             kind == "embedding",
             kind in ("head", "outputs") or self.shape.tied,

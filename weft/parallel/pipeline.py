@@ -12,7 +12,7 @@ from weft.data.batch import Batch
 from weft.layout.mesh import Mesh
 from weft.memory.on_device import OnDevice
 from weft.models.hooks import EarlyUpdates, Hooks
-from weft.models.transformer import Transformer
+from weft.models.transformer import Transformer, model_class
 from weft.net.groups import new_group
 from weft.parallel.held_stages import hold_stages
 from weft.parallel.pipeline_pass import PipelinePass, PipelineRank, Point
@@ -49,7 +49,7 @@ class Pipeline:
     ) -> None:
         self.mesh, self.timeout = mesh, timeout
         self.place = hold_stages(shape, mesh, seq_len)
-        self.model = Transformer(
+        self.model = model_class(shape)(
             shape, mesh, loss_chunk, self.place.layers, self.place.ends, hooks, self
         )
         self.tables: dict[tuple[int, bool], Table] = {}

@@ -12,7 +12,6 @@ import torch
 from weft.data.batch import Batch
 from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
 from weft.models.hooks import EarlyUpdates, Hooks
-from weft.models.rope import angles
 from weft.models.router import RouterPass
 from weft.models.transformer import Block, Transformer
 from weft.parallel.overlap import LayerPass, block_steps, layer_ops
@@ -250,7 +249,7 @@ class PipelinePass:
         m, training = a.microbatch, torch.is_grad_enabled()
         batch = self.batches[m]
         if not reads:
-            x, leaf = self.model.embedding(batch.tokens), None
+            x, leaf = self.model.embedded_batch(batch), None
         else:
             # one tensor from the stage before, or the vocabulary shards' parts of the embedding
             x = reads[0] if len(reads) == 1 else torch.stack(list(reads)).sum(0)
@@ -258,9 +257,7 @@ class PipelinePass:
         if training and m not in self.seen and self.model.loads is not None:
             self.seen[m] = self.model.loads.seen(batch)
         if m not in self.ropes:
-            self.ropes[m] = angles(
-                batch.positions, self.model.freq, x.dtype, batch.draws
-            )
+            self.ropes[m] = self.model.shared(batch, x.dtype)
         if a.stage == self.table.paths[m][0]:
             x = self.model.entered(x, self.ropes[m])
         return StageInput(

@@ -92,8 +92,8 @@ def check_types(
     """
     check_fits(shape, layout, train, optimizer, memory)
     if shape.kind:
-        raise UsageError(f"types are known of Weft's own models, and model.kind = {shape.kind!r} is a plugin's; prove "
-                         "it by numbers: leave out --types")  # fmt: skip
+        raise UsageError(f"types are known of Weft's models of tokens, and model.kind = {shape.kind!r} is another; "
+                         "prove it by numbers: leave out --types")  # fmt: skip
     kinds = [
         (shape.mixer_of(i), shape.experts_of(i), shape.is_ladder(i))
         for i in range(shape.layers)

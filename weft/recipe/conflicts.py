@@ -220,18 +220,18 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          "tasks ask the output layer for more than the loss, which is all that passes of layout.vocab_barriers compute",
          "leave one of them out"),
     Rule("a plugin's model cut within", "layout shape",
-         lambda a: bool(a.shape.kind) and (a.layout.size("pp", "cp", "tp") > 1 or bool(a.layout.balance)),
+         lambda a: a.shape.is_plugin and (a.layout.size("pp", "cp", "tp") > 1 or bool(a.layout.balance)),
          "a plugin's model is whole on every rank, and layout {0.layout} cuts what is inside of it",
          "use dp and shard alone"),
     Rule("a plugin's model without blocks", "shape train memory",
-         lambda a: bool(a.shape.kind)
+         lambda a: a.shape.is_plugin
          and (a.train.recompute != "none" or a.memory.offloads_activations or a.memory.weights == "file"
               or a.train.compile or bool(a.shape.adapter)),
          "train.recompute, train.compile, memory.activations, memory.weights = 'file' and [adapter] are for the blocks "
          "of Weft's own models, "
          "and model.kind = {0.shape.kind!r} is a plugin's", "leave them out"),
     Rule("export of a plugin's model", "checkpoint model",
-         lambda a: bool(a.model.kind and (a.checkpoint.export or a.model.origin)),
+         lambda a: bool(a.model.is_plugin and (a.checkpoint.export or a.model.origin)),
          "model.from and checkpoint.export are about models that others know, and model.kind = "
          "{0.model.kind!r} is a plugin's", "leave them out"),
     Rule("a plugin's model with pairs", "loss model", lambda a: bool(a.model.kind) and a.loss.of_pairs,

@@ -1,10 +1,12 @@
 """The section ``[model]``: a decoder-only transformer in numbers."""
 
+from collections.abc import Iterator
 from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from weft.recipe.adapter import Adapter
+from weft.registry import Registered, find, names
 from weft.section import Section
 
 
@@ -111,12 +113,14 @@ class ModelShape(Section):
     kind: str = Field(
         "",
         description=(
-            "Name of a model that a plugin registered (docs/reference/extension-kinds.md); empty: Weft's own "
-            "transformer. With a plugin's model only 'settings' and 'vocab' can be set here."
+            "'diffusion': a transformer that makes images or videos of noise (docs/how-to/images.md); or the name of "
+            "a model that a plugin registered (docs/reference/extension-kinds.md), with which only 'settings' and "
+            "'vocab' can be set here. Empty: a transformer that writes tokens."
         ),
     )
     settings: dict[str, Any] = Field(
-        {}, description="Keyword arguments for a plugin's model."
+        {},
+        description="Keyword arguments for a plugin's model; settings of kind 'diffusion' (docs/how-to/images.md).",
     )
     inputs: dict[str, tuple[PositiveInt, ...]] = Field(
         {},
@@ -452,6 +456,21 @@ class ModelShape(Section):
         ),
     )
 
+    def named(self) -> Iterator[Registered]:
+        """Yield what declares the model, if it is one of Weft's own that ``kind`` names."""
+        if self.kind in names("architecture"):
+            yield find("architecture", self.kind)
+
+    @property
+    def architecture(self) -> Any:
+        """What describes a model of Weft's own that ``kind`` names, such as "diffusion"; None for others."""
+        return next((each.implementation for each in self.named()), None)
+
+    @property
+    def is_plugin(self) -> bool:
+        """Whether the model is a plugin's, of which only its parameters are known."""
+        return bool(self.kind) and self.architecture is None
+
     def experts_of(self, layer: int) -> int:
         """Return the number of experts of a layer; 0 for a dense layer."""
         if isinstance(self.experts, tuple):
@@ -528,7 +547,7 @@ class ModelShape(Section):
             "ffn",
         }
         fields = type(self).model_fields
-        if self.kind and (
+        if self.is_plugin and (
             named := sorted(
                 name for name in others if getattr(self, name) != fields[name].default
             )
@@ -537,7 +556,9 @@ class ModelShape(Section):
                 f"{named[0]} is of Weft's own models, not of kind {self.kind!r}; put it into settings"
             )
         if self.settings and not self.kind:
-            raise ValueError("settings are those of a plugin's model; name it as kind")
+            raise ValueError(
+                "settings are those of a model of some kind; name it as kind"
+            )
         if bool(self.inputs) != bool(self.outputs):
             raise ValueError(
                 "inputs and outputs are the arrays that a model reads and predicts; give both, or neither"

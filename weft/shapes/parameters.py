@@ -178,9 +178,12 @@ def parameters(model: ModelShape, vocab: int = 0) -> list[Parameter]:
     known. There each parameter gets a step of its own, and each token is assumed to be multiplied with every matrix
     once.
     """
+    if own := model.architecture:
+        table: list[Parameter] = own.parameters(model)
+        return table
     if model.kind:
         return _of_plugin(model, model.vocab or vocab)
-    rows = _Rows(model)
+    rows = ParameterRows(model)
     scores = model.output == "score"
     entries = Dim("vocab", model.vocab or vocab)
     rows.vocabulary("embed_tokens", entries)
@@ -197,7 +200,7 @@ def parameters(model: ModelShape, vocab: int = 0) -> list[Parameter]:
 
 def layer_table(model: ModelShape, layer: int) -> Table:
     """Return the parameters of the layer with index ``layer``, by name."""
-    rows = _Rows(model)
+    rows = ParameterRows(model)
     rows.block(layer)
     return {row.name: row for row in rows.rows}
 
@@ -225,7 +228,7 @@ def _of_plugin(model: ModelShape, vocab: int) -> list[Parameter]:
     ]
 
 
-class _Rows:
+class ParameterRows:
     """Collects rows of a table in the order of a forward pass."""
 
     def __init__(self, model: ModelShape) -> None:

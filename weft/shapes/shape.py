@@ -223,6 +223,9 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
 
     ``vocab``: size of the tokenizer, if the model leaves it open. Raises :class:`UsageError` for a plugin's model.
     """
+    if own := model.architecture:
+        numbers: Shape = own.numbers(model)
+        return numbers
     if model.kind:
         raise UsageError(f"what is inside of a plugin's model ({model.kind!r}) is not known, so it cannot be planned; "
                          "write the [layout], of dp and shard")  # fmt: skip
@@ -300,7 +303,7 @@ def flops_per_token(
     learning = {p.name for p in rows if learns(p.name, model, freeze)}
     lowest = min((p.step for p in rows if p.name in learning), default=len(rows) * 2)
     attention = table = total = 0.0
-    if not model.kind:
+    if not model.is_plugin:
         shape = shape_of(model, vocab)
         # forward, the causal half
         attention = 2 * float(shape.heads * shape.score_dim * shape.reach(seq))

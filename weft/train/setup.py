@@ -231,6 +231,9 @@ def prepare(recipe: Recipe) -> Job:
     if recipe.stream is not None:
         job = find("samples", "stream").implementation(recipe)
         return job
+    if own := recipe.model.architecture:
+        job = own.prepare(recipe)
+        return job
     check_sources(recipe.data)
 
     def opened(own: Tokenizer | None) -> Corpus:

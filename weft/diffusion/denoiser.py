@@ -1,0 +1,152 @@
+"""A diffusion transformer as samplers call it: whole, or embedding, blocks and last layer one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from warnings import warn
+
+import torch
+
+from weft.diffusion.noise_process import NoiseProcess
+from weft.errors import UsageError
+from weft.models.diffusion_transformer import DiffusionBlock, DiffusionTransformer
+from weft.models.patches import patchify, unpatchify
+
+if TYPE_CHECKING:
+    from weft.models.diffusion_transformer import Signals
+    from weft.models.patch_attention import AttendPatches
+
+T = torch.Tensor
+
+
+class DenoisingBlock:
+    """A block of a denoiser. ``block``: the model's block."""
+
+    def __init__(self, block: DiffusionBlock) -> None:
+        self.block = block
+
+    def __call__(self, x: T, signals: Signals, attend: AttendPatches | None = None) -> T:  # fmt: skip
+        """Return the output for ``x`` ``[batch, patches, embed]``, of the same shape.
+
+        ``signals``: what :meth:`Denoiser.signals` returns for the same patches. ``attend``: attention in place of the
+        model's own, called with the layer's index and queries, keys and values of the patches in ``x``, each
+        ``[batch, heads, patches, head_dim]``; it may look at keys of other patches that it has kept.
+        """
+        with attending([self.block], attend):
+            return self.block.body(x, signals, x)
+
+
+class Denoiser:
+    """A diffusion transformer on one device, as samplers call it.
+
+    Attributes:
+        ``model``: the model.
+        ``settings``: its settings: size of the images, patches, classes.
+        ``process``: how its images become noise.
+        ``blocks``: its blocks, in order.
+    """
+
+    def __init__(self, model: DiffusionTransformer) -> None:
+        self.model, self.settings = model, model.settings
+        self.process = NoiseProcess.of(self.settings)
+        blocks: list[Any] = [*model.blocks.values()]
+        self.blocks = [DenoisingBlock(block) for block in blocks]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of an image: channels, frames if it is a video, height, width."""
+        return (self.settings.channels, *self.settings.size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type in which the model computes."""
+        return self.model.conditioning.time_in.dtype
+
+    def __call__(
+        self, noised: T, time: T, condition: T, attend: AttendPatches | None = None
+    ) -> T:
+        """Return the prediction for ``noised``, of the same shape.
+
+        ``noised``: ``[batch, channels, (frames,) height, width]``; ``time``: ``[batch]``, from 0 (noise) to 1;
+        ``condition``: numbers of classes ``[batch]`` (``settings.classes`` stands for no class), or text states
+        ``[batch, words, text]``. ``attend``: see :class:`DenoisingBlock`.
+        """
+        x, signals = self.embed(noised), self.signals(time, condition)
+        with attending([each.block for each in self.blocks], attend):
+            for each in self.blocks:
+                x = each.block.body(x, signals, x)
+        return self.final(x, signals)
+
+    def positions(self, batch: int, patches: Sequence[int] | None = None) -> T:
+        """Return the numbers of all patches, or of ``patches``, for each image of a batch: ``[batch, patches]``."""
+        numbers = range(self.settings.patches) if patches is None else patches
+        device = self.model.conditioning.time_in.device
+        return torch.tensor([*numbers], device=device).expand(batch, -1)
+
+    def embed(self, noised: T, patches: Sequence[int] | None = None) -> T:
+        """Return the input of the first block ``[batch, patches, embed]`` for ``noised`` images.
+
+        ``patches``: numbers of the patches to embed; None: all.
+        """
+        values = patchify(noised, self.settings)
+        if patches is not None:
+            values = values[:, [*patches]]
+        return self.model.embedded(values, self.positions(len(noised), patches))
+
+    def signals(
+        self, time: T, condition: T, patches: Sequence[int] | None = None
+    ) -> Signals:
+        """Return what blocks and last layer read beside patches.
+
+        ``time``, ``condition``: those of a call. ``patches``: numbers of the patches; None: all.
+        """
+        positions = self.positions(len(time), patches)
+        signals = self.model.signals(positions, time, condition, self.dtype)
+        return self.model.conditioned(signals)
+
+    def final(self, x: T, signals: Signals) -> T:
+        """Return the prediction ``[batch, channels, (frames,) height, width]`` of the output ``x`` of all patches."""
+        return unpatchify(self.model.ended(x, signals), self.settings)
+
+
+@contextmanager
+def attending(
+    blocks: Sequence[DiffusionBlock], attend: AttendPatches | None
+) -> Iterator[None]:
+    """Return a context in which patches of ``blocks`` see each other by ``attend``; None: as the model does it."""
+    if attend is None:
+        yield
+        return
+    attentions: list[Any] = [block.attention for block in blocks]
+    for attention in attentions:
+        attention.attend_with = attend
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            attention.attend_with = None
+
+
+def open_denoiser(
+    where: str | Path,
+    device: str = "cpu",
+    say: Callable[[str], None] = warn,
+    ema: bool = False,
+) -> Denoiser:
+    """Open the diffusion transformer that a run has trained.
+
+    ``where``: the run's folder or a checkpoint. ``device``: where it computes. ``say``: called with a line for each
+    damaged checkpoint that was skipped for an older one. ``ema``: whether to take the averages of the parameters.
+    Raises :class:`UsageError` for another model.
+    """
+    from weft.checkpoint.model import open_model
+
+    model = open_model(str(where), device, say, ema).model
+    if not isinstance(model, DiffusionTransformer):
+        raise UsageError(
+            f"{where} is no diffusion transformer, and weft sample makes images; weft generate writes texts"
+        )
+    return Denoiser(model.eval())

@@ -1,0 +1,151 @@
+"""From a recipe with ``model.kind = "diffusion"`` to a job whose samples are noised images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weft.cache import digest
+from weft.data.loader import Corpus
+from weft.data.order import choose_held_out
+from weft.data.pictures import PictureSet
+from weft.data.tokenizer import load_tokenizer
+from weft.diffusion.image_loader import ImageLoader, PictureOrder
+from weft.errors import UsageError
+from weft.plugins import call
+from weft.registry import find
+from weft.shapes.diffusion_shape import completed_shape, settings_of
+from weft.train.setup import Job, completed_job
+
+if TYPE_CHECKING:
+    from weft.data.order import Order, RowList
+    from weft.data.tokenizer import Tokenizer
+    from weft.layout.mesh import Mesh
+    from weft.recipe import Recipe
+
+#: Sections that mean nothing in a run whose samples are images.
+NOT_BESIDE_IMAGES = ("tasks", "rl", "roles", "generate", "control", "stream", "loss")
+
+
+@dataclass(frozen=True)
+class ImageJob(Job):
+    """A checked recipe of a diffusion transformer, from which its loaders are made.
+
+    Attributes:
+        ``pictures``: the images of the data.
+    """
+
+    pictures: PictureSet | None = None
+
+    def loader(self, order: Order | RowList, mesh: Mesh) -> ImageLoader:
+        """Return this rank's loader of the samples in ``order``, the order of training or validation data."""
+        assert self.pictures is not None
+        plain = super().loader(order, mesh)
+        settings, seed = settings_of(self.shape), self.recipe.data.seed
+        return ImageLoader.of(plain, self.pictures, settings, seed)
+
+
+def opened_pictures(recipe: Recipe) -> PictureSet:
+    """Read the images that section ``[data]`` names. Raises :class:`UsageError` if it names none."""
+    if len(recipe.data.sources) > 1:
+        raise UsageError(
+            "model.kind = 'diffusion' learns from one source, and data.sources has several; put the images into one "
+            "folder"
+        )
+    (source,) = recipe.data.sources
+    pictures: Any = None
+    try:
+        technique = find("dataset", source.kind)
+    except UsageError:
+        technique = None
+    if technique is not None:
+        pictures = call(technique, source.settings)(source.path)
+    if not isinstance(pictures, PictureSet):
+        raise UsageError(
+            f"model.kind = 'diffusion' learns from images, and data.kind = {source.kind!r} has texts; set data.kind = "
+            "'images' and data.path = 'sklearn:digits' or a folder"
+        )
+    return pictures
+
+
+def check_beside_images(recipe: Recipe) -> None:
+    """Raise :class:`UsageError` for the first section that means nothing to a run whose samples are images."""
+    for name in NOT_BESIDE_IMAGES:
+        if getattr(recipe, name) != type(recipe).model_fields[name].default:
+            raise UsageError(
+                f"[{name}] is of models that write texts, and model.kind = 'diffusion' makes images; leave it out"
+            )
+    if recipe.model.origin is not None:
+        raise UsageError(
+            f"model.from = {recipe.model.origin!r} with model.kind: the weights say which model they are of; leave "
+            "model.kind out"
+        )
+    if isinstance(recipe.data.validation, str):
+        raise UsageError(
+            f"data.validation = {recipe.data.validation!r} is a file, and images are held out as a share; set "
+            "data.validation = 0.1"
+        )
+
+
+def prepare_images(recipe: Recipe) -> ImageJob:
+    """Open the images, complete the model's shape, and check that all goes together.
+
+    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if it does not.
+    """
+    check_beside_images(recipe)
+    pictures = opened_pictures(recipe)
+    shape = completed_shape(recipe.model, about(pictures))
+    settings = settings_of(shape)
+    for name, value in about(pictures).items():
+        if getattr(settings, name) != value and not (
+            name == "classes" and (settings.text or settings.classes >= value)
+        ):
+            raise UsageError(
+                f"model.settings.{name} = {getattr(settings, name)}, and the images have {value}; leave it out"
+            )
+    data = recipe.data.model_copy(update={"seq_len": settings.patches})
+    recipe = recipe.model_copy(update={"model": shape, "data": data})
+    job = completed_job(recipe, partial(_corpus, recipe, pictures), ImageJob)
+    beyond = [g * p for g, p in zip(settings.grid, settings.patch_size, strict=True)]
+    if beyond != [*settings.size]:
+        note = (
+            f"images of {list(settings.size)} are padded to {beyond}, which patches of "
+            f"{list(settings.patch_size)} divide; the loss does not count what was added"
+        )
+        job = replace(job, notes=(*job.notes, note))
+    return replace(job, pictures=pictures)
+
+
+def about(pictures: PictureSet) -> Mapping[str, Any]:
+    """Return what a model's settings need to know of ``pictures``: size, channels and number of classes."""
+    _, channels, *size = pictures.pixels.shape
+    return {
+        "size": tuple(size), "channels": channels, "classes": len(pictures.classes),
+    }  # fmt: skip
+
+
+def _corpus(recipe: Recipe, pictures: PictureSet, own: Tokenizer | None) -> Corpus:
+    """Return a corpus without documents, whose orders are of images."""
+    data = recipe.data
+    out = choose_held_out(len(pictures), data.held_out, data.seed)
+    both = [
+        PictureOrder((), (), data.seed, epochs, indices=np.flatnonzero(side), fixed=fixed)
+        for side, epochs, fixed in ((~out, data.epochs, False), (out, 1, True))
+    ]  # fmt: skip
+    (source,) = data.sources
+    identity = digest(pictures.fingerprint, data.seed, data.held_out)
+    classes = f" of {len(pictures.classes)} classes" if pictures.classes else ""
+    size = " x ".join(map(str, pictures.pixels.shape[1:]))
+    line = f"{source.shown}: {len(pictures):,} images{classes} ({out.sum():,} for validation), {size}"
+    return Corpus(
+        load_tokenizer("bytes", (), data.cache),
+        both[0],
+        both[1] if out.any() else None,
+        line,
+        identity,
+        validated=identity,
+    )

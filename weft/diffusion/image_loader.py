@@ -1,0 +1,148 @@
+"""The batches of a training on images: noised patches, and what the model is to predict of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.data.batch import IGNORE, Batch
+from weft.data.loader import Loader
+from weft.data.order import Order, permutation
+from weft.data.pictures import PictureSet
+from weft.diffusion.noise_process import NoiseProcess
+from weft.layout.sequence import owned_ranges, padded_length
+from weft.models.patches import patchify
+from weft.shapes.diffusion_shape import DiffusionSettings
+
+#: First key of the permutations of epochs, and of the random numbers of a sample.
+_ROWS, _NOISE = 0x1A6E, 0x4015E
+
+
+@dataclass(frozen=True)
+class PictureOrder(Order):
+    """Order of images: shuffled anew in every epoch, without end if ``epochs`` is 0.
+
+    Attributes:
+        ``indices``: which images of the set are in the order, int64 ``[n]``.
+        ``fixed``: whether the images come in the order of their indices, as those for validation.
+    """
+
+    indices: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    fixed: bool = False
+
+    @cached_property
+    def total(self) -> int | None:
+        """Number of samples of the whole order, or None if the order never ends."""
+        return len(self.indices) * self.epochs or None
+
+    def picture(self, sample: int) -> int:
+        """Return the index in the set of the image that is sample number ``sample``."""
+        epoch, at = divmod(sample, len(self.indices))
+        return int(self.indices[at if self.fixed else self._shuffled(epoch)[at]])
+
+    @cached_property
+    def _shuffled(self) -> Any:
+        return lru_cache(maxsize=2)(
+            lambda epoch: permutation(len(self.indices), _ROWS, self.seed, epoch)
+        )
+
+
+def drawn_times(settings: DiffusionSettings, numbers: np.random.Generator) -> float:
+    """Return a time at which a sample is noised, between 0 and 1, as ``settings.times`` says."""
+    if settings.times == "logit-normal":
+        return float(1 / (1 + np.exp(-numbers.standard_normal())))
+    return float(numbers.random())
+
+
+@dataclass(frozen=True)
+class ImageLoader(Loader):
+    """Makes the batches of one rank from images; samples are dealt to ranks as those of texts are.
+
+    Noise, time and whether the class is dropped follow from the seed and the sample's number alone, so that every
+    layout sees the same.
+
+    Attributes:
+        ``pictures``: all images.
+        ``settings``: settings of the model.
+        ``seed``: seed of the random numbers.
+    """
+
+    pictures: PictureSet | None = None
+    settings: DiffusionSettings = field(default_factory=DiffusionSettings)
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls, plain: Loader, pictures: PictureSet, settings: DiffusionSettings, seed: int
+    ) -> ImageLoader:
+        """Return a loader that deals samples as ``plain`` does. The other arguments are the attributes of the class."""
+        given = {each.name: getattr(plain, each.name) for each in fields(plain)}
+        return cls(**given, pictures=pictures, settings=settings, seed=seed)
+
+    def _assemble(self, ranges: list[range], place: int, count: int) -> Batch:
+        """Return the batch of one ``place`` in a pass, of ``count`` rows. ``ranges``: sample numbers of every place."""
+        numbers, patches = ranges[place], self.settings.patches
+        length = padded_length(patches, self.layout)
+        columns = np.concatenate(
+            [
+                np.arange(*owned)
+                for owned in owned_ranges(length, self.layout, self.cp_rank)
+            ]
+        )
+        arrays = self._arrays(numbers, count)
+        for name in ("noised", "target"):
+            padded = torch.zeros(count, length, arrays[name].shape[-1])
+            padded[:, :patches] = arrays[name]
+            arrays[name] = padded[:, columns]
+        labels = torch.full((count, length), IGNORE)
+        labels[: len(numbers), :patches] = 0
+        documents = torch.full((count, length), -1)
+        documents[: len(numbers), :patches] = torch.arange(len(numbers))[:, None]
+        positions = torch.from_numpy(columns).expand(count, -1)
+        return Batch(
+            torch.zeros(count, len(columns), dtype=torch.int64),
+            labels[:, columns],
+            positions.clone(),
+            torch.arange(count + 1, dtype=torch.int32) * length,
+            documents=documents[:, columns],
+            samples=() if self.cp_rank else tuple(numbers),
+            arrays=arrays,
+        )
+
+    def _arrays(self, samples: range, count: int) -> dict[str, torch.Tensor]:
+        """Return the arrays of ``samples``, with rows of zeros up to ``count``.
+
+        ``noised`` and ``target``: ``[rows, patches, values]``; ``time``: float64 ``[rows]``; ``condition``: int64
+        ``[rows]``, the number of classes standing for a class that was dropped.
+        """
+        settings, pictures = self.settings, self.pictures
+        assert pictures is not None and isinstance(self.order, PictureOrder)
+        shape = (count, settings.channels, *settings.size)
+        image, noise = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        time = np.full(count, 0.5)
+        condition = np.full(count, settings.classes, np.int64)
+        for row, sample in enumerate(samples):
+            index = self.order.picture(sample)
+            # validation has numbers of its own
+            key = [self.seed % 2**64, (_NOISE + self.order.fixed << 40) + sample]
+            drawn = np.random.Generator(np.random.Philox(key=key))
+            time[row] = drawn_times(settings, drawn)
+            dropped = drawn.random() < settings.drop
+            if settings.classes and not dropped:
+                condition[row] = pictures.labels[index]
+            noise[row] = drawn.standard_normal(shape[1:], np.float32)
+            image[row] = pictures.pixels[index]
+        images, noises, times = map(torch.from_numpy, (image, noise, time))
+        process = NoiseProcess.of(settings)
+        noised = process.noised(images, noises, times)
+        target = process.target_of(images, noises, times)
+        return {
+            "noised": patchify(noised, settings),
+            "target": patchify(target, settings),
+            "time": times,
+            "condition": torch.from_numpy(condition),
+        }

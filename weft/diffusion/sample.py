@@ -1,0 +1,167 @@
+"""Makes images of noise: seeds, guidance, and batches in which images are at different steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.diffusion.noise_process import NoiseProcess
+from weft.diffusion.solver import Query, Solver, Solving, sample_times
+from weft.errors import UsageError
+from weft.registry import find
+
+T = torch.Tensor
+
+#: Function from noised images, times and conditions to predictions, such as a :class:`Denoiser`.
+Predict = Callable[[T, T, T], T]
+
+
+def seeded_noise(shape: Sequence[int], seed: int, number: int, block: int = 0) -> T:
+    """Return the noise that image ``number`` of a ``seed`` begins with, float32 ``[*shape]``.
+
+    It depends on nothing else, so that it is the same in every batch and on every rank. ``block``: number of the block
+    of frames, for videos that are made block by block.
+    """
+    key = [seed % 2**64, (number << 24) + block]
+    drawn = np.random.Generator(np.random.Philox(key=key))
+    return torch.from_numpy(drawn.standard_normal(tuple(shape), np.float32))
+
+
+def solver_of(name: str) -> Solver:
+    """Return the sampler called ``name``. Raises :class:`UsageError` if there is none."""
+    solver: Solver = find("sampler", name).implementation
+    return solver
+
+
+def guided(predict: Predict, scale: float, dropped: T | int) -> Predict:
+    """Return ``predict`` with classifier-free guidance (Ho & Salimans 2022).
+
+    The prediction without a condition is moved ``scale`` times the way to the prediction with one; 1: no guidance.
+    ``dropped``: the condition that stands for none.
+    """
+    if scale == 1:
+        return predict
+
+    def predicted(noised: T, time: T, condition: T) -> T:
+        without = torch.zeros_like(condition) + dropped
+        both = predict(
+            torch.cat((noised, noised)),
+            torch.cat((time, time)),
+            torch.cat((condition, without)),
+        )
+        conditional, unconditional = both.chunk(2)
+        return unconditional + scale * (conditional - unconditional)
+
+    return predicted
+
+
+@dataclass
+class Picture:
+    """An image that is being made.
+
+    Attributes:
+        ``condition``: number of its class, or text states.
+        ``solving``: its sampler.
+        ``query``: what the sampler wants next; None once the image is there.
+        ``image``: the image; None before.
+        ``steps``: number of predictions so far.
+    """
+
+    condition: T
+    solving: Solving
+    query: Query | None = None
+    image: T | None = None
+    steps: int = 0
+
+    def advance(self, predicted: T | None) -> None:
+        """Go on with ``predicted``, or begin if it is None."""
+        self.steps += predicted is not None
+        try:
+            self.query = (
+                next(self.solving)
+                if predicted is None
+                else self.solving.send(predicted)
+            )
+        except StopIteration as end:
+            self.query, self.image = None, end.value
+
+
+def begun_picture(
+    process: NoiseProcess, solver: Solver, steps: int, noise: T, condition: T
+) -> Picture:
+    """Return a picture that begins with ``noise`` ``[...]`` and takes ``steps`` steps of ``solver``."""
+    times = sample_times(process, steps)
+    picture = Picture(condition, solver(process, times, noise[None]))
+    picture.advance(None)
+    return picture
+
+
+@torch.inference_mode()
+def advance_pictures(pictures: Sequence[Picture], predict: Predict) -> None:
+    """Evaluate the model once for all ``pictures``, which may be at different steps, and advance each."""
+    queries = [each.query for each in pictures if each.query is not None]
+    if len(queries) < len(pictures) or not queries:
+        raise UsageError("a picture that is finished wants no prediction")
+    noised = torch.cat([query.noised for query in queries])
+    time = torch.tensor([query.time for query in queries], dtype=torch.float64)
+    condition = torch.stack([each.condition for each in pictures])
+    predicted = predict(noised, time.to(noised.device), condition)
+    for picture, of_picture in zip(pictures, predicted, strict=True):
+        picture.advance(of_picture[None])
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Images to make.
+
+    Attributes:
+        ``conditions``: number of the class of each image, or its text states.
+        ``steps``: number of steps.
+        ``sampler``: name of the sampler.
+        ``guidance``: scale of classifier-free guidance; 1: none.
+        ``seed``: seed of the noise; the noise of an image also depends on its number.
+        ``first``: number of the first image.
+        ``batch``: most images in one evaluation.
+    """
+
+    conditions: T
+    steps: int = 20
+    sampler: str = "euler"
+    guidance: float = 1.0
+    seed: int = 0
+    first: int = 0
+    batch: int = 64
+
+
+def sample(
+    predict: Predict, process: NoiseProcess, shape: Sequence[int], request: SampleRequest,
+    dropped: T | int = 0, passed: Callable[[int], None] | None = None,
+) -> T:  # fmt: skip
+    """Return the images of ``request``, ``[images, *shape]``.
+
+    ``predict``: the model. ``process``: how its images become noise. ``shape``: that of an image. ``dropped``: the
+    condition that stands for none, for guidance. ``passed``: called with the number of finished images.
+    """
+    if request.guidance != 1 and request.guidance < 0:
+        raise UsageError(f"--guidance = {request.guidance} is below 0; use 1 for none")
+    solver = solver_of(request.sampler)
+    predict = guided(predict, request.guidance, dropped)
+    images: list[T] = []
+    for start in range(0, len(request.conditions), request.batch):
+        conditions = request.conditions[start : start + request.batch]
+        pictures = [
+            begun_picture(
+                process, solver, request.steps,
+                seeded_noise(shape, request.seed, request.first + start + i).to(condition.device), condition,
+            )
+            for i, condition in enumerate(conditions)
+        ]  # fmt: skip
+        while pictures[0].query is not None:
+            advance_pictures(pictures, predict)
+        images += [each.image for each in pictures if each.image is not None]
+        if passed is not None:
+            passed(len(images))
+    return torch.cat(images)

@@ -1,0 +1,63 @@
+"""The interface of samplers, and the times at which they evaluate a model.
+
+A sampler is a generator for one image or several that are as noisy as each other: it yields what it wants a prediction
+for, is sent the prediction, and returns the image. So images at different steps can be evaluated in one batch, and what
+a sampler remembers belongs to its images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import NamedTuple, Protocol
+
+import torch
+
+from weft.diffusion.noise_process import LEVELS, NoiseProcess
+from weft.errors import UsageError
+
+T = torch.Tensor
+
+
+class Query(NamedTuple):
+    """What a sampler wants a prediction for: ``noised`` images ``[batch, ...]``, all at ``time``."""
+
+    noised: T
+    time: float
+
+
+#: A sampler under way: yields queries, is sent predictions shaped like the noised images, and returns the images.
+Solving = Generator[Query, T, T]
+
+
+class Solver(Protocol):
+    """Interface of samplers (kind "sampler")."""
+
+    def __call__(
+        self, process: NoiseProcess, times: tuple[float, ...], x: T
+    ) -> Solving:
+        """Turn the noise ``x`` ``[batch, ...]`` into images.
+
+        ``process``: how images become noise, and what predictions mean. ``times``: rising, from 0 (noise) to 1 (image).
+        """
+
+
+def sample_times(process: NoiseProcess, steps: int) -> tuple[float, ...]:
+    """Return ``steps + 1`` rising times from noise to image.
+
+    They are evenly spaced for a flow. For a table of levels they are those of levels that are evenly spaced from the
+    last to the first, rounded, and the image itself at the end, as in diffusers with ``timestep_spacing="linspace"``.
+    Raises :class:`UsageError` for no steps.
+    """
+    if steps < 1:
+        raise UsageError(f"--steps = {steps} is not possible; make at least one")
+    if process.target == "flow":
+        return tuple(n / steps for n in range(steps + 1))
+    spaced = torch.linspace(0, LEVELS - 1, steps + 1, dtype=torch.float64).round()
+    levels = spaced.flip(0)[:-1].tolist()
+    return (*(1 - (level + 1) / LEVELS for level in levels), 1.0)
+
+
+def amounts_at(process: NoiseProcess, time: float) -> tuple[float, float]:
+    """Return the amounts of image and noise at ``time``."""
+    signal, noise = process.amounts(torch.tensor(time))
+    return signal.item(), noise.item()

@@ -1,0 +1,320 @@
+"""A transformer that denoises patches of images or videos (DiT, Peebles & Xie 2023), written for one device.
+
+As in :mod:`weft.models.transformer`, modules name the dimensions of their parameters and the mesh decides which part a
+rank holds. A sequence is the patches of one image or video, and every patch sees every other. What a block does depends
+on the time and the class of the image through shifts, scales and gates (adaLN-Zero).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.data.batch import IGNORE
+from weft.errors import UsageError
+from weft.layout.boundary import gather_tokens, scatter_tokens, sum_over
+from weft.models.hooks import NO_HOOKS, Hooks
+from weft.models.module import Module
+from weft.models.patch_attention import PatchAttention
+from weft.models.patches import axis_angles, real_values, sine_positions, time_waves
+from weft.models.projections import Projections
+from weft.models.transformer import Block, Transformer
+from weft.shapes.diffusion_shape import WAVES, diffusion_layer, settings_of
+from weft.shapes.parameters import Table, whole_table
+
+if TYPE_CHECKING:
+    from weft.data.batch import Batch
+    from weft.layout.mesh import Mesh
+    from weft.models.hooks import Stages
+    from weft.recipe import ModelShape
+    from weft.shapes.diffusion_shape import DiffusionSettings
+
+T = torch.Tensor
+
+#: Added to the variance in norms without a scale, as in DiT.
+NORM_EPS = 1e-6
+
+
+class Signals(NamedTuple):
+    """What all blocks read beside the patches.
+
+    Attributes:
+        ``cos``, ``sin``: rotations of queries and keys, ``[batch, seq/cp, head_dim / 2]``, or ``[0]`` without any.
+        ``time``: times, or the vector that conditions blocks once it is computed: ``[batch]`` or ``[batch, embed]``.
+        ``condition``: numbers of classes ``[batch]``, text states ``[batch, words, text]``, or ``[0]`` without either.
+    """
+
+    cos: T
+    sin: T
+    time: T
+    condition: T
+
+
+def modulated(x: T, shift: T, scale: T) -> T:
+    """Return ``x`` ``[batch, seq, embed]`` normalised, then scaled by ``1 + scale`` and shifted.
+
+    ``shift``, ``scale``: ``[batch, 1, embed]``.
+    """
+    normed = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
+    return normed * (1 + scale) + shift
+
+
+class PatchEmbedding(Module):
+    """The product that makes a vector of a patch. The arguments are those of :class:`Module`."""
+
+    def __init__(self, mesh: Mesh, table: Table) -> None:
+        super().__init__(mesh, table, "embedding")
+        self.weight("patches")
+        self.weight("patches_bias")
+
+    def forward(self, values: T) -> T:
+        """Map the values of patches ``[batch, seq, values]`` to vectors ``[batch, seq, embed]``."""
+        return F.linear(values, self.patches, self.patches_bias)
+
+
+class Conditioning(Module):
+    """What makes a vector of a time and a class (DiT).
+
+    ``settings``: those of the model. The other arguments are those of :class:`Module`.
+    """
+
+    def __init__(self, mesh: Mesh, table: Table, settings: DiffusionSettings) -> None:
+        super().__init__(mesh, table, "conditioning")
+        self.settings = settings
+        for name in ("time_in", "time_out"):
+            self.weight(name)
+            self.weight(f"{name}_bias")
+        self.has_classes = self.inside("classes") in table
+        if self.has_classes:
+            self.weight("classes")
+
+    def forward(self, time: T, condition: T) -> T:
+        """Return the vectors ``[batch, embed]`` of times ``[batch]`` and numbers of classes ``[batch]``."""
+        waves = time_waves(time, WAVES, self.settings).to(self.time_in.dtype)
+        hidden = F.silu(F.linear(waves, self.time_in, self.time_in_bias))
+        c = F.linear(hidden, self.time_out, self.time_out_bias)
+        return c + F.embedding(condition, self.classes) if self.has_classes else c
+
+
+class PatchFeedForward(Projections):
+    """A feed-forward without a gate: ``down(gelu(up(x)))``, with biases.
+
+    The arguments are those of :class:`Projections`.
+    """
+
+    TOGETHER = (("up",), ("down",))
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, table: Table, path: str) -> None:
+        super().__init__(shape, mesh, table, path)
+        for name in ("up", "down"):
+            self.projection(name)
+            self.weight(f"{name}_bias")
+
+    def forward(self, x: T) -> T:
+        """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape."""
+        whole = gather_tokens(x, self.mesh)
+        hidden = self.project(whole, "up")[0] + self.up_bias  # [batch, seq, ffn/tp]
+        hidden = F.gelu(hidden, approximate="tanh")
+        share = self.project(hidden, "down")[0]
+        return scatter_tokens(share, self.mesh) + self.down_bias
+
+
+class DiffusionBlock(Block):
+    """A block of a diffusion transformer, with the interface of :class:`weft.models.transformer.Block`.
+
+    ``shape``: shape of the model; ``mesh``: ranks that share the model; ``layer``: index of the block.
+    """
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
+        table, path = diffusion_layer(shape, layer), f"blocks.{layer}"
+        Module.__init__(self, mesh, table, path)
+        settings = settings_of(shape)
+        self.weight("modulation")
+        self.weight("modulation_bias")
+        patches = settings.patches if settings.size else 1
+        inside = (shape, mesh, table)
+        attention: Any = PatchAttention(*inside, f"{path}.attention", layer, patches)
+        self.attention = attention
+        self.cross_attention: Any = None
+        if settings.text:
+            self.cross_attention = PatchAttention(
+                *inside, f"{path}.cross_attention", layer
+            )
+        self.ffn: Any = PatchFeedForward(*inside, f"{path}.ffn")
+        self.ladder, self.recompute = False, "none"
+        self.kept_ops = []
+
+    def body(self, x: T, rope: Any, cu_seqlens: T, seen: object = None) -> T:
+        """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape.
+
+        ``rope``: the :class:`Signals` of the patches, with the conditioning vector. The other arguments are not used.
+        """
+        signals = Signals(*rope)
+        vectors = F.linear(F.silu(signals.time), self.modulation, self.modulation_bias)
+        # each [batch, 1, embed]
+        shift, scale, gate, f_shift, f_scale, f_gate = vectors[:, None].chunk(6, -1)
+        turns = signals.cos, signals.sin
+        x = x + gate * self.attention(modulated(x, shift, scale), *turns)
+        if self.cross_attention is not None:
+            text = signals.condition.to(x.dtype)
+            normed = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
+            x = x + self.cross_attention(normed, states=text)
+        return x + f_gate * self.ffn(modulated(x, f_shift, f_scale))
+
+
+class PatchHead(Module):
+    """The last layer, which makes values of vectors. The arguments are those of :class:`Module`."""
+
+    def __init__(self, mesh: Mesh, table: Table) -> None:
+        super().__init__(mesh, table, "head")
+        for name in ("modulation", "output"):
+            self.weight(name)
+            self.weight(f"{name}_bias")
+
+    def forward(self, x: T, c: T) -> T:
+        """Map vectors ``[batch, seq, embed]`` to values ``[batch, seq, values]``; ``c``: ``[batch, embed]``."""
+        vectors = F.linear(F.silu(c), self.modulation, self.modulation_bias)
+        shift, scale = vectors[:, None].chunk(2, -1)
+        return F.linear(modulated(x, shift, scale), self.output, self.output_bias)
+
+
+class DiffusionTransformer(Transformer):
+    """A diffusion transformer of ``shape``, or the part of it that this rank of ``mesh`` holds.
+
+    The arguments are those of :class:`weft.models.transformer.Transformer`.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        mesh: Mesh,
+        loss_chunk: int = 1024,
+        layers: Collection[int] | None = None,
+        ends: Collection[str] = ("embedding", "norm", "head"),
+        hooks: Hooks = NO_HOOKS,
+        pipeline: Stages | None = None,
+    ) -> None:
+        table = whole_table(shape)
+        Module.__init__(self, mesh, table)
+        self.shape, self.loss_chunk, self.hooks = shape, loss_chunk, hooks
+        self.pipeline, self.loads, self.logits, self.woven = pipeline, None, None, None
+        self.settings = settings_of(shape)
+        self.freq = torch.zeros(0)
+        if "embedding" in ends:
+            self.embedding: Any = PatchEmbedding(mesh, table)
+        # every stage of a pipeline computes it from times and classes
+        self.conditioning = Conditioning(mesh, table, self.settings)
+        held = range(shape.layers) if layers is None else sorted(layers)
+        self.blocks = nn.ModuleDict(
+            {str(i): DiffusionBlock(shape, mesh, i) for i in held}
+        )
+        self.norm: Any = nn.Identity()
+        if "head" in ends:
+            self.head: Any = PatchHead(mesh, table)
+
+    def forward(
+        self, tokens: T, positions: T, cu_seqlens: T, learned: Batch | None = None, only: slice | T | None = None,
+        seen: Any = None, hooks: Hooks | None = None, route: Sequence[int] | None = None,
+    ) -> T:  # fmt: skip
+        """Return the summed loss of the images in ``learned``, whose ``arrays`` are read.
+
+        The arguments are those of :meth:`weft.models.transformer.Transformer.forward`. Raises :class:`UsageError` where
+        tokens are to be read.
+        """
+        if learned is None or learned.arrays is None:
+            raise UsageError(
+                "model.kind = 'diffusion' makes images, and neither reads nor writes text; weft sample makes some"
+            )
+        x = self.embedded_batch(learned)
+        layers = range(len(self.blocks)) if route is None else route
+        x = self.run_blocks(layers, x, self.shared(learned, x.dtype), cu_seqlens)
+        return self.loss(x, learned, hooks)
+
+    def embedded_batch(self, batch: Batch) -> T:
+        """Return the input of the first block, ``[batch, seq/tp, embed]``."""
+        assert batch.arrays is not None
+        values = self.own_tokens(batch.arrays["noised"])
+        return self.embedded(values, self.own_tokens(batch.positions))
+
+    def embedded(self, values: T, positions: T) -> T:
+        """Return the vectors ``[batch, seq, embed]`` of patches, with where they are.
+
+        ``values``: their values ``[batch, seq, values]``; ``positions``: their numbers ``[batch, seq]``.
+        """
+        x: T = self.embedding(values.to(self.conditioning.time_in.dtype))
+        if self.settings.positions != "sines":
+            return x
+        return x + sine_positions(positions, self.settings, self.shape.embed).to(x.dtype)  # fmt: skip
+
+    def own_tokens(self, x: T) -> T:
+        """Return this rank's share along ``tp`` of ``x`` ``[batch, seq, ...]``, the same on all ranks of ``tp``."""
+        ranks = self.mesh.size("tp")
+        return x if ranks == 1 else x.chunk(ranks, 1)[self.mesh.rank("tp")]
+
+    def shared(self, batch: Batch, dtype: torch.dtype) -> tuple[T, ...]:
+        """Return the :class:`Signals` of ``batch``, with times."""
+        assert batch.arrays is not None
+        arrays = batch.arrays
+        return self.signals(batch.positions, arrays["time"], arrays["condition"], dtype)
+
+    def signals(
+        self, positions: T, time: T, condition: T, dtype: torch.dtype
+    ) -> Signals:
+        """Return what all blocks read, with times.
+
+        ``positions``: numbers of the patches ``[batch, seq/cp]``; ``time``, ``condition``: those of :class:`Signals`.
+        """
+        cos = sin = positions.new_zeros(0, dtype=dtype)
+        if self.settings.positions == "rotary":
+            width = self.shape.head_dim or 0
+            theta = self.shape.rope_theta
+            angles = axis_angles(positions, self.settings, width, theta)
+            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return Signals(cos, sin, time, condition)
+
+    def conditioned(self, signals: Signals) -> Signals:
+        """Return ``signals`` with the vector that conditions blocks in place of times."""
+        c = self.conditioning(signals.time, signals.condition)
+        return signals._replace(time=c)
+
+    def run_blocks(
+        self, layers: Sequence[int], x: Any, rope: tuple[T, ...], cu_seqlens: T, seen: Any = None, enter: Any = None
+    ) -> Any:  # fmt: skip
+        """Run the blocks ``layers`` on ``x`` ``[batch, seq/tp, embed]``; ``rope``: the :class:`Signals`, with times."""
+        signals = self.conditioned(Signals(*rope))
+        return super().run_blocks(layers, x, signals, cu_seqlens)
+
+    def loss(self, normed: T, batch: Batch, hooks: Hooks | None = None) -> T:
+        """Return the sum over the patches of ``batch`` of the mean squared error of their predicted values.
+
+        ``normed``: output of the last block, ``[batch, seq/tp, embed]``. The result is the same on all ranks of ``tp``.
+        """
+        assert batch.arrays is not None
+        arrays = batch.arrays
+        c = self.conditioning(arrays["time"], arrays["condition"])
+        predicted = self.head(normed, c)  # [batch, seq/tp, values]
+        predicted = predicted if predicted.dtype == torch.float64 else predicted.float()
+        target, positions, labels = map(
+            self.own_tokens, (arrays["target"], batch.positions, batch.labels)
+        )
+        values = target.shape[-1]
+        real = real_values(self.settings).to(predicted.device)
+        # patches that reach beyond the image have fewer values
+        weight = real.to(predicted.dtype) / real.double().mean().item() / values
+        weights = weight[positions.clamp(max=len(real) - 1)]
+        weights = weights * (labels != IGNORE)[..., None]
+        errors = predicted[..., :values] - target.to(predicted.dtype)
+        share = (errors.square() * weights).sum(dtype=torch.float64)
+        return sum_over("tp", share, self.mesh)
+
+    def ended(self, x: T, signals: Signals) -> T:
+        """Return the predicted values ``[batch, seq, values]`` of the last block's output ``[batch, seq, embed]``.
+
+        ``signals``: with the conditioning vector. A variance beside the prediction is left out.
+        """
+        values: T = self.head(x, signals.time)
+        return values[..., : self.settings.patch_values]

@@ -1,0 +1,315 @@
+"""A diffusion transformer in numbers: its settings, the grid of its patches, and the table of its parameters."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, Literal, NamedTuple, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from weft.errors import UsageError
+from weft.recipe import ModelShape
+from weft.section import Section, validated
+from weft.shapes.dim import Dim
+from weft.shapes.parameters import Parameter, ParameterRows, Table
+from weft.shapes.shape import Shape, shape_of
+
+#: Waves (sines and cosines) that a time becomes before the first product.
+WAVES = 256
+#: Vectors that condition a block: shift, scale and gate of attention and of the feed-forward; and the last layer's.
+OF_BLOCK, OF_HEAD = 6, 2
+
+
+class DiffusionSettings(Section):
+    """Settings of ``[model] kind = "diffusion"``: a transformer that makes images or videos of noise."""
+
+    size: tuple[PositiveInt, ...] = Field(
+        (),
+        max_length=3,
+        description=(
+            "Height and width of an image, or frames, height and width of a video. Left out: those of the data."
+        ),
+    )
+    channels: NonNegativeInt = Field(
+        0,
+        description="Values of a pixel: 1 for grey, 3 for colours. 0: as many as the data have.",
+    )
+    classes: NonNegativeInt = Field(
+        0,
+        description="Number of classes that an image can be asked to be of. 0: as many as the data have.",
+    )
+    patch: PositiveInt = Field(
+        2, description="Height and width of a patch in pixels. A patch is a token."
+    )
+    patch_frames: PositiveInt = Field(1, description="Frames of a patch of a video.")
+    text: NonNegativeInt = Field(
+        0,
+        description=(
+            "Width of the text states that blocks read by cross-attention. 0: blocks read no text."
+        ),
+    )
+    positions: Literal["sines", "rotary"] = Field(
+        "sines",
+        description=(
+            "How blocks know where a patch is. 'sines': sines of row and column are added to the patches (DiT); "
+            "'rotary': queries and keys are rotated by row, column and frame."
+        ),
+    )
+    target: Literal["flow", "epsilon", "v", "x"] = Field(
+        "flow",
+        description=(
+            "What the model predicts. 'flow': the velocity from noise to image on straight lines; of the cosine "
+            "schedule 'epsilon': the noise, 'v': the velocity on circles, 'x': the image."
+        ),
+    )
+    schedule: Literal["cosine", "linear"] = Field(
+        "cosine",
+        description=(
+            "Amounts of noise by time, for the targets epsilon, v and x: 'cosine' (Nichol & Dhariwal 2021) or 'linear' "
+            "(Ho et al. 2020). The flow has one of its own."
+        ),
+    )
+    times: Literal["uniform", "logit-normal"] = Field(
+        "uniform",
+        description=(
+            "How training draws times: 'uniform', or 'logit-normal', more often in the middle (Esser et al. 2024)."
+        ),
+    )
+    drop: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description=(
+            "Share of the training images whose class or text is dropped, so that the model also learns to do without, "
+            "as guidance needs it."
+        ),
+    )
+    variance: bool = Field(
+        False,
+        description=(
+            "Whether the model has a second output beside its prediction, a variance, which training and samplers "
+            "leave unused. Some published weights have one."
+        ),
+    )
+    zero: bool = Field(
+        True,
+        description=(
+            "Begin with gates and output of zero, so that every block is the identity at first (adaLN-Zero). False: "
+            "begin with random ones."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if len(self.size) == 1:
+            raise ValueError("size has height and width, and frames before them")
+        if self.patch_frames > 1 and len(self.size) == 2:
+            raise ValueError("patch_frames is of videos, and size has no frames")
+        if self.text and self.classes:
+            raise ValueError(
+                "text and classes are two ways to say what to make; leave one out"
+            )
+        return self
+
+    @property
+    def of_video(self) -> bool:
+        """Whether the model makes videos."""
+        return len(self.size) == 3
+
+    @property
+    def patch_size(self) -> tuple[int, ...]:
+        """Sizes of a patch: height and width, after the frames if it is one of a video."""
+        return (self.patch_frames,) * self.of_video + (self.patch, self.patch)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of patches along each axis. Patches at the end may reach beyond the image."""
+        return tuple(
+            -(-n // p) for n, p in zip(self.size, self.patch_size, strict=True)
+        )
+
+    @property
+    def patches(self) -> int:
+        """Number of patches of an image or a video."""
+        return prod(self.grid)
+
+    @property
+    def patch_values(self) -> int:
+        """Number of values of a patch."""
+        return self.channels * prod(self.patch_size)
+
+    @property
+    def output_values(self) -> int:
+        """Number of values that the last layer computes for a patch."""
+        return self.patch_values * (1 + self.variance)
+
+
+def settings_of(shape: ModelShape) -> DiffusionSettings:
+    """Return the checked settings of a model of kind "diffusion". Raises :class:`UsageError` for wrong ones."""
+    return validated(DiffusionSettings, dict(shape.settings), "model.settings")
+
+
+#: Settings of ``[model]`` that a diffusion transformer reads.
+READ = {
+    "kind", "settings", "vocab", "layers", "embed", "heads", "kv_heads", "head_dim", "ffn", "qk_norm", "norm_eps",
+    "rope_theta", "init_std", "adapter",
+}  # fmt: skip
+
+
+def check_settings(shape: ModelShape) -> None:
+    """Check the settings of a model of kind "diffusion", and that no other setting is of models of tokens.
+
+    Raises :class:`ValueError` with a line that names the setting.
+    """
+    fields = type(shape).model_fields
+    for name in sorted(shape.model_fields_set - READ):
+        if getattr(shape, name) != fields[name].default:
+            raise ValueError(
+                f"model.{name} is of models of tokens, and kind = 'diffusion' has patches; leave it out "
+                "(docs/how-to/images.md lists what it reads)"
+            )
+    if shape.kv_heads != shape.heads:
+        raise ValueError(
+            f"model.kv_heads = {shape.kv_heads}, and every head of a diffusion transformer has its own keys; leave it "
+            "out"
+        )
+    try:
+        settings = settings_of(shape)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    axes = 3 if settings.of_video else 2
+    if settings.positions == "rotary" and (shape.head_dim or 0) < 2 * axes:
+        raise ValueError(
+            f"model.head_dim = {shape.head_dim} has no pair to rotate for each of {axes} axes; raise it, or set "
+            "settings.positions = 'sines'"
+        )
+
+
+def completed_shape(shape: ModelShape, of_data: Mapping[str, Any]) -> ModelShape:
+    """Return ``shape`` with what its settings leave to the data: ``size``, ``channels`` and ``classes``."""
+    settings = settings_of(shape)
+    values = {k: v for k, v in of_data.items() if not getattr(settings, k)}
+    if settings.text:
+        values.pop("classes", None)
+    whole = settings.model_copy(update=values).model_dump(mode="json")
+    return shape.model_copy(update={"settings": whole})
+
+
+class _DiffusionRows(ParameterRows):
+    """Collects the rows of a diffusion transformer."""
+
+    def linear(self, path: str, out: Dim, into: Dim, std: float | None = None) -> None:
+        """Add a weight ``[out, in]`` that each image, not each patch, is multiplied with, and its bias."""
+        std = self.std if std is None else std
+        self.add(path, out, into, std=std, products=0)
+        self.add(f"{path}_bias", out, std=0)
+
+    def diffusion_block(self, layer: int, settings: DiffusionSettings) -> None:
+        """Add the rows of the block with index ``layer``."""
+        model, path = self.model, f"blocks.{layer}"
+        width, hidden = model.head_dim or 0, Dim("ffn", model.ffn or 0)
+        heads = Dim("heads", model.heads, width)
+        conditions = Dim("conditions", OF_BLOCK * model.embed)
+        self.linear(f"{path}.modulation", conditions, self.embed, self.zeroed(settings))
+        sides = {"attention": self.embed}
+        if settings.text:
+            sides["cross_attention"] = Dim("text", settings.text)
+        for side, into in sides.items():
+            inside = f"{path}.{side}"
+            self.projected(inside, {"wq": heads}, self.embed, model.adapter)
+            self.projected(inside, {"wk": heads, "wv": heads}, into, model.adapter)
+            for name in ("bq", "bk", "bv"):
+                self.add(f"{inside}.{name}", heads, std=0)
+            if model.qk_norm:
+                for name in ("q_norm", "k_norm"):
+                    self.norm(f"{inside}.{name}", Dim("head_dim", width))
+            self.projected(inside, {"wo": self.embed}, heads, model.adapter)
+            self.add(f"{inside}.bo", self.embed, std=0)
+        self.projected(f"{path}.ffn", {"up": hidden}, self.embed, model.adapter)
+        self.add(f"{path}.ffn.up_bias", hidden, std=0)
+        self.projected(f"{path}.ffn", {"down": self.embed}, hidden, model.adapter)
+        self.add(f"{path}.ffn.down_bias", self.embed, std=0)
+
+    def zeroed(self, settings: DiffusionSettings) -> float:
+        """Return the standard deviation of what adaLN-Zero begins with zeros."""
+        return 0.0 if settings.zero else self.std
+
+
+def diffusion_parameters(shape: ModelShape) -> list[Parameter]:
+    """Return the rows of the parameter table of a diffusion transformer.
+
+    While the size of the data is not known, one pixel stands for it.
+    """
+    settings = settings_of(shape)
+    if not (settings.size and settings.channels):
+        size = settings.size or (1, 1)
+        update = {"size": size, "channels": settings.channels or 1}
+        settings = settings.model_copy(update=update)
+    rows = _DiffusionRows(shape)
+    rows.linear("embedding.patches", rows.embed, Dim("patch", settings.patch_values))
+    rows.linear("conditioning.time_in", rows.embed, Dim("waves", WAVES))
+    rows.linear("conditioning.time_out", rows.embed, rows.embed)
+    if settings.classes:
+        classes = Dim("classes", settings.classes + 1)
+        about: dict[str, Any] = {"std": rows.std, "products": 0}
+        rows.add("conditioning.classes", classes, rows.embed, **about)
+    for layer in range(shape.layers):
+        rows.diffusion_block(layer, settings)
+    zeroed = rows.zeroed(settings)
+    conditions = Dim("conditions", OF_HEAD * shape.embed)
+    rows.linear("head.modulation", conditions, rows.embed, zeroed)
+    rows.linear("head.output", Dim("patch", settings.output_values), rows.embed, zeroed)
+    return [
+        row._replace(products=row.numel) if row.name in EACH_PATCH else row
+        for row in rows.rows
+    ]
+
+
+def diffusion_layer(shape: ModelShape, layer: int) -> Table:
+    """Return the parameters of the block with index ``layer``, by name."""
+    rows = _DiffusionRows(shape)
+    rows.diffusion_block(layer, settings_of(shape))
+    return {row.name: row for row in rows.rows}
+
+
+#: Weights outside of blocks with which each patch is multiplied.
+EACH_PATCH = ("embedding.patches", "head.output")
+
+
+def diffusion_numbers(shape: ModelShape) -> Shape:
+    """Return the numbers of a diffusion transformer on which time and memory depend.
+
+    They are those of a decoder of tokens with the same sizes, whose vocabulary are the values of a patch.
+    """
+    settings = settings_of(shape)
+    rows = diffusion_parameters(shape)
+    inside = [row for row in rows if row.name.startswith("blocks.")]
+    plain = ModelShape(
+        layers=shape.layers,
+        embed=shape.embed,
+        heads=shape.heads,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        vocab=max(1, settings.output_values),
+    )
+    return replace(
+        shape_of(plain),
+        dense_weights=sum(row.products for row in inside) / shape.layers,
+        extras=sum(row.numel for row in inside if not row.products) / shape.layers,
+        gated=0,
+    )
+
+
+class Patches(NamedTuple):
+    """Grid and size of the patches of an image or a video.
+
+    ``grid``: number of patches along each axis; ``patch``: sizes of a patch along each axis.
+    """
+
+    grid: tuple[int, ...]
+    patch: tuple[int, ...]
+
+
+def patches_of(settings: DiffusionSettings) -> Patches:
+    """Return the grid of patches of a model with these ``settings``."""
+    return Patches(settings.grid, settings.patch_size)

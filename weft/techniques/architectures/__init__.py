@@ -1,0 +1,1 @@
+"""Models of Weft's own other than the decoder of tokens, which ``model.kind`` names."""

@@ -1,0 +1,1 @@
+"""Data sets that are not texts, which ``data.kind`` names."""

@@ -1,0 +1,1 @@
+"""Samplers: ways from noise to an image in few evaluations of a model."""
