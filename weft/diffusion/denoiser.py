@@ -35,7 +35,7 @@ class DenoisingBlock:
         model's own, called with the layer's index and queries, keys and values of the patches in ``x``, each
         ``[batch, heads, patches, head_dim]``; it may look at keys of other patches that it has kept.
         """
-        with attending([self.block], attend):
+        with seeing_by([self.block], attend):
             return self.block.body(x, signals, x)
 
 
@@ -75,7 +75,7 @@ class Denoiser:
         ``[batch, words, text]``. ``attend``: see :class:`DenoisingBlock`.
         """
         x, signals = self.embed(noised), self.signals(time, condition)
-        with attending([each.block for each in self.blocks], attend):
+        with seeing_by([each.block for each in self.blocks], attend):
             for each in self.blocks:
                 x = each.block.body(x, signals, x)
         return self.final(x, signals)
@@ -113,7 +113,7 @@ class Denoiser:
 
 
 @contextmanager
-def attending(
+def seeing_by(
     blocks: Sequence[DiffusionBlock], attend: AttendPatches | None
 ) -> Iterator[None]:
     """Return a context in which patches of ``blocks`` see each other by ``attend``; None: as the model does it."""

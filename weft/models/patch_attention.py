@@ -67,7 +67,7 @@ class PatchAttention(Projections):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if cos is not None and sin is not None and cos.numel():
-            q, k = (turned(y, cos, sin) for y in (q, k))
+            q, k = (rotated_heads(y, cos, sin) for y in (q, k))
         if states is None:
             k, v = self._of_image(torch.cat((k, v), -1)).chunk(2, -1)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
@@ -89,7 +89,7 @@ class PatchAttention(Projections):
         return keys[:, real]
 
 
-def turned(x: T, cos: T, sin: T) -> T:
+def rotated_heads(x: T, cos: T, sin: T) -> T:
     """Return ``x`` ``[batch, seq, heads, head_dim]`` with its pairs, half a head apart, rotated.
 
     ``cos``, ``sin``: ``[batch, seq, head_dim / 2]``. An element that has no partner, of an odd head, stays.
