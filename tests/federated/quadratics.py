@@ -10,7 +10,7 @@ import torch
 from weft.federated.client_cohort import LocalResult
 from weft.federated.policy import AssignedWork, ClientStep, Differences
 from weft.federated.virtual_clock import VirtualClock, WorkTime
-from weft.recipe.federated_section import federated_section
+from weft.recipe.federated_section import Federated
 from weft.registry import find
 
 
@@ -104,7 +104,7 @@ def clock(
     **settings: Any,
 ) -> VirtualClock:
     """A virtual clock over quadratics, from x = 0. ``settings``: those of ``[federated]``, ``policy`` among them."""
-    section = federated_section({"clients": len(cohort.optima), **settings})
+    section = Federated(**{"clients": len(cohort.optima), **settings})
     policy = find("federation-policy", section.policy).implementation(section)
     start = {"x": torch.zeros((), dtype=torch.float64)}
     return VirtualClock(policy, start, cohort, StepSeconds(seconds, lost))

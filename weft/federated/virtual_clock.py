@@ -8,9 +8,9 @@ clients' speeds (:meth:`VirtualClock.run`), or follows the events that a real se
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from weft.errors import WeftError
 from weft.federated.policy import ClientUpdate
@@ -123,6 +123,7 @@ class VirtualClock:
         self._coming: list[_Coming] = []
         self._count = 0
         self._doing: dict[str, _Doing] = {}
+        self._joined = False
 
     def run(self, changes: int, seconds: float = 0.0) -> None:
         """Run until the model has been changed ``changes`` times in all, or ``seconds`` of virtual time are over.
@@ -130,7 +131,8 @@ class VirtualClock:
         ``seconds = 0`` sets no limit. All clients join at the beginning. Raises :class:`WeftError` if nobody works and
         nobody is waited for, so that nothing would ever happen again.
         """
-        if not self.events:
+        if not self._joined:
+            self._joined = True
             for client in self.cohort.names():
                 self._join(client)
         while self.policy.version < changes:
@@ -140,6 +142,9 @@ class VirtualClock:
                 break
             self.now = at
             self._happen()
+            # what comes at the same time comes before anybody starts
+            while self._coming and self._coming[0].time <= at and self.policy.version < changes:  # fmt: skip
+                self._happen()
 
     def replay(self, events: Iterable[FederationEvent]) -> None:
         """Follow the events that a real server has recorded, and compute what its clients computed.
@@ -158,6 +163,49 @@ class VirtualClock:
                 self._tick()
             else:
                 self._replay_start(event)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the clock, its policy and its clients need to go on, as tensors and plain values.
+
+        The events so far are not part of it.
+        """
+        return {
+            "parameters": dict(self.parameters),
+            "now": self.now,
+            "count": self._count,
+            "coming": [list(coming) for coming in self._coming],
+            "doing": {
+                client: [
+                    vars(doing.result)
+                    | {
+                        "difference": dict(doing.result.difference),
+                        "extra": {name: dict(values) for name, values in doing.result.extra.items()},
+                    },
+                    doing.version,
+                    doing.seconds,
+                ]
+                for client, doing in self._doing.items()
+            },
+            "policy": self.policy.state_dict(),
+            "cohort": self.cohort.state_dict(),
+            "joined": self._joined,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        from weft.federated.client_cohort import LocalResult
+
+        self.parameters = dict(state["parameters"])
+        self.now = state["now"]
+        self._count = state["count"]
+        self._coming = [_Coming(*coming) for coming in state["coming"]]
+        self._doing = {
+            client: _Doing(LocalResult(**result), version, seconds)
+            for client, (result, version, seconds) in state["doing"].items()
+        }
+        self._joined = state["joined"]
+        self.policy.load_state_dict(state["policy"])
+        self.cohort.load_state_dict(state["cohort"])
 
     def _replay_start(self, event: FederationEvent) -> None:
         """Give out work as the server did; the first of several at one time gives out all of them."""

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from weft.recipe.host_section import HostSection, section_of
-from weft.section import explain
+from weft.recipe.host_section import HostSection
 
 
 class Federated(HostSection):
@@ -78,14 +70,3 @@ class Federated(HostSection):
     seed: NonNegativeInt = Field(
         0, description="Seed of the partition, and of who takes part in a round."
     )
-
-
-def federated_section(values: Any) -> Any:
-    """Return the section ``[federated]`` with the settings of the policy that it names.
-
-    Raises :class:`ValueError` with one line about a wrong value.
-    """
-    try:
-        return section_of(Federated, values)
-    except ValidationError as error:
-        raise ValueError(explain(error, Federated, values)) from None

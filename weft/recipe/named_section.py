@@ -31,7 +31,8 @@ class SectionElsewhere:
         section = self.section
         if isinstance(values, section):
             return values
-        if with_settings := getattr(section, "with_settings", None):
+        with_settings = getattr(section, "with_settings", None)
+        if with_settings and isinstance(values, dict):
             from weft.recipe.host_section import section_of
 
             return section_of(with_settings.__self__, values)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from weft.errors import UsageError
 from weft.layout.axes import BATCH_AXES
@@ -31,10 +31,12 @@ from weft.section import Section
 
 if TYPE_CHECKING:
     from weft.recipe.control_section import Control
+    from weft.recipe.federated_section import Federated
     from weft.recipe.rl_section import Reinforcement
     from weft.recipe.stream_section import SampleStream
 else:
     Control = section_elsewhere("control_section", "Control")
+    Federated = section_elsewhere("federated_section", "Federated")
     Reinforcement = section_elsewhere("rl_section", "Reinforcement")
     SampleStream = section_elsewhere("stream_section", "SampleStream")
 
@@ -57,15 +59,6 @@ class Use(Section):
     @classmethod
     def _by_name(cls, given: Any) -> Any:
         return {"name": given} if isinstance(given, str) else given
-
-
-def _federated(values: Any) -> Any:
-    """Return the section ``[federated]``, whose file only a recipe that has the section reads."""
-    if values is None:
-        return None
-    from weft.recipe.federated_section import federated_section
-
-    return federated_section(values)
 
 
 class Recipe(Section):
@@ -166,7 +159,7 @@ class Recipe(Section):
         None,
         description="Learn to act in environments, instead of training a language model.",
     )
-    federated: Annotated[SerializeAsAny[Any], BeforeValidator(_federated)] = Field(
+    federated: Federated | None = Field(
         None,
         description="Clients that own their data train the model; a server, or a virtual clock, brings them together.",
     )

@@ -7,7 +7,13 @@ from weft.registry import register
 
 
 @register(
-    "federation-policy", "fedavg", title="FedAvg: the weighted mean of local steps"
+    "federation-policy",
+    "fedavg",
+    title="FedAvg: the weighted mean of local steps",
+    paper="McMahan et al. 2017",
+    recipe="federated.toml --set federated.policy=fedavg",
+    proof="tests/federated/test_degenerate.py",
+    figure="one client is gradient descent, exactly",
 )
 class FedAvg(RoundPolicy):
     """Waits in each round for the slowest client, and moves the model by the weighted mean of all differences."""

@@ -1,0 +1,19 @@
+"""The setting of policies whose clients follow the server's direction in part."""
+
+from pydantic import Field
+
+from weft.section import Section
+
+
+class MomentumSettings(Section):
+    """Setting of policies with momentum."""
+
+    beta: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description=(
+            "Weight of a client's own gradient in its steps; the rest is the direction of the last round. 1: no "
+            "momentum."
+        ),
+    )

@@ -1,0 +1,37 @@
+"""FedAvg-M: clients follow the last round's direction (Cheng et al. 2024)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.federated.corrected_rounds import CorrectedRounds
+from weft.federated.momentum_settings import MomentumSettings
+from weft.federated.policy import ClientStep
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.recipe.federated_section import Federated
+
+
+@register(
+    "federation-policy",
+    "fedavg-m",
+    title="FedAvg-M: clients follow the last round's direction",
+    paper="Cheng et al. 2024",
+    recipe="federated.toml --set federated.policy=fedavg-m",
+    proof="tests/federated/test_degenerate.py",
+    figure="beta = 1 is FedAvg, to the last bit",
+    settings=MomentumSettings,
+    draws={"beta": (0.1, 1.0)},
+)
+class FedAvgM(CorrectedRounds):
+    """Rounds in which every local step is ``beta`` of the client's gradient and ``1 - beta`` of the last direction.
+
+    The direction is the mean gradient that all clients of the last round have followed, so that clients with different
+    data drift apart less. It travels down with the model. Clients should train with plain SGD.
+    """
+
+    def __init__(self, settings: Federated) -> None:
+        super().__init__(settings)
+        beta = settings.own(MomentumSettings).beta
+        self.client_step = ClientStep(beta, control=False)

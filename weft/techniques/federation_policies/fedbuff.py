@@ -1,0 +1,50 @@
+"""FedBuff: a buffer of updates from whoever is ready (Nguyen et al. 2022)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, PositiveInt
+
+from weft.federated.buffered_policy import BufferedPolicy
+from weft.registry import register
+from weft.section import Section
+
+if TYPE_CHECKING:
+    from weft.recipe.federated_section import Federated
+
+
+class FedBuffSettings(Section):
+    """Settings of FedBuff."""
+
+    buffer: PositiveInt = Field(
+        3, description="Number of updates after which the model is changed."
+    )
+    unbiased: bool = Field(
+        False,
+        description=(
+            "Whether updates are weighted by how rarely their client sends some, so that clients count as 'weights' "
+            "says and not by their speed."
+        ),
+    )
+
+
+@register(
+    "federation-policy",
+    "fedbuff",
+    title="FedBuff: a change for every few updates",
+    paper="Nguyen et al. 2022",
+    recipe="federated.toml --set federated.policy=fedbuff",
+    proof="tests/federated/test_degenerate.py, tests/federated/test_shares.py",
+    figure="a buffer of all clients at equal speeds is FedAvg, to the last bit",
+    settings=FedBuffSettings,
+    draws={"buffer": (1, 2), "unbiased": (True, False)},
+)
+class FedBuff(BufferedPolicy):
+    """Changes the model for every ``buffer`` updates, whoever sent them, and lets nobody wait."""
+
+    def __init__(self, settings: Federated) -> None:
+        super().__init__(settings)
+        own = settings.own(FedBuffSettings)
+        self.size = own.buffer
+        self.unbiased = own.unbiased

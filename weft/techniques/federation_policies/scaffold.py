@@ -1,0 +1,26 @@
+"""SCAFFOLD: control variates against the drift of clients (Karimireddy et al. 2020)."""
+
+from __future__ import annotations
+
+from weft.federated.corrected_rounds import CorrectedRounds
+from weft.federated.policy import ClientStep
+from weft.registry import register
+
+
+@register(
+    "federation-policy",
+    "scaffold",
+    title="SCAFFOLD: control variates against drift",
+    paper="Karimireddy et al. 2020",
+    recipe="federated.toml --set federated.policy=scaffold",
+    proof="tests/federated/test_degenerate.py",
+    figure="one client is gradient descent, exactly",
+)
+class Scaffold(CorrectedRounds):
+    """Rounds in which clients add ``c - c_i`` to each gradient: what all clients' gradients are, minus their own.
+
+    ``c_i`` is the mean of a client's gradients in its last work, and ``c`` the mean of these over all clients, weighted
+    by their shares. A client keeps its ``c_i``, so that it should take part again and again.
+    """
+
+    client_step = ClientStep(control=True)

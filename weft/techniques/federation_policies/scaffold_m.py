@@ -1,0 +1,33 @@
+"""SCAFFOLD-M: momentum and control variates (Cheng et al. 2024)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.federated.corrected_rounds import CorrectedRounds
+from weft.federated.momentum_settings import MomentumSettings
+from weft.federated.policy import ClientStep
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.recipe.federated_section import Federated
+
+
+@register(
+    "federation-policy",
+    "scaffold-m",
+    title="SCAFFOLD-M: momentum and control variates",
+    paper="Cheng et al. 2024",
+    recipe="federated.toml --set federated.policy=scaffold-m",
+    proof="tests/federated/test_degenerate.py",
+    figure="beta = 1 is SCAFFOLD, to the last bit",
+    settings=MomentumSettings,
+    draws={"beta": (0.1, 1.0)},
+)
+class ScaffoldM(CorrectedRounds):
+    """SCAFFOLD's corrected gradients, mixed with the direction of the last round as in FedAvg-M."""
+
+    def __init__(self, settings: Federated) -> None:
+        super().__init__(settings)
+        beta = settings.own(MomentumSettings).beta
+        self.client_step = ClientStep(beta, control=True)
