@@ -163,6 +163,10 @@ def _live(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
             from weft.rl.control.control_run import control_job
 
             return Ending(recipe, control_job(recipe, mesh, out, resume), mesh.speaks)
+        if recipe.federated is not None and recipe.federated.simulates:
+            from weft.federated.virtual_run import virtual_job
+
+            return Ending(recipe, virtual_job(recipe, mesh, out, resume), mesh.speaks)
         if recipe.layout.world == 1:  # there are no others to be slower than
             return Ending(
                 recipe, train_job(prepare(recipe), mesh, out, resume), mesh.speaks

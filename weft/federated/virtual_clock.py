@@ -102,6 +102,8 @@ class VirtualClock:
         ``cohort``: the clients.
         ``now``: the virtual time in seconds.
         ``events``: all that has happened.
+        ``last``: the last update of each client that the policy has taken.
+        ``on_change``: is called after every change of the model.
     """
 
     def __init__(
@@ -112,18 +114,19 @@ class VirtualClock:
         speeds: ClientSpeeds | None = None,
         on_change: Callable[[ModelChange], object] | None = None,
     ) -> None:
-        """``speeds``: how long clients work; None for :meth:`replay`. ``on_change``: is called after every change."""
+        """``speeds``: how long clients work; None for :meth:`replay`."""
         self.policy = policy
         self.parameters = dict(parameters)
         self.cohort = cohort
         self.now = 0.0
         self.events: list[FederationEvent] = []
         self._speeds = speeds
-        self._on_change = on_change
+        self.on_change = on_change
         self._coming: list[_Coming] = []
         self._count = 0
         self._doing: dict[str, _Doing] = {}
         self._joined = False
+        self.last: dict[str, FederationEvent] = {}
 
     def run(self, changes: int, seconds: float = 0.0) -> None:
         """Run until the model has been changed ``changes`` times in all, or ``seconds`` of virtual time are over.
@@ -189,6 +192,7 @@ class VirtualClock:
             "policy": self.policy.state_dict(),
             "cohort": self.cohort.state_dict(),
             "joined": self._joined,
+            "last": {client: vars(event) | {} for client, event in self.last.items()},
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -204,6 +208,9 @@ class VirtualClock:
             for client, (result, version, seconds) in state["doing"].items()
         }
         self._joined = state["joined"]
+        self.last = {
+            client: FederationEvent(**event) for client, event in state["last"].items()
+        }
         self.policy.load_state_dict(state["policy"])
         self.cohort.load_state_dict(state["cohort"])
 
@@ -285,6 +292,8 @@ class VirtualClock:
             "update", client, doing.version, result.steps, result.samples, doing.seconds, accepted, staleness
         )  # fmt: skip
         self.cohort.settle(client, accepted)
+        if accepted:
+            self.last[client] = self.events[-1]
         self._apply(self.policy.on_update(update, staleness, self.now))
 
     def _tick(self) -> None:
@@ -299,8 +308,8 @@ class VirtualClock:
             name: tensor + change.difference[name] if name in change.difference else tensor
             for name, tensor in self.parameters.items()
         }  # fmt: skip
-        if self._on_change is not None:
-            self._on_change(change)
+        if self.on_change is not None:
+            self.on_change(change)
 
     def _start(self) -> None:
         work = self.policy.ready(self.now)

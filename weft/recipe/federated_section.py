@@ -67,6 +67,60 @@ class Federated(HostSection):
             "those there are."
         ),
     )
+    samples: str = Field(
+        "sklearn:digits",
+        description=(
+            "Labelled samples of simulated clients: 'sklearn:digits', 'sklearn:wine', 'sklearn:breast_cancer', or an "
+            ".npz file with the arrays 'features' and 'labels' and, if samples come from several sources, 'groups'."
+        ),
+    )
+    held_out: float = Field(
+        0.2,
+        ge=0,
+        lt=1,
+        description="Share of these samples that no client has, and by which the model is judged.",
+    )
+    partition: Literal["even", "dirichlet", "classes", "natural"] = Field(
+        "classes",
+        description=(
+            "How samples are divided among simulated clients. 'even': at random; 'dirichlet': of each class shares by "
+            "a Dirichlet distribution; 'classes': a few classes for each client; 'natural': whole groups."
+        ),
+    )
+    alpha: PositiveFloat = Field(
+        0.5,
+        description="Parameter of the Dirichlet distribution; the smaller, the more clients differ.",
+    )
+    classes: PositiveInt = Field(
+        2, description="Classes of each client with partition = 'classes'."
+    )
+    speeds: tuple[PositiveFloat, ...] = Field(
+        (1.0,),
+        min_length=1,
+        description=(
+            "Seconds that simulated clients take for a local step, client by client; repeated if they are fewer."
+        ),
+    )
+    jitter: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Largest relative deviation of the duration of a simulated work, at random.",
+    )
+    drops: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of simulated works that are lost, at random: the client goes away, and comes back.",
+    )
+    away: PositiveFloat = Field(
+        60.0, description="Seconds after which such a client comes back."
+    )
     seed: NonNegativeInt = Field(
         0, description="Seed of the partition, and of who takes part in a round."
     )
+
+    @property
+    def simulates(self) -> bool:
+        """Whether clients are simulated on a virtual clock."""
+        return not (self.listen or getattr(self, "join", ""))

@@ -225,7 +225,11 @@ class Recipe(Section):
             from weft.recipe.control_rules import check_beside_control
 
             check_beside_control(self)
-        if self.stream is not None or self.model.inputs:
+        if self.federated is not None:
+            from weft.recipe.federated_rules import check_beside_federated
+
+            check_beside_federated(self)
+        elif self.stream is not None or self.model.inputs:
             from weft.recipe.stream_rules import check_beside_stream
 
             check_beside_stream(self)

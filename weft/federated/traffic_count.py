@@ -1,0 +1,58 @@
+"""Bytes that simulated clients and their server would send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.federated.policy import Differences, FederationPolicy
+    from weft.federated.virtual_clock import FederationEvent
+
+
+class TrafficCount:
+    """Bytes of values that have travelled, without the few bytes of names and headers.
+
+    Down go the model and what the policy sends beside it, up go the difference and, with control variates, as much
+    again. ``parameters``: the model.
+
+    Attributes:
+        ``down``, ``up``: bytes from and to the server so far.
+        ``by_client``: bytes in both directions by client.
+    """
+
+    def __init__(self, parameters: Differences) -> None:
+        self._size = sum(t.numel() * t.element_size() for t in parameters.values())
+        self.down = self.up = 0
+        self.by_client: dict[str, int] = {}
+
+    @property
+    def total(self) -> int:
+        """Bytes in both directions."""
+        return self.down + self.up
+
+    def count(
+        self, events: Iterable[FederationEvent], policy: FederationPolicy
+    ) -> None:
+        """Add what has travelled for ``events``."""
+        for event in events:
+            bytes_sent = 0
+            if event.kind == "start":
+                # before the first change there is nothing beside the model
+                beside = len(policy.sent()) if event.version else 0
+                bytes_sent = self._size * (1 + beside)
+                self.down += bytes_sent
+            elif event.kind == "update":
+                bytes_sent = self._size * (2 if policy.client_step.control else 1)
+                self.up += bytes_sent
+            if bytes_sent:
+                self.by_client[event.client] = self.by_client.get(event.client, 0) + bytes_sent  # fmt: skip
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the counts."""
+        return {"down": self.down, "up": self.up, "by_client": dict(self.by_client)}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.down, self.up = state["down"], state["up"]  # type: ignore[assignment]
+        self.by_client = dict(state["by_client"])  # type: ignore[call-overload]

@@ -1,0 +1,308 @@
+"""A federated run with simulated clients, from ``weft train`` to its last checkpoint."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import signal
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from weft.checkpoint.best import Best
+from weft.checkpoint.levels import open_levels
+from weft.checkpoint.reshard import load_parts
+from weft.checkpoint.run_checkpoints import Checkpoints
+from weft.checkpoint.run_state import Progress
+from weft.checkpoint.store import load_newest, stored_files
+from weft.errors import WeftError
+from weft.federated.array_classifier import ArrayClassifier
+from weft.federated.classifier_cohort import ClassifierCohort, ClassifierScore
+from weft.federated.labelled_samples import read_labelled
+from weft.federated.partition import Partition, draw_partition
+from weft.federated.plain_tensors import load_values, save_values
+from weft.federated.simulated_speeds import SimulatedSpeeds
+from weft.federated.traffic_count import TrafficCount
+from weft.federated.virtual_clock import VirtualClock
+from weft.observe.display import Display
+from weft.observe.host import describe_machine
+from weft.observe.run_metrics import Metrics
+from weft.registry import find
+from weft.rl.control.control_state import ControlState
+from weft.run.signals import noted_signals, requests, stop_signals
+from weft.train.runs import Run, open_run
+from weft.train.training import Outcome
+
+if TYPE_CHECKING:
+    from weft.checkpoint.load import StoredCheckpoint
+    from weft.federated.policy import ModelChange
+    from weft.layout.mesh import Mesh
+    from weft.recipe import Recipe
+
+#: Files of a checkpoint: what clock, policy and clients remember, and whose each sample is.
+MEMORY_FILE, PARTITION_FILE = "federation.safetensors", "partition.json"
+
+
+class Simulation:
+    """A simulated federation: clients, clock and policy, made from a recipe.
+
+    Attributes:
+        ``clock``: the virtual clock, which has the model.
+        ``cohort``: the clients.
+        ``partition``: whose each sample is.
+        ``held_out``: numbers of the samples that nobody has.
+        ``traffic``: bytes that have travelled.
+    """
+
+    def __init__(self, recipe: Recipe, partition: Partition | None = None) -> None:
+        """``partition``: that of an earlier part of the run; None: a new one."""
+        settings = recipe.federated
+        assert settings is not None
+        samples = read_labelled(settings.samples)
+        net = ArrayClassifier(recipe)
+        net.check(samples.features.shape[1], samples.classes)
+        order = np.random.default_rng([settings.seed, 39]).permutation(len(samples.labels))  # fmt: skip
+        own, self.held_out = np.split(order, [len(order) - int(settings.held_out * len(order))])  # fmt: skip
+        if partition is None:
+            drawn = draw_partition(
+                settings.partition, settings.clients, samples.labels[own],
+                None if samples.groups is None else samples.groups[own],
+                alpha=settings.alpha, classes=settings.classes, seed=settings.seed,
+            )  # fmt: skip
+            partition = Partition(drawn.kind, tuple(np.sort(own[rows]) for rows in drawn.rows))  # fmt: skip
+        self.partition = partition
+        self.cohort = ClassifierCohort(
+            net, samples, partition, recipe.train.batch, recipe.optimizer.lr, recipe.train.seed
+        )  # fmt: skip
+        self.speeds = SimulatedSpeeds(settings, self.cohort.names())
+        policy = find("federation-policy", settings.policy).implementation(settings)
+        parameters = {name: p.detach().clone() for name, p in net.named_parameters()}
+        self.traffic = TrafficCount(parameters)
+        self.clock = VirtualClock(policy, parameters, self.cohort, self.speeds)
+
+    def score(self) -> dict[str, float]:
+        """Return loss and accuracy of the model on all clients' samples and, if there are some, on those of nobody."""
+        learned = self.cohort.score(self.clock.parameters)
+        values = {"loss": learned.loss, "accuracy": learned.accuracy}
+        if len(self.held_out):
+            judged: ClassifierScore = self.cohort.score(self.clock.parameters, self.held_out)  # fmt: skip
+            values |= {"held_out_loss": judged.loss, "held_out_accuracy": judged.accuracy}  # fmt: skip
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the simulation needs to go on."""
+        return {
+            "clock": self.clock.state_dict(),
+            "speeds": self.speeds.state_dict(),
+            "traffic": self.traffic.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.clock.load_state_dict(state["clock"])
+        self.speeds.load_state_dict(state["speeds"])
+        self.traffic.load_state_dict(state["traffic"])
+
+
+class FederationRecorder:
+    """Records of a simulated run in ``metrics.jsonl``, and its display.
+
+    ``progress``: counts of the run, which the recorder reads.
+    """
+
+    def __init__(
+        self, recipe: Recipe, folder: Path, progress: Progress, parameters: int, stack: ExitStack,
+    ) -> None:  # fmt: skip
+        assert recipe.federated is not None
+        self._progress = progress
+        title = (
+            f"{recipe.name}: {recipe.federated.policy} over {recipe.federated.clients} simulated clients, "
+            f"{parameters:,} parameters"
+        )
+        self._display = Display(recipe.federated.rounds, title)
+        stack.enter_context(self._display)
+        self._metrics = Metrics(folder, recipe.observe.trackers, self._display.note)
+        stack.callback(self._metrics.close)
+
+    def event(self, text: str) -> None:
+        """Print the line ``text``, and record it as an event of the run."""
+        self._display.note(text)
+        self.log("event", message=text)
+
+    def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
+        """Write a record of the kind ``kind`` with ``values`` for ``step``, by default the newest."""
+        self._metrics.log(kind, self._progress.step if step is None else step, **values)
+
+    def show(self, **values: float | None) -> None:
+        """Show that the model has changed. ``values``: values by the keys of :data:`weft.observe.display.CELLS`."""
+        self._display.update(self._progress.step, **values)
+
+
+def virtual_job(
+    recipe: Recipe, mesh: Mesh, out: Path | None = None, resume: str | None = None
+) -> Outcome:
+    """Simulate until the model has changed often enough, the time is over or a signal arrives, and save.
+
+    ``out``: the folder to create; ``resume``: the run or checkpoint to continue.
+    """
+    from weft.checkpoint.lease import Lease
+
+    settings = recipe.federated
+    assert settings is not None
+    with ExitStack() as stack:
+        lease = stack.enter_context(Lease())
+        simulation = Simulation(recipe)
+        size = sum(t.numel() * t.element_size() for t in simulation.clock.parameters.values())  # fmt: skip
+        run = open_run(recipe, out, resume, lease, size)
+        requests.open_run(run.folder)
+        simulation, progress, notes = _resumed(recipe, run, simulation, mesh)
+        open_levels(run.levels, run.folder, run.fresh)
+        signals = stack.enter_context(noted_signals(stop_signals()))
+        count = sum(t.numel() for t in simulation.clock.parameters.values())
+        recorder = FederationRecorder(recipe, run.folder, progress, count, stack)
+        facts = {
+            "recipe": recipe.model_dump(mode="json"),
+            "layout": str(recipe.layout),
+            "world": 1,
+            "steps": settings.rounds,
+        }
+        recorder.log(
+            "run", **facts, **describe_machine(), device="1 x CPU", parameters=count,
+            started=datetime.datetime.now().isoformat(timespec="seconds"),
+            clients=dict(zip(simulation.cohort.names(), simulation.partition.sizes, strict=True)),
+        )  # fmt: skip
+        for note in notes:
+            recorder.event(note)
+        kept = dict(simulation.clock.parameters)
+        files: dict[str, bytes] = {}
+        own = {"policy": settings.policy, "partition": simulation.partition.digest}
+        about = {**facts, "federated": own}
+        state = ControlState({name: t.clone() for name, t in kept.items()}, mesh)
+        checkpoints = stack.enter_context(Checkpoints(
+            run.levels, state, progress, about, files, recipe.model, mesh, recorder, run.folder, Best(),
+            strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
+        ))  # fmt: skip
+        while progress.step < settings.rounds and not signals:
+            begun = time.perf_counter()
+            if not _next_change(simulation, recorder, progress, begun):
+                recorder.event(f"federated.seconds = {settings.seconds:g} are over")
+                break
+            if due := checkpoints.due(progress.step):
+                checkpoints.wait_for_copy()
+                _refresh(simulation, state, files)
+                checkpoints.save(due)
+            checkpoints.poll()
+        if signals:
+            recorder.event(f"stopped by {signal.Signals(signals[0]).name}")
+        checkpoints.wait_for_copy()
+        _refresh(simulation, state, files)
+        recorder.log("score", **simulation.score())
+        checkpoints.finish(save=True)
+        interrupted = signals[-1] if signals else 0
+        return Outcome(run.folder, checkpoints.last, progress, [], interrupted)
+
+
+def _next_change(
+    simulation: Simulation,
+    recorder: FederationRecorder,
+    progress: Progress,
+    begun: float,
+) -> bool:
+    """Simulate until the model changes, and record how. Returns False if the recipe's time is over before."""
+    clock, settings = simulation.clock, simulation.clock.policy.settings
+    changes: list[ModelChange] = []
+    clock.on_change = changes.append
+    events = len(clock.events)
+    clock.run(clock.policy.version + 1, settings.seconds)
+    news = clock.events[events:]
+    simulation.traffic.count(news, clock.policy)
+    for event in news:
+        if event.kind == "leave":
+            recorder.event(f"{event.client} is gone at {event.time:.1f} s")
+        elif event.kind == "update" and not event.accepted:
+            recorder.event(
+                f"dropped: an update of {event.client} for version {event.version}, which nobody waits for"
+            )
+    if not changes:
+        return False
+    (change,) = changes
+    clock.events.clear()
+    progress.step = progress.updates = clock.policy.version
+    steps = sum(clock.last[client].steps for client in change.clients)
+    progress.position += simulation.cohort.batch * steps
+    score = simulation.score()
+    last = [clock.last[client] for client in change.clients]
+    recorder.log(
+        "federated", clients=list(change.clients), weights=list(change.weights),
+        staleness=[event.staleness for event in last], seconds=[event.seconds for event in last],
+        steps=[event.steps for event in last], began=[event.time - event.seconds for event in last],
+        arrived=[event.time for event in last], time=clock.now, bytes=simulation.traffic.total,
+        down=simulation.traffic.down, up=simulation.traffic.up, loss=score["loss"],
+    )  # fmt: skip
+    recorder.log("train", **score, step_s=time.perf_counter() - begun, clock_s=clock.now)  # fmt: skip
+    recorder.show(loss=score["loss"])
+    return True
+
+
+def _refresh(
+    simulation: Simulation, state: ControlState, files: dict[str, bytes]
+) -> None:
+    """Bring to ``state`` and ``files`` what a checkpoint saves."""
+    tensors = {name: part.values for name, part in state.saved().items()}
+    for name, tensor in simulation.clock.parameters.items():
+        tensors[name].copy_(tensor)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / MEMORY_FILE
+        save_values(path, simulation.state_dict())
+        files[MEMORY_FILE] = path.read_bytes()
+    files[PARTITION_FILE] = json.dumps(simulation.partition.to_json()).encode()
+
+
+def _resumed(
+    recipe: Recipe, run: Run, fresh: Simulation, mesh: Mesh
+) -> tuple[Simulation, Progress, list[str]]:
+    """Return the simulation with which a run goes on, its progress, and lines to print."""
+    notes: list[str] = []
+    if run.fresh:
+        return fresh, Progress(), notes
+
+    def check(checkpoint: StoredCheckpoint) -> None:
+        about = checkpoint.meta.get("federated")
+        if about is None:
+            raise WeftError(
+                f"{checkpoint} is of no federated run with simulated clients; start another run with another --out"
+            )
+        if about["policy"] != fresh.clock.policy.settings.policy:
+            raise WeftError(
+                f"{checkpoint} was made with federated.policy = {about['policy']!r}, the recipe has "
+                f"{fresh.clock.policy.settings.policy!r}; restore it, or start another run with another --out"
+            )
+
+    def load(checkpoint: StoredCheckpoint) -> tuple[Simulation, Progress]:
+        files = stored_files(checkpoint)
+        partition = Partition.from_json(json.loads(files[PARTITION_FILE]))
+        simulation = Simulation(recipe, partition)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / MEMORY_FILE
+            path.write_bytes(files[MEMORY_FILE])
+            simulation.load_state_dict(load_values(path))
+        empty = {n: torch.empty_like(t) for n, t in simulation.clock.parameters.items()}
+        loaded = ControlState(empty, mesh)
+        load_parts(checkpoint, loaded.saved(), mesh.step_group)
+        simulation.clock.parameters = {name: part.values for name, part in loaded.saved().items()}  # fmt: skip
+        return simulation, Progress(**checkpoint.meta["progress"])
+
+    checkpoint, (simulation, progress) = load_newest(
+        run.sources, load, notes.append, check, mesh.step_group
+    )
+    for level in run.levels:
+        level.resume_from(checkpoint.storage)
+    notes.append(
+        f"resumed from {checkpoint} after {progress.step} changes, at {simulation.clock.now:g} s of the virtual clock"
+    )
+    return simulation, progress, notes

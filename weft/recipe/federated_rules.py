@@ -1,0 +1,66 @@
+"""Rules for what a recipe with ``[federated]`` may set when its clients are simulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Sections that mean something beside simulated clients, and of ``[train]`` and ``[optimizer]`` the settings that do.
+BESIDE_SIMULATION = (
+    "name", "plugins", "model", "layout", "train", "optimizer", "checkpoint", "observe", "federated",
+)  # fmt: skip
+OF_TRAIN = ("batch", "seed", "dtype", "threads", "timeout", "device")
+OF_OPTIMIZER = ("kind", "lr")
+
+
+def check_beside_federated(recipe: Any) -> None:
+    """Raise :class:`ValueError` for the first setting of ``recipe`` that does not go with ``[federated]``.
+
+    With ``federated.listen`` or ``federated.join`` clients are real, and train as any run does.
+    """
+    federated = recipe.federated
+    if federated.listen or getattr(federated, "join", ""):
+        return
+    model = recipe.model
+    if not model.inputs:
+        raise ValueError(
+            "[federated] without listen simulates its clients, which classify arrays; set model.kind, model.inputs and "
+            "model.outputs, or federated.listen for clients that train this model"
+        )
+    if len(model.inputs) != 1 or len(model.outputs) != 1:
+        raise ValueError(
+            "simulated clients classify one array; give model.inputs one entry, and model.outputs one with the number "
+            "of classes"
+        )
+    if len(shape := next(iter(model.outputs.values()))) != 1:
+        raise ValueError(
+            f"model.outputs has the shape {list(shape)}, and holds a number for each class: [classes]"
+        )
+    for name in sorted(recipe.model_fields_set):
+        default = type(recipe).model_fields[name].default
+        if name not in BESIDE_SIMULATION and getattr(recipe, name) != default:
+            raise ValueError(
+                f"[{name}] does nothing beside [federated] with simulated clients; leave it out"
+            )
+    for name, kept in (("train", OF_TRAIN), ("optimizer", OF_OPTIMIZER)):
+        section = getattr(recipe, name)
+        fields = type(section).model_fields
+        for key in sorted(section.model_fields_set - {*kept}):
+            if getattr(section, key) != fields[key].default:
+                raise ValueError(
+                    f"{name}.{key} does nothing for simulated clients; use {' or '.join(f'{name}.{k}' for k in kept)}, "
+                    "or leave it out"
+                )
+    if recipe.optimizer.kind != "sgd":
+        raise ValueError(
+            f"optimizer.kind = {recipe.optimizer.kind!r}, and simulated clients take plain steps; set optimizer.kind = "
+            "'sgd'"
+        )
+    if recipe.layout.world != 1:
+        raise ValueError(
+            f"layout has {recipe.layout.world} ranks, and simulated clients share one; leave the layout out"
+        )
+    if federated.per_round > federated.clients:
+        raise ValueError(
+            f"federated.per_round = {federated.per_round} is more than federated.clients = {federated.clients}; "
+            "lower it"
+        )
