@@ -10,6 +10,7 @@ from weft.recipe.recipe import Recipe
 from weft.recipe.reward_settings import RewardSettings
 from weft.recipe.validation_section import Task
 from weft.registry import KINDS, Registered, setting_values
+from weft.section import section_in
 
 #: The dialect that Taplo reads, the TOML language server within Even Better TOML.
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
@@ -29,8 +30,9 @@ def recipe_schema() -> Schema:
     definitions: dict[str, Schema] = tree.pop("$defs")
     _define_inline(tree, definitions)
     for name, field in Recipe.model_fields.items():
-        if isinstance(field.default, HostSection):
-            settings = _settings_of_techniques(type(field.default))
+        section = section_in(field.annotation)
+        if section and section is not Task and issubclass(section, HostSection):
+            settings = _settings_of_techniques(section)
             _section(tree, definitions, name)["properties"] |= settings
     more = RewardSettings.model_json_schema()["properties"]
     definitions["Task"]["properties"] |= more | _settings_of_techniques(Task)
