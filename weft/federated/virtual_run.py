@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 MEMORY_FILE, PARTITION_FILE = "federation.safetensors", "partition.json"
 
 
-class Simulation:
+class SimulatedFederation:
     """A simulated federation: clients, clock and policy, made from a recipe.
 
     Attributes:
@@ -156,7 +156,7 @@ def virtual_job(
     assert settings is not None
     with ExitStack() as stack:
         lease = stack.enter_context(Lease())
-        simulation = Simulation(recipe)
+        simulation = SimulatedFederation(recipe)
         size = sum(t.numel() * t.element_size() for t in simulation.clock.parameters.values())  # fmt: skip
         run = open_run(recipe, out, resume, lease, size)
         requests.open_run(run.folder)
@@ -208,7 +208,7 @@ def virtual_job(
 
 
 def _next_change(
-    simulation: Simulation,
+    simulation: SimulatedFederation,
     recorder: FederationRecorder,
     progress: Progress,
     begun: float,
@@ -250,7 +250,7 @@ def _next_change(
 
 
 def _refresh(
-    simulation: Simulation, state: ControlState, files: dict[str, bytes]
+    simulation: SimulatedFederation, state: ControlState, files: dict[str, bytes]
 ) -> None:
     """Bring to ``state`` and ``files`` what a checkpoint saves."""
     tensors = {name: part.values for name, part in state.saved().items()}
@@ -264,8 +264,8 @@ def _refresh(
 
 
 def _resumed(
-    recipe: Recipe, run: Run, fresh: Simulation, mesh: Mesh
-) -> tuple[Simulation, Progress, list[str]]:
+    recipe: Recipe, run: Run, fresh: SimulatedFederation, mesh: Mesh
+) -> tuple[SimulatedFederation, Progress, list[str]]:
     """Return the simulation with which a run goes on, its progress, and lines to print."""
     notes: list[str] = []
     if run.fresh:
@@ -283,10 +283,10 @@ def _resumed(
                 f"{fresh.clock.policy.settings.policy!r}; restore it, or start another run with another --out"
             )
 
-    def load(checkpoint: StoredCheckpoint) -> tuple[Simulation, Progress]:
+    def load(checkpoint: StoredCheckpoint) -> tuple[SimulatedFederation, Progress]:
         files = stored_files(checkpoint)
         partition = Partition.from_json(json.loads(files[PARTITION_FILE]))
-        simulation = Simulation(recipe, partition)
+        simulation = SimulatedFederation(recipe, partition)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / MEMORY_FILE
             path.write_bytes(files[MEMORY_FILE])
