@@ -9,8 +9,8 @@ from torch import nn
 
 from weft.federated import classifier_cohort
 from weft.federated.classifier_cohort import ClassifierCohort
+from weft.federated.client_partition import draw_partition
 from weft.federated.labelled_samples import LabelledSamples
-from weft.federated.partition import draw_partition
 from weft.federated.policy import AssignedWork, ClientStep
 
 T = torch.Tensor

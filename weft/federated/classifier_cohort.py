@@ -16,8 +16,8 @@ from weft.data.order import hash_keys
 from weft.federated.client_cohort import LocalResult
 
 if TYPE_CHECKING:
+    from weft.federated.client_partition import Partition
     from weft.federated.labelled_samples import LabelledSamples
-    from weft.federated.partition import Partition
     from weft.federated.policy import AssignedWork, ClientStep, Differences
 
 T = torch.Tensor

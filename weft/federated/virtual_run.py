@@ -23,8 +23,8 @@ from weft.checkpoint.store import load_newest, stored_files
 from weft.errors import WeftError
 from weft.federated.array_classifier import ArrayClassifier
 from weft.federated.classifier_cohort import ClassifierCohort, ClassifierScore
+from weft.federated.client_partition import Partition, draw_partition
 from weft.federated.labelled_samples import read_labelled
-from weft.federated.partition import Partition, draw_partition
 from weft.federated.plain_tensors import load_values, save_values
 from weft.federated.simulated_speeds import SimulatedSpeeds
 from weft.federated.traffic_count import TrafficCount
@@ -160,7 +160,8 @@ def virtual_job(
         size = sum(t.numel() * t.element_size() for t in simulation.clock.parameters.values())  # fmt: skip
         run = open_run(recipe, out, resume, lease, size)
         requests.open_run(run.folder)
-        simulation, progress, notes = _resumed(recipe, run, simulation, mesh)
+        notes: list[str] = []
+        simulation, progress = _resumed(recipe, run, simulation, mesh, notes)
         open_levels(run.levels, run.folder, run.fresh)
         signals = stack.enter_context(noted_signals(stop_signals()))
         count = sum(t.numel() for t in simulation.clock.parameters.values())
@@ -264,12 +265,11 @@ def _refresh(
 
 
 def _resumed(
-    recipe: Recipe, run: Run, fresh: SimulatedFederation, mesh: Mesh
-) -> tuple[SimulatedFederation, Progress, list[str]]:
-    """Return the simulation with which a run goes on, its progress, and lines to print."""
-    notes: list[str] = []
+    recipe: Recipe, run: Run, fresh: SimulatedFederation, mesh: Mesh, notes: list[str]
+) -> tuple[SimulatedFederation, Progress]:
+    """Return the simulation with which a run goes on, and its progress; add lines to print to ``notes``."""
     if run.fresh:
-        return fresh, Progress(), notes
+        return fresh, Progress()
 
     def check(checkpoint: StoredCheckpoint) -> None:
         about = checkpoint.meta.get("federated")
@@ -305,4 +305,4 @@ def _resumed(
     notes.append(
         f"resumed from {checkpoint} after {progress.step} changes, at {simulation.clock.now:g} s of the virtual clock"
     )
-    return simulation, progress, notes
+    return simulation, progress

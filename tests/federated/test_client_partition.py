@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from weft.errors import UsageError, WeftError
+from weft.federated.client_partition import Partition, PartitionKind, draw_partition
 from weft.federated.labelled_samples import read_labelled
-from weft.federated.partition import Partition, PartitionKind, draw_partition
 
 LABELS = np.arange(600) % 6
 GROUPS = np.array(["json"] * 300 + ["asyncio"] * 200 + ["test"] * 60 + ["re"] * 40)
