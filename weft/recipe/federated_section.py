@@ -60,6 +60,32 @@ class Federated(HostSection):
             "Exponent by which stale updates lose weight in asynchronous policies: (1 + staleness)^-exponent."
         ),
     )
+    aggregate: str = Field(
+        "mean",
+        description=(
+            "Rule by which the updates of a change are combined, as in resilience.aggregate: 'mean', or a rule that some "
+            "wrong updates cannot mislead."
+        ),
+    )
+    faulty: NonNegativeInt = Field(
+        1,
+        description="Number of wrong updates in a change that such a rule tolerates.",
+    )
+    fan_in: int = Field(
+        0,
+        ge=0,
+        description=(
+            "Number of updates, or of sums of them, that an aggregator adds up before it passes their sum on; 0: one "
+            "flat sum."
+        ),
+    )
+    aggregator: Literal["here", "process"] = Field(
+        "here",
+        description=(
+            "Where aggregators add up: in the server's process, or in one of their own that finds updates in shared "
+            "memory (fan_in of at least 3)."
+        ),
+    )
     patience: PositiveFloat = Field(
         600.0,
         description=(
