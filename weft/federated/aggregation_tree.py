@@ -21,7 +21,7 @@ class CarriedSum(NamedTuple):
 
     tensors: dict[str, torch.Tensor]
     weight: float
-    count: int
+    updates: int
 
 
 class TreeAggregator:
@@ -48,7 +48,7 @@ class TreeAggregator:
         else:
             for name, tensor in update.items():
                 total.tensors[name].add_(tensor, alpha=weight)
-            self.total = CarriedSum(total.tensors, total.weight + weight, total.count + 1)  # fmt: skip
+            self.total = CarriedSum(total.tensors, total.weight + weight, total.updates + 1)  # fmt: skip
         self._carry()
 
     def _scaled(self, update: Tensors, weight: float) -> dict[str, torch.Tensor]:
@@ -68,7 +68,8 @@ class TreeAggregator:
         else:
             for name, tensor in carried.tensors.items():
                 total.tensors[name].add_(tensor)
-            self.total = CarriedSum(total.tensors, total.weight + carried.weight, total.count + carried.count)  # fmt: skip
+            weight = total.weight + carried.weight
+            self.total = CarriedSum(total.tensors, weight, total.updates + carried.updates)  # fmt: skip
         self._carry()
         return total is not None
 
@@ -102,7 +103,7 @@ class TreeAggregator:
 
 
 class AggregationTree:
-    """Weighted sums by a tree in this process, which takes the place of :func:`weft.federated.weighted_sum.weighted_sum`.
+    """Weighted sums by a tree in this process, in the place of :func:`weft.federated.weighted_sum.weighted_sum`.
 
     ``fan_in``: number of updates, or of sums, that an aggregator adds up.
     """

@@ -73,7 +73,9 @@ def open_memory(size: int) -> int:
     return handle
 
 
-def slot_tensors(memory: mmap.mmap, form: SlotForm, slot: int) -> dict[str, torch.Tensor]:
+def slot_tensors(
+    memory: mmap.mmap, form: SlotForm, slot: int
+) -> dict[str, torch.Tensor]:
     """Return the tensors of a slot, which share its memory."""
     tensors = {}
     for place in form.places:
@@ -95,7 +97,9 @@ class SharedUpdates:
 
     def __init__(self, fan_in: int) -> None:
         if fan_in < LEVELS:
-            raise ValueError(f"fan_in = {fan_in} leaves no room for an update; it is {LEVELS} or more")
+            raise ValueError(
+                f"fan_in = {fan_in} leaves no room for an update; it is {LEVELS} or more"
+            )
         self._fan_in = fan_in
         self.slots = fan_in + 1 - LEVELS
         self._child: Child | None = None
@@ -166,7 +170,9 @@ class SharedUpdates:
         form = slot_form(update)
         if self._form is not None and form != self._form:
             if self._waiting:
-                raise WeftError("an update has other tensors than those before; the clients have different models")
+                raise WeftError(
+                    "an update has other tensors than those before; the clients have different models"
+                )
             self.close()
         if self._child is not None:
             return
@@ -175,7 +181,9 @@ class SharedUpdates:
         handle = open_memory(size)
         try:
             self._memory = mmap.mmap(handle, size)
-            self._child = open_child(lambda pipe: call_in_child(__name__, "serve_aggregator", pipe, handle))
+            self._child = open_child(
+                lambda pipe: call_in_child(__name__, "serve_aggregator", pipe, handle)
+            )
         finally:
             os.close(handle)
         self._send([size, [*map(list, form.places)], form.size, self._fan_in])
@@ -185,18 +193,24 @@ class SharedUpdates:
         try:
             self._child.pipe.send_bytes(_words(message))
         except OSError as error:
-            raise WeftError(f"the aggregator process is gone ({error}); start the run again") from None
+            raise WeftError(
+                f"the aggregator process is gone ({error}); start the run again"
+            ) from None
 
     def _answer(self) -> Any:
         """Wait for the next answer of the aggregator: a slot that is free, or that the sum is there."""
         assert self._child is not None
         pipe = self._child.pipe
         if not pipe.poll(ANSWER_S):
-            raise WeftError(f"the aggregator process has not answered for {ANSWER_S:g} s; start the run again")
+            raise WeftError(
+                f"the aggregator process has not answered for {ANSWER_S:g} s; start the run again"
+            )
         try:
             return _value(pipe.recv_bytes())
         except (EOFError, OSError):
-            raise WeftError("the aggregator process is gone; start the run again") from None
+            raise WeftError(
+                "the aggregator process is gone; start the run again"
+            ) from None
 
 
 def serve_aggregator(handle: int, shared: int) -> None:

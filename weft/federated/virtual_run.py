@@ -24,6 +24,7 @@ from weft.errors import WeftError
 from weft.federated.array_classifier import ArrayClassifier
 from weft.federated.classifier_cohort import ClassifierCohort, ClassifierScore
 from weft.federated.client_partition import Partition, draw_partition
+from weft.federated.combined_updates import combine_as_asked
 from weft.federated.labelled_samples import read_labelled
 from weft.federated.plain_tensors import load_values, save_values
 from weft.federated.simulated_speeds import SimulatedSpeeds
@@ -83,6 +84,7 @@ class SimulatedFederation:
         policy = find("federation-policy", settings.policy).implementation(settings)
         parameters = {name: p.detach().clone() for name, p in net.named_parameters()}
         self.traffic = TrafficCount(parameters)
+        self.close = combine_as_asked(policy, settings)
         self.clock = VirtualClock(policy, parameters, self.cohort, self.speeds)
 
     def score(self) -> dict[str, float]:
@@ -162,6 +164,7 @@ def virtual_job(
         requests.open_run(run.folder)
         notes: list[str] = []
         simulation, progress = _resumed(recipe, run, simulation, mesh, notes)
+        stack.callback(simulation.close)
         open_levels(run.levels, run.folder, run.fresh)
         signals = stack.enter_context(noted_signals(stop_signals()))
         count = sum(t.numel() for t in simulation.clock.parameters.values())

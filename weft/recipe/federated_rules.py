@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.registry import check_name
+
 #: Sections that mean something beside simulated clients, and of ``[train]`` and ``[optimizer]`` the settings that do.
 BESIDE_SIMULATION = (
     "name", "plugins", "model", "layout", "train", "optimizer", "checkpoint", "observe", "federated",
@@ -18,6 +20,17 @@ def check_beside_federated(recipe: Any) -> None:
     With ``federated.listen`` or ``federated.join`` clients are real, and train as any run does.
     """
     federated = recipe.federated
+    check_name("aggregator", federated.aggregate)
+    if federated.aggregator == "process" and federated.fan_in < 3:
+        raise ValueError(
+            f"federated.aggregator = 'process' keeps updates and sums of three levels within fan_in + 1, and "
+            f"federated.fan_in = {federated.fan_in}; set it to 3 or more"
+        )
+    if federated.aggregate != "mean" and federated.fan_in:
+        raise ValueError(
+            f"federated.aggregate = {federated.aggregate!r} looks at all updates together, and federated.fan_in adds "
+            "them up as they come; leave one of them out"
+        )
     if federated.listen or getattr(federated, "join", ""):
         return
     model = recipe.model

@@ -63,13 +63,12 @@ class Federated(HostSection):
     aggregate: str = Field(
         "mean",
         description=(
-            "Rule by which the updates of a change are combined, as in resilience.aggregate: 'mean', or a rule that some "
-            "wrong updates cannot mislead."
+            "Rule by which the updates of a change are combined, as in resilience.aggregate: 'mean', or a rule that "
+            "some wrong updates cannot mislead."
         ),
     )
     faulty: NonNegativeInt = Field(
-        1,
-        description="Number of wrong updates in a change that such a rule tolerates.",
+        1, description="Number of wrong updates in a change that such a rule tolerates."
     )
     fan_in: int = Field(
         0,
