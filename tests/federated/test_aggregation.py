@@ -21,9 +21,12 @@ T = torch.Tensor
 def updates(count: int) -> list[dict[str, T]]:
     draw = torch.Generator().manual_seed(count)
     return [
-        {"a": torch.randn(3, 5, dtype=torch.float64, generator=draw), "b": torch.randn(7, dtype=torch.float64, generator=draw)}
+        {
+            "a": torch.randn(3, 5, dtype=torch.float64, generator=draw),
+            "b": torch.randn(7, dtype=torch.float64, generator=draw),
+        }
         for _ in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def weights(count: int) -> list[float]:
@@ -54,7 +57,7 @@ def test_a_tree_holds_few_sums_and_counts_all() -> None:
         most = max(most, leaf.sums)
     total = leaf.finished()
     assert total is not None
-    assert total.count == 64 and total.weight == pytest.approx(sum(weights(64)))
+    assert total.updates == 64 and total.weight == pytest.approx(sum(weights(64)))
     # leaf, middle, top, and the top's top at the last update
     assert most <= 4
 
@@ -72,6 +75,7 @@ def test_shared_memory_is_the_flat_sum(shared: SharedUpdates, count: int) -> Non
     assert shared.peak() <= 4 + 1
 
 
+@pytest.mark.slow(5)
 def test_a_dead_aggregator_is_one_line(shared: SharedUpdates) -> None:
     other = SharedUpdates(3)
     other(updates(1), [1.0])
@@ -99,7 +103,8 @@ def test_a_robust_rule_takes_no_garbage() -> None:
         assert torch.allclose(alike, kept[0]["x"])
 
 
-def test_a_policy_adds_up_as_its_recipe_says() -> None:
+@pytest.mark.parametrize("process", [False, pytest.param(True, marks=pytest.mark.slow(5))])  # fmt: skip
+def test_a_policy_adds_up_as_its_recipe_says(process: bool) -> None:
     plain = clock(QuadraticCohort([1.0, 5.0, 2.0, 8.0, 3.0]), [1] * 5, steps=2)
     plain.run(3)
     for settings in ({"fan_in": 2}, {"fan_in": 3, "aggregator": "process"}):
@@ -109,7 +114,8 @@ def test_a_policy_adds_up_as_its_recipe_says() -> None:
         free()
         assert torch.allclose(tree.parameters["x"], plain.parameters["x"], rtol=0, atol=1e-12)  # fmt: skip
         assert tree.policy.combine is not weighted_sum
-    robust = clock(QuadraticCohort([1.0, 5.0, 2.0, 1e6, 3.0]), [1] * 5, steps=2, aggregate="geometric-median")  # fmt: skip
+    median = {"aggregate": "geometric-median", "steps": 2}
+    robust = clock(QuadraticCohort([1.0, 5.0, 2.0, 1e6, 3.0]), [1] * 5, **median)
     combine_as_asked(robust.policy, robust.policy.settings)
     robust.run(30)
     assert 1 < float(robust.parameters["x"]) < 6
