@@ -46,7 +46,7 @@ from weft.parallel.experts import affinity
 from weft.recipe import ModelShape, load_recipe
 from weft.registry import names
 from weft.shapes.parameters import parameters
-from weft.techniques.dispatch.timed.trials import TRIALS
+from weft.techniques.dispatch.timed.trials import LEFT_OUT
 from weft.train.rule_optimizer import learning_rate
 from weft.train.setup import build_for_training, prepare
 from weft.train.step import train_step
@@ -108,7 +108,7 @@ def on_rank(rank: int, job: Job, rounds: int, peak: float) -> dict[str, Any]:
         name: weft_step(job, Mesh.create(one, "cpu"))[0]
         for name, one in layouts.items()
     }
-    trials = {"timed": TRIALS * OPTIONS}
+    trials = {"timed": len(LEFT_OUT) * OPTIONS}
     return measure(job, sides, rounds, 1, min(4, os.cpu_count() or 1) * peak, trials)
 
 

@@ -1,6 +1,6 @@
 """Generation over four hosts whose tokens stay with their experts, beside tokens that return home, by placement.
 
-    sudo python bench/staying.py [--steps 400] [--rounds 5] [--rate 20mbit] [--quick] [--json FILE]
+    sudo python bench/staying.py [--steps 250] [--rounds 5] [--rate 2mbit] [--quick] [--json FILE]
 
 Two mixtures (6 layers of 16 experts; a token has one of them, or two) learn the recipe's text. From a half of unseen
 text it is counted what tokens choose, and experts are placed on four ranks: in the order of training (``plain``), by
@@ -8,11 +8,12 @@ the search for few changes of the rank (``affinity``, ExFlow) and by integer pro
 each order 16 texts go on from prompts of the other half: greedily, in float32, on four ranks that are network
 namespaces whose cables carry ``--rate``. ``home``: dispatch = per-rank. ``stay``: dispatch = stay. They take turns.
 
-``rows per layer`` are copies of tokens and sums of results that go to another rank, per token and layer, in steps in
-which each text gets a token. ``home`` has been counted in the same steps: its tokens start where their text's position
-says, and return there. ``with contexts`` adds one message per token and other rank, for the keys and values of all
-layers. ``two per layer`` is what tokens that start on any rank would send with experts in any order: one to each rank
-that has any of their experts, and one back.
+``attention bytes`` are queries, and answers to them, of tokens whose keys and values are on all ranks by position
+(``home``); ``expert bytes`` contain the keys and values of all layers (``stay``). ``rows per layer`` are copies of
+tokens and sums of results that go to another rank, per token and layer, in steps in which each text gets a token.
+``with contexts`` adds one message per token and other rank, for the keys and values of all layers. ``two per layer`` is
+what tokens that start on any rank would send with experts in the order of training: one row to each rank that has any
+of their experts, and one back.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from weft.generate.sampling import GREEDY
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
+from weft.parallel import striped
 from weft.parallel.build import parallelize
 from weft.parallel.experts import affinity
 from weft.parallel.experts.integer_placement import place_by_programs
@@ -62,7 +64,8 @@ T = torch.Tensor
 def trained(steps: int, k: int) -> tuple[ModelShape, dict[str, T], list[T], float]:
     """A mixture with ``k`` experts per token after ``steps`` steps: shape, weights, unseen rows of text, and loss."""
     changes = ["model.layers=6", "model.experts=16", "model.init_std=0.02", "model.balance_loss=0.01", "layout.shard=1",
-               "model.kv_heads=1", "model.router_norm=false", f"model.experts_per_token={k}",
+               "model.embed=128", "model.kv_heads=1", "model.head_dim=16",
+               "model.router_norm=false", f"model.experts_per_token={k}",
                f"train.steps={steps}"]  # fmt: skip
     settings = load_recipe(RECIPE, changes)
     job, mesh = prepare(settings), Mesh.single()
@@ -165,6 +168,15 @@ def be_rank(rank: int, address: str, folder: Path) -> None:
     )
     job = torch.load(folder / "job.pt", weights_only=False)
     told: dict[str, Any] = {}
+    exchanged, queries = striped.exchanged_rows, [0]
+
+    def counted(
+        x: T, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Any:
+        queries[0] += (sum(sent) - sent[group.rank()]) * x[:1].nbytes
+        return exchanged(x, sent, received, group)
+
+    striped.exchanged_rows = counted
     for k, (shape, orders) in job["models"].items():
         sides = [(order, way) for order in ORDERS for way in WAYS]
         models = {
@@ -179,6 +191,7 @@ def be_rank(rank: int, address: str, folder: Path) -> None:
                 model = models[side]
                 assert model.loads is not None
                 model.loads.sent.clear()
+                queries[0] = 0
                 dist.barrier()
                 if rank:
                     follow_leader(model)
@@ -194,9 +207,9 @@ def be_rank(rank: int, address: str, folder: Path) -> None:
                     rows[side]["texts"] = texts
                     rows[side]["s"].append(seconds)
                     rows[side]["decode s"].append(decode)
-                sent = torch.tensor(model.loads.sent["tokens"])
+                sent = torch.tensor([model.loads.sent["tokens"], *queries])
                 dist.all_reduce(sent)
-                rows[side]["expert bytes"] = int(sent)
+                rows[side]["bytes"] = sent.tolist()
         told[k] = rows
     if not rank:
         torch.save(told, folder / "told.pt")
@@ -235,7 +248,7 @@ def summed_up(told: dict[Any, Any], bound: float) -> dict[str, Any]:
         table[side] = {
             "s": statistics.median(row["s"][1:]),
             "decode s": statistics.median(row["decode s"][1:]),
-            "expert bytes": row["expert bytes"],
+            **dict(zip(("expert bytes", "attention bytes"), row["bytes"], strict=True)),
         }
         if way == "stay":
             sent = Counter(row["travelled"])
@@ -264,9 +277,9 @@ def summed_up(told: dict[Any, Any], bound: float) -> dict[str, Any]:
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--steps", type=int, default=400, help="of training")
+    parser.add_argument("--steps", type=int, default=250, help="of training")
     parser.add_argument("--rounds", type=int, default=5, help="turns of all sides")
-    parser.add_argument("--rate", default="20mbit", help="of the cables")
+    parser.add_argument("--rate", default="2mbit", help="of the cables")
     parser.add_argument("--quick", action="store_true", help="few steps: that it runs")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections import Counter
 from contextlib import nullcontext
-from math import comb
+from math import comb, inf
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -32,7 +34,8 @@ from weft.techniques.dispatch.adaptive.options import (
     numbers_sent,
     weights_sent,
 )
-from weft.techniques.dispatch.timed.trials import OptionTimes, TimedDispatch
+from weft.techniques.dispatch.timed.choice import TimedDispatch
+from weft.techniques.dispatch.timed.trials import OptionTimes
 from weft.train.step import train_step
 
 FACTORS: dict[str, list[Any]] = {
@@ -487,7 +490,7 @@ def test_switching_in_every_layer_and_step_changes_no_loss(
 
 
 def timed_steps(
-    values: dict[str, Any], late: float
+    values: dict[str, Any], late: float, cache: str
 ) -> tuple[list[float], list[list[int]]]:
     """Losses of steps, and each layer's options, pass by pass.
 
@@ -502,19 +505,27 @@ def timed_steps(
         chosen.setdefault(id(self), []).append(number)
         return by(self, number, *given)
 
-    def agreed(self: TimedDispatch, trials: OptionTimes, device: torch.device) -> None:
-        assert all(0 < seconds < 100 for seconds in trials.seconds)
-        trials.seconds = [1.0 + abs(number - 4) for number in range(trials.options)]
-        trials.seconds[4] += late * (dist.get_rank() == dist.get_world_size() - 1)
-        agree(self, trials, device)
+    def agreed(self: TimedDispatch, trials: OptionTimes, device: torch.device) -> bool:
+        for option in trials.left:
+            assert 0 < trials.forward[option] + trials.backward[option] < 100
+        trials.forward = [1.0 + abs(n - 4) for n in range(len(trials.known))]
+        trials.backward = [0.0] * len(trials.known)
+        trials.forward[4] += late * (dist.get_rank() == dist.get_world_size() - 1)
+        return agree(self, trials, device)
 
     rare = mock.patch.multiple(
-        "weft.techniques.dispatch.timed.trials", TRIALS=1, KEPT=2
+        "weft.techniques.dispatch.timed.trials",
+        LEFT_OUT=(1.0,),
+        KEPT=2,
+        WATCHED=2,
+        LOOKS=1,
+        NEAR=1e9,
     )
     with (
         rare,
         mock.patch.object(TimedDispatch, "_by", noted),
         mock.patch.object(TimedDispatch, "agree", agreed),
+        mock.patch.dict(os.environ, WEFT_CACHE=cache),
     ):
         batch = values["train"]["batch"]
         steps = [loader.step(i * batch) or [] for i in range(12)]
@@ -527,37 +538,72 @@ def timed_steps(
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0.0, pytest.param(100.0, marks=pytest.mark.soak)])
 def test_measured_time_chooses_and_changes_no_loss(
-    pool: Any, corpus: str, late: float
+    pool: Any, corpus: str, late: float, tmp_path: Path
 ) -> None:
-    """Every option in turn, then the fastest on the slowest rank; the same on all ranks; losses of one device's way."""
+    """Every option in turn, then the fastest on the slowest rank; the same on all ranks; losses of one device's way. A
+    second run begins with what the first has measured.
+    """
     values = tree(corpus, {"layout": "shard=4,ep=4", "model": "qwen3"})
     plain = pool.run(4, losses_of_steps, values, False)[0]
     timed = values | {"layout": values["layout"] | {"dispatch": "timed"}}
-    answers = pool.run(4, timed_steps, timed, late)
+    given = timed, late, str(tmp_path)
+    answers = pool.run(4, timed_steps, *given)
+    best = {3} if late else {4}
     assert answers[0][0][:8] == pytest.approx(plain, rel=1e-12)
     for _, chosen in answers:
         assert chosen == answers[0][1]
     for passes in answers[0][1]:
         options = max(passes) + 1
         assert passes[:options] == list(range(options)) and options > 5
-        assert set(passes[options : options + 2]) == ({3} if late else {4})
+        assert set(passes[options : options + 2]) == best
         assert passes[options + 2 : options + 4] == [0, 1]  # tried again
+    again = pool.run(4, timed_steps, *given)
+    assert again[0][0][:8] == pytest.approx(plain, rel=1e-12)
+    for passes in again[0][1]:
+        assert set(passes[:2]) == best and passes[2:4] == [0, 1]
+
+
+def turn(times: OptionTimes, *seconds: float) -> tuple[list[int], bool]:
+    """The options of one turn, which take so long in forward; and whether the round is over."""
+    taken = [times.next()[0] for _ in times.left]
+    assert times.due
+    return taken, times.learn([*seconds], [0.0] * len(seconds))
+
+
+def test_slow_options_are_seldom_tried() -> None:
+    times = OptionTimes([inf] * 4)
+    assert turn(times, 3.5, 1.0, 1.3, 1.05) == ([0, 1, 2, 3], False)
+    assert turn(times, inf, 1.0, 1.3, 1.05) == ([1, 2, 3], False)
+    assert turn(times, inf, 1.0, 1.3, 0.9) == ([1, 2, 3], False)
+    assert turn(times, inf, 1.0, inf, 0.95) == ([1, 3], True)
+    assert times.chosen == 3 and times.known == [3.5, 1.0, 1.3, 0.9]
+    # an earlier run's times: no trials, and later only of those that are near
+    times = OptionTimes([3.5, 1.0, 1.3, 0.99])
+    assert times.chosen == 3
+    looked = [times.next() for _ in range(50)]
+    assert looked == [(3, False)] * 47 + [(3, True)] * 3
+    assert not times.learn([inf, inf, inf, 0.5], [inf] * 4)
+    for _ in range(9):
+        assert [times.next()[0] for _ in range(50)] == [3] * 50
+        assert times.due and not times.learn([inf, inf, inf, 0.5], [inf] * 4)
+    assert times.left == [1, 3]
 
 
 def test_a_choice_by_time_holds_within_its_margin() -> None:
-    trials = OptionTimes(3)
-    assert [trials.next() for _ in range(4)] == [
-        (0, True),
-        (1, True),
-        (2, True),
-        (0, True),
-    ]
-    trials.decide([3.0, 1.0, 2.0])
-    assert trials.chosen == 1
-    trials.decide([3.0, 1.0, 0.97])
-    assert trials.chosen == 1
-    trials.decide([3.0, 1.0, 0.94])
-    assert trials.chosen == 2
+    times = OptionTimes([3.0, 1.0, 2.0])
+    for known, chosen in (([3.0, 1.0, 0.99], 1), ([3.0, 1.0, 0.97], 2)):
+        times.known = known
+        times.decide()
+        assert times.chosen == chosen
+
+
+def test_all_options_are_tried_again_when_the_load_has_changed() -> None:
+    times = OptionTimes([3.0, 1.0, 2.0])
+    for seconds, left in ((1.0, []), (1.2, []), (1.3, [0, 1, 2])):
+        for _ in range(50):
+            times.next()
+        times.learn([inf, seconds, inf], [inf] * 3)
+        assert times.left == left
 
 
 class _Mark(torch.autograd.Function):

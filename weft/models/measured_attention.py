@@ -68,9 +68,17 @@ class TimeTable:
     times: dict[str, ShapeTimes] = field(default_factory=dict)
 
     @classmethod
-    def at(cls, folder: Path, device: torch.device, again: bool = False) -> "TimeTable":
-        """Return the table of this machine in ``folder``. ``again``: begin an empty one, which replaces the file."""
-        file = folder / "attention" / f"{machine_digest(device)}.json"
+    def at(
+        cls,
+        folder: Path,
+        device: torch.device,
+        again: bool = False,
+        kind: str = "attention",
+    ) -> "TimeTable":
+        """Return the table of this machine in ``folder``. ``again``: begin an empty one, which replaces the file.
+        ``kind``: what is measured, a folder of its own.
+        """
+        file = folder / kind / f"{machine_digest(device)}.json"
         return cls(file, {} if again else _read_times(file))
 
     def keep(self, shape: str, times: ShapeTimes) -> None:

@@ -47,6 +47,6 @@ class FastestInTrials(DispatchWay):
     copies = True
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
-        from weft.techniques.dispatch.timed.trials import TimedDispatch
+        from weft.techniques.dispatch.timed.choice import TimedDispatch
 
         return TimedDispatch(ranks)

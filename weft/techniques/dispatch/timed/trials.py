@@ -1,154 +1,137 @@
-"""The choice of a dispatcher by measured time (after Tutel, Hwang et al. 2023).
+"""Measured times of dispatch options, and the option that they choose.
 
-Fewer bytes are not always less time: messages have a start-up cost, ranks of one machine share its memory, and an
-option also decides which rank computes which experts. So every option of
-:mod:`weft.techniques.dispatch.adaptive.options` is timed in a run's own first passes, for each size of pass, and the
-fastest is kept. All options are timed again from time to time, and one replaces the present option if it is faster by a
-margin.
+Not all options are tried equally often, because a slow one costs what the choice is to save. A *round* of trials has
+several turns; in a turn each option that is left is taken in one pass, and options that are clearly slower than the
+best are then left out. What was measured is kept for the next run on the same machine, so that it begins with the best
+option and only tries options that are about as fast.
 """
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
-from typing import Any
+from math import inf, isfinite
 
-import torch
-import torch.distributed as dist
-
-from weft.models.experts import Arriving, Dispatched
-from weft.models.numbers import has_numbers
-from weft.models.router import Choice
-from weft.parallel.experts.expert_ranks import ExpertRanks
-from weft.parallel.experts.rows import Awaited
-from weft.techniques.dispatch.adaptive.options import Adaptive, part_of
-
-T = torch.Tensor
-
-#: Passes with each option, of which the fastest counts: the first ones of a process are slow.
-TRIALS = 3
-#: Passes with the chosen option until all are tried again.
+#: How many times slower than the fastest an option may be after each turn of a round to be tried again. The first pass
+#: with an option is slow, so that little follows from it.
+LEFT_OUT = (3.0, 1.5, 1.2, 1.1)
+#: Options that were at most so many times slower than the fastest are tried again in the next round.
+NEAR = 1.25
+#: Passes with the chosen option until those that are about as fast are tried again.
 KEPT = 500
+#: Passes after which the chosen option's time is looked at, the last few of which are timed.
+WATCHED, LOOKS = 50, 3
+#: If the chosen option takes so many times longer or shorter than when it was chosen, all options are tried again.
+DRIFT = 1.25
 #: What another option must be faster by, so that noise does not change the choice to and fro.
-MARGIN = 0.05
+MARGIN = 0.02
 
 
 @dataclass
 class OptionTimes:
-    """Measured times of each option in passes of one size on this rank, and the option that all ranks have chosen.
+    """Measured times of dispatch options in passes of one size, and the option that all ranks have chosen.
 
-    An option is one way to bring tokens and experts together.
-
-    A *round* of trials is :data:`TRIALS` passes with each option, in turn. ``options``: number of options. ``seconds``:
-    the shortest time of each option in this round. ``passes``: number of passes since the round began. ``chosen``:
-    index of the chosen option, -1 before the first choice.
+    Attributes:
+        ``known``: of each option, its shortest time on the slowest rank in the last round that tried it; inf: never.
+        ``chosen``: index of the chosen option, -1 before the first choice.
+        ``left``: options that this round still tries, in order; empty between rounds.
+        ``best``: of each option the shortest time in this round.
+        ``forward``, ``backward``: the shortest times on this rank of each option since the ranks have last agreed.
+        ``usual``: the chosen option's forward time since it was chosen; inf: not looked at yet.
+        ``turn``: number of the turn in this round. ``passes``: passes in this turn, or since the round.
+        ``agreements``: how often the ranks have agreed.
     """
 
-    options: int
-    seconds: list[float] = field(default_factory=list)
-    passes: int = 0
+    known: list[float]
     chosen: int = -1
+    left: list[int] = field(default_factory=list)
+    best: list[float] = field(default_factory=list)
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    usual: float = inf
+    turn: int = 0
+    passes: int = 0
+    agreements: int = 0
 
     def __post_init__(self) -> None:
-        self.seconds = [inf] * self.options
+        if all(map(isfinite, self.known)):
+            self.chosen = min(range(len(self.known)), key=self.known.__getitem__)
+            self._forget()
+        else:
+            self.try_again(range(len(self.known)))
 
-    @property
-    def round_length(self) -> int:
-        return TRIALS * self.options
+    def try_again(self, options: Sequence[int]) -> None:
+        """Begin a round of trials with ``options``."""
+        self.left, self.turn = [*options], 0
+        self.best, self.passes = [inf] * len(self.known), 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.agreements += 1
+        self.forward, self.backward = ([inf] * len(self.known) for _ in range(2))
+
+    def note(self, option: int, forward: float, backward: float | None) -> None:
+        """Note the seconds of a pass with ``option``; None: its backward is not known."""
+        self.forward[option] = min(self.forward[option], forward)
+        if backward is not None:
+            self.backward[option] = min(self.backward[option], backward)
 
     def next(self) -> tuple[int, bool]:
         """Count a pass. Returns the index of the option for this pass, and whether to time it."""
-        trial = self.passes < self.round_length
-        option = self.passes % self.options if trial else self.chosen
-        self.passes += 1
-        return option, trial
+        at, self.passes = self.passes, self.passes + 1
+        if self.left:
+            return self.left[at], True
+        return self.chosen, at % WATCHED >= WATCHED - LOOKS
 
-    def decide(self, seconds: list[float]) -> None:
-        """Choose the fastest option. The present one is kept unless another is faster by the share :data:`MARGIN`.
+    @property
+    def due(self) -> bool:
+        """Whether the ranks must agree on the times (:meth:`learn`) before the next pass."""
+        if self.left:
+            return self.passes == len(self.left)
+        return self.passes > 0 and self.passes % WATCHED == 0
 
-        ``seconds``: the time of each option on its slowest rank.
+    def learn(self, forward: list[float], backward: list[float]) -> bool:
+        """Take note of the times that all ranks have agreed on, and choose. Return whether a round has ended.
+
+        ``forward``, ``backward``: of each option its time on the slowest rank since the last call; inf: not timed.
+        Backward counts if it was timed with all options of a turn, which it is not where a pipeline computes other
+        passes first.
         """
-        fastest = min(range(self.options), key=seconds.__getitem__)
-        if self.chosen < 0 or seconds[fastest] < (1 - MARGIN) * seconds[self.chosen]:
+        self._forget()
+        if not self.left:
+            self._look(forward[self.chosen])
+            return False
+        both = all(isfinite(backward[option]) for option in self.left)
+        times = [a + b for a, b in zip(forward, backward, strict=True)]
+        self.best = [*map(min, self.best, times if both else forward)]
+        fastest = min(self.best[option] for option in self.left)
+        limit = LEFT_OUT[self.turn] * fastest
+        left = [option for option in self.left if self.best[option] <= limit]
+        self.turn, self.passes = self.turn + 1, 0
+        if self.turn < len(LEFT_OUT) and (len(left) > 1 or self.turn == 1):
+            self.left = left
+            return False
+        for option, seconds in enumerate(self.best):
+            if isfinite(seconds):
+                self.known[option] = seconds
+        self.left, self.usual = [], inf
+        self.decide()
+        return True
+
+    def decide(self) -> None:
+        """Choose the fastest option; the present one is kept unless another is faster by the share :data:`MARGIN`."""
+        known = self.known
+        fastest = min(range(len(known)), key=known.__getitem__)
+        if self.chosen < 0 or known[fastest] < (1 - MARGIN) * known[self.chosen]:
             self.chosen = fastest
 
-    def begin_again(self) -> None:
-        """Begin another round of trials: forget all measured seconds, and keep the chosen option."""
-        self.seconds, self.passes = [inf] * self.options, 0
-
-
-class TimedDispatch(Adaptive):
-    """Dispatcher that times each :class:`Option` in some passes, and takes the one that is fastest on its slowest rank.
-
-    A forward pass is timed from the dispatch of its rows until their results are back, the experts' work included. Its
-    backward pass is assumed to take as long. All ranks try the same option in the same pass. They agree on an option
-    once per round of trials, so that other passes cost no message. The chosen option depends on the machine, so that
-    two runs are equal only up to rounding.
-    """
-
-    def __init__(self, ranks: ExpertRanks) -> None:
-        super().__init__(ranks)
-        layout = ranks.mesh.layout
-        self.uneven = bool(layout.balance or layout.lsh)
-        #: By the size of a pass: the number of bits of its tokens.
-        self.trials: dict[int, OptionTimes] = {}
-
-    def dispatch(self, x: T, choice: Choice) -> Arriving:
-        if not has_numbers(choice.ids):
-            return self._by(0, x, choice, None)
-        trials = self.trials.setdefault(self.size(x), OptionTimes(len(self.options)))
-        if trials.passes == trials.round_length:
-            self.agree(trials, x.device)
-        elif trials.passes >= trials.round_length + KEPT:
-            trials.begin_again()
-        option, timed = trials.next()
-        return self._by(option, x, choice, trials if timed else None)
-
-    def size(self, x: T) -> int:
-        """Return a size class for a pass, so that passes of similar size share their measured times.
-
-        The class is the bit length of the largest number of tokens that a rank has in the pass. ``x``: this rank's
-        tokens.
-        """
-        return (self.ranks.most(len(x)) if self.uneven else len(x)).bit_length()
-
-    def agree(self, trials: OptionTimes, device: torch.device) -> None:
-        """Choose the option that is fastest on its slowest rank, from all ranks' times in ``trials``. Collective."""
-        slowest = torch.tensor(trials.seconds, dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.ranks.group)
-        trials.decide(slowest.tolist())
-
-    def _by(
-        self, number: int, x: T, choice: Choice, trials: OptionTimes | None
-    ) -> Arriving:
-        """Dispatch by an option; ``trials``: where the pass's seconds are noted, if it is timed."""
-        option, begun = self.options[number], now(x) if trials else 0.0
-        arriving = option.way.dispatch(x, part_of(choice, option.joined))
-
-        def arrived() -> Dispatched:
-            rows = arriving()
-            return rows._replace(
-                meta=(option.way, rows.meta, number, begun, trials),
-                stacks=option.stacks,
+    def _look(self, now: float) -> None:
+        """Begin a round of trials if the chosen option has become slower or faster, or if it is time for one."""
+        every = range(len(self.known))
+        if isfinite(now) and isfinite(self.usual) and not self.usual / DRIFT <= now <= self.usual * DRIFT:  # fmt: skip
+            self.try_again(every)
+        elif self.passes >= KEPT:
+            near = NEAR * min(self.known)
+            self.try_again(
+                [o for o in every if o == self.chosen or self.known[o] <= near]
             )
-
-        return arrived
-
-    def combine(self, rows: T, meta: Any) -> Awaited:
-        way, inner, number, begun, trials = meta
-        back = way.combine(rows, inner)
-        if trials is None:
-            return back
-
-        def timed() -> T:
-            tokens = back()
-            trials.seconds[number] = min(trials.seconds[number], now(tokens) - begun)
-            return tokens
-
-        return timed
-
-
-def now(x: T) -> float:
-    """Wait for all work on the device of ``x``, and return the time in seconds."""
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    return time.perf_counter()
+        elif not isfinite(self.usual):
+            self.usual = now

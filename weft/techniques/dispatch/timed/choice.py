@@ -1,0 +1,165 @@
+"""The choice of a dispatcher by measured time (after Tutel, Hwang et al. 2023).
+
+Fewer bytes are not always less time: messages have a start-up cost, ranks of one machine share its memory, and an
+option also decides which rank computes which experts. So options of
+:mod:`weft.techniques.dispatch.adaptive.options` are timed in a run's own passes, for each size of pass, forward and
+backward, and the fastest is used. A table in the cache folder keeps the times of this machine for later runs.
+"""
+
+import os
+import time
+from math import inf, isfinite
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.cache import cache_root
+from weft.models.experts import Arriving, Dispatched
+from weft.models.measured_attention import TimeTable
+from weft.models.numbers import has_numbers
+from weft.models.router import Choice
+from weft.parallel.experts.expert_ranks import ExpertRanks
+from weft.parallel.experts.rows import Awaited
+from weft.techniques.dispatch.adaptive.options import Adaptive, part_of
+from weft.techniques.dispatch.timed.trials import OptionTimes
+
+T = torch.Tensor
+
+
+class PassClock:
+    """Times the dispatch, the experts and the combination of one pass on this rank, forward and backward.
+
+    ``times``: where the seconds of the option ``number`` are noted; ``x``: the tokens before dispatch.
+    """
+
+    def __init__(self, times: OptionTimes, number: int, x: T) -> None:
+        self.times, self.number, self.agreements = times, number, times.agreements
+        self.learns = torch.is_grad_enabled() and x.requires_grad
+        self.forward, self.begun = 0.0, now(x)
+        if self.learns:
+            x.register_hook(self._backward_ends)
+
+    def back(self, tokens: T) -> T:
+        """Note that the results ``tokens`` are back; return them."""
+        self.forward = now(tokens) - self.begun
+        self.times.note(self.number, self.forward, None)
+        if self.learns and tokens.requires_grad:
+            tokens.register_hook(self._backward_begins)
+        return tokens
+
+    def _backward_begins(self, grad: T) -> None:
+        self.begun = now(grad)
+
+    def _backward_ends(self, grad: T) -> None:
+        # the ranks may have agreed before this backward
+        if self.agreements == self.times.agreements:
+            self.times.note(self.number, self.forward, now(grad) - self.begun)
+
+
+class TimedDispatch(Adaptive):
+    """Dispatcher that times each :class:`Option` in some passes, and takes the one that is fastest on its slowest rank.
+
+    A pass is timed from the dispatch of its rows until their results are back, the experts' work included, and in
+    backward from the results' gradients to those of the tokens. All ranks try the same option in the same pass. They
+    agree on times after each turn of trials, and after each 50 passes, so that other passes cost no message. The chosen
+    option depends on the machine, so that two runs are equal only up to rounding.
+    """
+
+    def __init__(self, ranks: ExpertRanks) -> None:
+        super().__init__(ranks)
+        layout = ranks.mesh.layout
+        self.uneven = bool(layout.balance or layout.lsh)
+        #: By the size of a pass.
+        self.trials: dict[str, OptionTimes] = {}
+        self._table: TimeTable | None = None
+
+    def dispatch(self, x: T, choice: Choice) -> Arriving:
+        if not has_numbers(choice.ids):
+            return self._by(0, x, choice, None)
+        size = self.size(x, choice)
+        if size not in self.trials:
+            self.trials[size] = OptionTimes(self.known(size, x.device))
+        trials = self.trials[size]
+        if trials.due and self.agree(trials, x.device):
+            self.keep(size, trials)
+        option, timed = trials.next()
+        return self._by(option, x, choice, trials if timed else None)
+
+    def size(self, x: T, choice: Choice) -> str:
+        """Return a name for the size of a pass. Passes of similar size share their name, and their measured times.
+
+        Two passes share it if they are of one kind and shape among as many ranks, and if the largest number of tokens
+        that a rank has in the pass lies between the same powers of two. ``x``: this rank's tokens.
+        """
+        ranks = self.ranks
+        tokens = (ranks.most(len(x)) if self.uneven else len(x)).bit_length()
+        learns = torch.is_grad_enabled() and x.requires_grad
+        experts, hidden, embed = ranks.stacks[0]
+        near = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        return (
+            f"{tokens} bits of tokens of {embed} x {x.dtype}, {choice.ids.shape[1]} experts each, {ranks.count} ranks "
+            f"of {experts} x {hidden}, {near} on a host, {'both ways' if learns else 'forward'}"
+        )
+
+    @property
+    def table(self) -> TimeTable:
+        """The times that were measured on this machine, as the first of the ranks keeps them in its cache folder."""
+        if self._table is None:
+            device = self.ranks.mesh.device
+            self._table = TimeTable.at(cache_root(), device, kind="dispatch")
+        return self._table
+
+    def known(self, size: str, device: torch.device) -> list[float]:
+        """Return the seconds of each option for a ``size`` as earlier runs have measured them; inf: unknown.
+
+        All ranks must call this.
+        """
+        times = {} if self.ranks.rank else self.table.times.get(size, {})
+        seconds = [times.get(str(i), inf) for i in range(len(self.options))]
+        shared = torch.tensor(seconds, dtype=torch.float64, device=device)
+        dist.broadcast(shared, group=self.ranks.group, group_src=0)
+        return shared.tolist()
+
+    def keep(self, size: str, trials: OptionTimes) -> None:
+        """Write the times of a ``size`` to the table, on the first rank."""
+        if self.ranks.rank == 0:
+            times = enumerate(trials.known)
+            self.table.keep(size, {str(i): s for i, s in times if isfinite(s)})
+
+    def agree(self, trials: OptionTimes, device: torch.device) -> bool:
+        """Let ``trials`` learn each option's time on its slowest rank. Collective. Return whether a round has ended."""
+        seconds = [trials.forward, trials.backward]
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.ranks.group)
+        return trials.learn(*slowest.tolist())
+
+    def _by(
+        self, number: int, x: T, choice: Choice, trials: OptionTimes | None
+    ) -> Arriving:
+        """Dispatch by an option; ``trials``: where the pass's seconds are noted, if it is timed."""
+        option = self.options[number]
+        clock = PassClock(trials, number, x) if trials else None
+        arriving = option.way.dispatch(x, part_of(choice, option.joined))
+
+        def arrived() -> Dispatched:
+            rows = arriving()
+            return rows._replace(
+                meta=(option.way, rows.meta, clock), stacks=option.stacks
+            )
+
+        return arrived
+
+    def combine(self, rows: T, meta: Any) -> Awaited:
+        way, inner, clock = meta
+        back = way.combine(rows, inner)
+        if clock is None:
+            return back
+        return lambda: clock.back(back())
+
+
+def now(x: T) -> float:
+    """Wait for all work on the device of ``x``, and return the time in seconds."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter()
