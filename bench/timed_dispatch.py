@@ -31,6 +31,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
