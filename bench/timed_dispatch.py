@@ -4,9 +4,9 @@
 
 Four ranks on four hosts (network namespaces) whose cables carry ``--rate`` run one mixture of experts forward and
 backward. A setting is a width, a number of experts and of experts per token, their width, tokens of a rank, and how
-unevenly experts are chosen. In a setting the ranks' own choice (``timed``) and all options take turns, pass by pass, so
-that what else the machine does meets all of them. ``timed`` begins with the table that a first run of the setting has
-left (``warm``), as a machine's second run does; what that first run cost with all its trials is ``cold``.
+unevenly experts are chosen. In a setting the ranks' own choice (``timed``) and all options take turns, pass by pass in
+drawn order, so that what else the machine does meets all of them. ``timed`` begins with the table that a first run of
+the setting has left, as a machine's second run does; ``cold`` is that first run with all its trials.
 
 ``by its options`` is the mean, over the passes of ``timed``, of how much longer the option that it took takes than the
 best one, by the same turns: what the choice costs without what the machine did meanwhile.
@@ -160,9 +160,10 @@ def measured(setting: Setting, passes: int) -> dict[str, Any]:
         took.append(number)
         return by(number, *given)
 
+    order = random.Random(1)
     for _ in range(passes):
         for tokens in setting.tokens:
-            for side in taken:
+            for side in order.sample([*taken], len(taken)):
                 option = None if side == "timed" else int(side)
                 with patch.object(way, "_by", noted if option is None else by):
                     taken[side].append(bench.run(way, tokens, option))

@@ -519,7 +519,7 @@ def timed_steps(
         KEPT=2,
         WATCHED=2,
         LOOKS=1,
-        NEAR=1e9,
+        NEAR=(1e9,),
     )
     with (
         rare,
@@ -577,16 +577,22 @@ def test_slow_options_are_seldom_tried() -> None:
     assert turn(times, inf, 1.0, 1.3, 0.9) == ([1, 2, 3], False)
     assert turn(times, inf, 1.0, inf, 0.95) == ([1, 3], True)
     assert times.chosen == 3 and times.known == [3.5, 1.0, 1.3, 0.9]
-    # an earlier run's times: no trials, and later only of those that are near
+    # an earlier run's times: no trials, and after more and more passes only of those that are near
     times = OptionTimes([3.5, 1.0, 1.3, 0.99])
     assert times.chosen == 3
     looked = [times.next() for _ in range(50)]
     assert looked == [(3, False)] * 47 + [(3, True)] * 3
-    assert not times.learn([inf, inf, inf, 0.5], [inf] * 4)
-    for _ in range(9):
-        assert [times.next()[0] for _ in range(50)] == [3] * 50
-        assert times.due and not times.learn([inf, inf, inf, 0.5], [inf] * 4)
-    assert times.left == [1, 3]
+    nothing = [inf] * 4
+    assert times.due and not times.learn([inf, inf, inf, 0.5], nothing)
+    assert times.left == [1, 2, 3]
+    for rest, left in ((100, [1, 2, 3]), (200, [1, 3])):
+        while not turn(times, inf, 1.0, 1.3, 0.99)[1]:
+            pass
+        for passes in range(0, rest, 50):
+            assert not times.left, passes
+            assert [times.next()[0] for _ in range(50)] == [3] * 50
+            assert not times.learn([inf, inf, inf, 0.5], nothing)
+        assert times.left == left
 
 
 def test_a_choice_by_time_holds_within_its_margin() -> None:
@@ -598,7 +604,7 @@ def test_a_choice_by_time_holds_within_its_margin() -> None:
 
 
 def test_all_options_are_tried_again_when_the_load_has_changed() -> None:
-    times = OptionTimes([3.0, 1.0, 2.0])
+    times = OptionTimes([3.0, 1.0, 2.0], rounds=5)
     for seconds, left in ((1.0, []), (1.2, []), (1.3, [0, 1, 2])):
         for _ in range(50):
             times.next()

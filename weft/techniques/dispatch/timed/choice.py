@@ -27,7 +27,7 @@ from weft.techniques.dispatch.timed.trials import OptionTimes
 T = torch.Tensor
 
 
-class PassClock:
+class DispatchClock:
     """Times the dispatch, the experts and the combination of one pass on this rank, forward and backward.
 
     ``times``: where the seconds of the option ``number`` are noted; ``x``: the tokens before dispatch.
@@ -139,7 +139,7 @@ class TimedDispatch(Adaptive):
     ) -> Arriving:
         """Dispatch by an option; ``trials``: where the pass's seconds are noted, if it is timed."""
         option = self.options[number]
-        clock = PassClock(trials, number, x) if trials else None
+        clock = DispatchClock(trials, number, x) if trials else None
         arriving = option.way.dispatch(x, part_of(choice, option.joined))
 
         def arrived() -> Dispatched:

@@ -13,10 +13,12 @@ from math import inf, isfinite
 #: How many times slower than the fastest an option may be after each turn of a round to be tried again. The first pass
 #: with an option is slow, so that little follows from it.
 LEFT_OUT = (3.0, 1.5, 1.2, 1.1)
-#: Options that were at most so many times slower than the fastest are tried again in the next round.
-NEAR = 1.25
-#: Passes with the chosen option until those that are about as fast are tried again.
-KEPT = 500
+#: Options that were at most so many times slower than the fastest are tried again in the first rounds that follow, and
+#: in all others.
+NEAR = (1.5, 1.5, 1.25)
+#: Passes with the chosen option until those that are about as fast are tried again: at first fewer, and twice as many
+#: after each round, as the first times may be those of a moment.
+KEPT = 800
 #: Passes after which the chosen option's time is looked at, the last few of which are timed.
 WATCHED, LOOKS = 50, 3
 #: If the chosen option takes so many times longer or shorter than when it was chosen, all options are tried again.
@@ -37,7 +39,7 @@ class OptionTimes:
         ``forward``, ``backward``: the shortest times on this rank of each option since the ranks have last agreed.
         ``usual``: the chosen option's forward time since it was chosen; inf: not looked at yet.
         ``turn``: number of the turn in this round. ``passes``: passes in this turn, or since the round.
-        ``agreements``: how often the ranks have agreed.
+        ``rounds``: number of rounds that have ended. ``agreements``: how often the ranks have agreed.
     """
 
     known: list[float]
@@ -49,6 +51,7 @@ class OptionTimes:
     usual: float = inf
     turn: int = 0
     passes: int = 0
+    rounds: int = 0
     agreements: int = 0
 
     def __post_init__(self) -> None:
@@ -113,6 +116,7 @@ class OptionTimes:
             if isfinite(seconds):
                 self.known[option] = seconds
         self.left, self.usual = [], inf
+        self.rounds += 1
         self.decide()
         return True
 
@@ -128,8 +132,8 @@ class OptionTimes:
         every = range(len(self.known))
         if isfinite(now) and isfinite(self.usual) and not self.usual / DRIFT <= now <= self.usual * DRIFT:  # fmt: skip
             self.try_again(every)
-        elif self.passes >= KEPT:
-            near = NEAR * min(self.known)
+        elif self.passes >= min(KEPT, WATCHED << self.rounds):
+            near = NEAR[min(self.rounds, len(NEAR) - 1)] * min(self.known)
             self.try_again(
                 [o for o in every if o == self.chosen or self.known[o] <= near]
             )
