@@ -21,6 +21,8 @@ from weft.planner.finalists import Final, finalists
 from weft.planner.island_price import Islands, islands_of
 from weft.planner.layout_search import Pin, SearchResult, search
 from weft.planner.machine import Cluster, find_device, load_cluster
+from weft.planner.mixed_cluster import MixedPlan, mixed_plans
+from weft.planner.node_mapping import MappedFinal, with_links
 from weft.planner.own import Own, calibrated, own_runs
 from weft.planner.planned_model import SHAPES, PlannedModel, load_model, swept_values
 from weft.recipe import ModelShape, load_recipe
@@ -158,6 +160,8 @@ class RankedLayouts:
     ``searched``: all layouts. ``finals``: the best layouts after simulation, fastest first. ``margin``: the error of
     predicted times in words. ``band``: the same error in percent; None if no prediction was compared with a
     measurement. ``islands``: the plan with an island per site; None with one site.
+    ``mixed``: pipelines over the groups of a mixed cluster, fastest first. ``mapped``: the finals with the nodes of
+    each, if links between nodes were measured.
     """
 
     searched: SearchResult
@@ -165,6 +169,8 @@ class RankedLayouts:
     margin: str
     band: int | None
     islands: Islands | None = None
+    mixed: tuple[MixedPlan, ...] = ()
+    mapped: tuple[MappedFinal, ...] = ()
 
     def record(self, job: PlanJob, top: int) -> dict[str, Any]:
         """Return the result of ``job`` as JSON, with the ``top`` fastest layouts."""
@@ -174,6 +180,8 @@ class RankedLayouts:
             "rejected": [str(line) for line in self.searched.rejected(top)],
             "refused": [vars(rule) for rule in self.searched.refused],
             "islands": self.islands.record() if self.islands else None,
+            "mixed": [plan.record() for plan in self.mixed[:top]] or None,
+            "nodes": [list(each.mapping.nodes) for each in self.mapped[:top]] or None,
             "experts": exchanges(self.searched, self.finals[0]) or None, "not_trainable": job.untrainable or None,
         }  # fmt: skip
 
@@ -196,6 +204,13 @@ class RankedLayouts:
             lines.append(f"experts {exchange_words(sent)}")
         if self.islands:
             lines += [f"islands {way}" for way in self.islands.lines(first.seconds)]
+        if self.mixed:
+            lines += [f"mixed   {line}" for line in self.mixed[0].lines(first.seconds)]
+        elif job.machines.groups:
+            lines.append(
+                "mixed   no pipeline has whole ranks in every group; all wait for the weakest"
+            )
+        lines += [each.line for each in self.mapped[:1]]
         lines.append(f"margin  {self.margin}")
         if job.untrainable:
             lines.append(f"train   not trainable yet: {job.untrainable}")
@@ -219,8 +234,17 @@ def rank_layouts(
     engine = own.engine if own else ENGINES[job.engine]
     searched = job.search(engine)
     finals = finalists(searched, max(top, FINALISTS), vocabulary=job.engine == "weft")
+    mapped = tuple[MappedFinal, ...]()
+    if links := job.machines.links:
+        per_node = job.machines.per_node
+        each_mapped = [with_links(final, links, per_node) for final in finals]
+        mapped = tuple(sorted(each_mapped, key=lambda each: each.final.seconds))
+        finals = [each.final for each in mapped]
+    mixed = tuple[MixedPlan, ...]()
+    if job.machines.groups:
+        mixed = tuple(mixed_plans(searched, job.machines, job.bits))
     return RankedLayouts(
-        searched, finals, *_margin(job.machines.device, finals[0], own), job.islands(engine)
+        searched, finals, *_margin(job.machines.device, finals[0], own), job.islands(engine), mixed, mapped
     )  # fmt: skip
 
 

@@ -110,6 +110,22 @@ def find_device(text: str, memory: float | None = None) -> Device:
     return min(fits, key=lambda d: abs(d.memory - (memory or 80)))
 
 
+class Group(Section):
+    """Devices of one kind with network cards of one kind, which are a part of a mixed cluster."""
+
+    device: str = Field(description="the devices' kind, e.g. A100-80GB")
+    count: PositiveInt = Field(description="number of devices")
+    network: PositiveFloat | None = Field(
+        None, description="GB/s per device and direction inside the group"
+    )
+    memory: PositiveFloat | None = Field(None, description="memory of a device in GB")
+    name: str = Field("", description="what the group is called in tables")
+
+    @property
+    def title(self) -> str:
+        return self.name or self.device
+
+
 class Cluster(Section):
     """Description of a cluster, as a cluster file has it. Values that are left out come from the preset of ``device``.
 
@@ -132,6 +148,10 @@ class Cluster(Section):
         ``site``: number of devices of one site, if there are several sites.
         ``between``: bandwidth between sites, in GB/s per device.
         ``between_latency``: microseconds of a message between sites, one way.
+        ``groups``: devices of several kinds, or with network cards of several kinds; ``device`` and ``count`` then
+            follow from them.
+        ``across``: bandwidth between groups, in GB/s per device.
+        ``links``: measured bandwidth between any two nodes, in GB/s, a row for each node.
         ``calibration``: curves that ``weft probe`` has measured.
     """
 
@@ -157,6 +177,9 @@ class Cluster(Section):
     site: PositiveInt | None = None
     between: PositiveFloat | None = None
     between_latency: PositiveFloat = Field(5000.0, description="microseconds, one way")
+    groups: tuple[Group, ...] = ()
+    across: PositiveFloat | None = None
+    links: tuple[tuple[float, ...], ...] = ()
     calibration: dict[str, Any] = Field(
         {}, description="measured curves, from weft probe"
     )
@@ -175,6 +198,11 @@ class Cluster(Section):
         ):
             raise ValueError("slowest_network is larger than network")
         find_device(self.device, self.memory)
+        if bool(self.groups) != bool(self.across):
+            missing = "across" if self.groups else "groups"
+            raise ValueError(
+                f"{missing} is missing: a mixed cluster needs [[groups]] and 'across' (GB/s per device between them)"
+            )
         return self
 
     @property
@@ -185,8 +213,8 @@ class Cluster(Section):
     def machine(self, bits: Num = 16) -> "Machine":
         """Return the figures that the cost model reads, in SI units, for matrix products of ``bits`` bits."""
         given = self.model_dump(
-            exclude={"device", "count", "per_node", "slowest_network", "calibration"}
-        )
+            exclude={"device", "count", "per_node", "slowest_network", "calibration", "groups", "across", "links"}
+        )  # fmt: skip
         given["network"] = self.slowest_network or self.network
         given["domain"] = self.domain or (self.per_node if self.per_node != 8 else None)
         return machine_of(find_device(self.device, self.memory), bits, **given)
@@ -209,6 +237,8 @@ def load_cluster(name: str, count: int | None = None) -> Cluster:
         )
     else:
         tree = read_toml(Path(name))
+    if tree.get("groups"):
+        tree = _of_groups(tree, name, count)
     if count is not None:
         tree["count"] = count
     for field, hint in {
@@ -220,6 +250,35 @@ def load_cluster(name: str, count: int | None = None) -> Cluster:
                 f"{name}: {field} is missing; {hint} (or use a preset: {', '.join(CLUSTERS)})"
             )
     return validated(Cluster, tree, name)
+
+
+def _of_groups(tree: dict[str, Any], name: str, count: int | None) -> dict[str, Any]:
+    """Return the fields of a mixed cluster with ``device``, ``count``, ``memory`` and ``network`` of its weakest part.
+
+    What spans all groups in lockstep, such as data parallelism over them, is as fast as the slowest device and link.
+    """
+    if both := [key for key in ("device", "count", "memory", "network") if key in tree]:
+        raise UsageError(
+            f"{name}: {both[0]} stands beside [[groups]]; write it in each group"
+        )
+    groups = [validated(Group, group, f"{name}: groups") for group in tree["groups"]]
+    total = sum(group.count for group in groups)
+    if count not in (None, total):
+        raise UsageError(
+            f"{name} has {total} devices in groups; leave --gpus out, or write other groups"
+        )
+    devices = [find_device(group.device, group.memory) for group in groups]
+    weakest = min(devices, key=lambda device: device.bf16 * device.clock)
+    networks = [
+        group.network or device.network
+        for group, device in zip(groups, devices, strict=True)
+    ]
+    memory = min(
+        group.memory or device.memory
+        for group, device in zip(groups, devices, strict=True)
+    )
+    slowest = min([*networks, tree.get("across", max(networks))])
+    return tree | {"device": weakest.name, "count": total, "memory": memory, "network": slowest}  # fmt: skip
 
 
 @dataclass(frozen=True)

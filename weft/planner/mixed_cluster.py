@@ -1,0 +1,343 @@
+"""Pipelines over groups of devices that differ in kind or in network: stages sized by speed, replicas inside groups.
+
+As in Holmes (Yang et al. 2024, 2312.03549): a pipeline crosses groups, because it sends little; gradients stay among
+devices with one kind of network card; and each stage gets layers in proportion to the speed of its group.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weft.errors import UsageError, WeftError
+from weft.planner.cost import (
+    MicrobatchSeconds,
+    Plan,
+    builder_numbered,
+    gradients,
+    passes,
+    rest,
+    schedules,
+    step_time,
+)
+from weft.planner.engine_constants import EngineConstants
+from weft.planner.finalists import chunks_of
+from weft.planner.layout_search import USABLE, SearchResult, at, describe
+from weft.planner.machine import Cluster, Group, Machine, find_device, machine_of
+from weft.planner.memory import held_bytes, logit_bytes, rank_memory
+from weft.schedule.build import build, builder_of
+from weft.schedule.partition import partition
+from weft.schedule.simulate import Simulation, simulate
+from weft.schedule.stages import Stage, stage_costs
+from weft.schedule.times import ModelTimes, Times
+from weft.shapes.shape import Shape
+
+#: Layouts that are simulated, those with the best closed form first, and orders of groups that are tried for each.
+SIMULATED, ORDERS = 8, 6
+#: Actions of the largest table that is simulated.
+LARGEST = 2000
+
+
+@dataclass(frozen=True)
+class MixedPlan:
+    """A pipeline over the groups of a mixed cluster.
+
+    Attributes:
+        ``plan``: the layout. ``groups``: the group of each pipeline rank. ``layers``: the layers of each pipeline rank.
+        ``seconds``: seconds of a step. ``even``: seconds with equally many layers in every stage; infinite if these do
+            not fit in memory.
+        ``gib``: memory of the fullest rank.
+    """
+
+    plan: Plan
+    groups: tuple[Group, ...]
+    layers: tuple[int, ...]
+    seconds: float
+    even: float
+    gib: float
+
+    def lines(self, lockstep: float) -> Iterator[str]:
+        """Yield lines that describe the plan; ``lockstep``: seconds of the best layout that treats all alike."""
+        places = ", ".join(
+            f"{group.title} {count}"
+            for group, count in zip(self.groups, self.layers, strict=True)
+        )
+        yield f"{describe(self.plan)}: {self.seconds:.3g} s; layers by pipeline rank: {places}; {self.gib:.3g} GiB"
+        even = (
+            "do not fit"
+            if self.even == float("inf")
+            else f"take {self.even / self.seconds - 1:+.1%} time"
+        )
+        yield f"equal stages {even}; in step with the weakest device and link: {lockstep / self.seconds - 1:+.1%}"
+
+    def record(self) -> dict[str, Any]:
+        """Return the plan as JSON."""
+        return {
+            "layout": describe(self.plan),
+            "groups": [group.title for group in self.groups],
+            "layers": self.layers,
+            "seconds": self.seconds,
+            "even_seconds": None if self.even == float("inf") else self.even,
+            "gib": self.gib,
+        }
+
+
+class _StepOverGroups(NamedTuple):
+    """Seconds of a simulated step, layers by pipeline rank, and GiB of the fullest rank."""
+
+    seconds: float
+    layers: list[int]
+    gib: float
+
+
+@dataclass(frozen=True)
+class _GroupSpeed:
+    """A group with its machine, and the seconds of a microbatch there."""
+
+    group: Group
+    machine: Machine
+    times: MicrobatchSeconds
+
+
+def machine_of_group(cluster: Cluster, group: Group, bits: int) -> Machine:
+    """Return the figures of the devices and links of one group."""
+    own = {"memory": group.memory, "network": group.network, "link": cluster.link}
+    domain = cluster.domain or (cluster.per_node if cluster.per_node != 8 else None)
+    latency = {
+        "link_latency": cluster.link_latency,
+        "network_latency": cluster.network_latency,
+    }
+    return machine_of(
+        find_device(group.device, group.memory), bits, domain=domain, **own, **latency
+    )
+
+
+def mixed_plans(searched: SearchResult, cluster: Cluster, bits: int) -> list[MixedPlan]:
+    """Return the best pipelines over the groups of ``cluster``, fastest first; empty if no pipeline fits them.
+
+    ``searched``: the search over all devices in step with the weakest, whose layouts are tried. Every pipeline rank and
+    all its replicas lie inside one group. ``bits``: width of the operands of products.
+    """
+    shape, engine, plans = searched.shape, searched.engine, searched.plans
+    machines = [machine_of_group(cluster, group, bits) for group in cluster.groups]
+    ranks = plans.world / plans.pp
+    usable = (plans.pp > 1) & ~np.asarray(plans.moves)
+    for group in cluster.groups:
+        usable &= group.count % ranks == 0
+    usable &= plans.pp >= len(cluster.groups)
+    chosen = np.flatnonzero(usable)
+    if not len(chosen):
+        return []
+    part = _taken(plans, chosen)
+    score = _closed(shape, part, engine, machines, cluster.groups)
+    pipelines: list[MixedPlan] = []
+    kinds = set[tuple[float, ...]]()
+    for i in np.argsort(score, kind="stable"):
+        plan = searched.plan(int(chosen[i]))
+        # a rank that serves both directions holds two parts of the model
+        if builder_numbered(plan.schedule).twice:
+            continue
+        kind = (plan.tp, plan.pp, plan.schedule, plan.virtual, plan.recompute)
+        if kind in kinds:
+            continue
+        best = _best_order(shape, engine, cluster, plan, machines)
+        if best is not None:
+            kinds.add(kind)
+            pipelines.append(best)
+        if len(pipelines) == SIMULATED:
+            break
+    return sorted(pipelines, key=lambda mixed: mixed.seconds)
+
+
+def _taken(plans: Plan, index: np.ndarray) -> Plan:
+    columns = {
+        name: np.broadcast_to(value, np.shape(plans.tp))[index]
+        for name, value in vars(plans).items()
+    }
+    return Plan(**columns)
+
+
+def _closed(
+    shape: Shape,
+    plans: Plan,
+    engine: EngineConstants,
+    machines: Sequence[Machine],
+    groups: Sequence[Group],
+) -> np.ndarray:
+    """Return a rough step time of each plan with layers in proportion to speeds: the mean rate of all groups."""
+    rate = np.zeros(np.shape(plans.tp))
+    for machine, group in zip(machines, groups, strict=True):
+        rate = rate + group.count / np.asarray(
+            step_time(shape, machine, plans, engine).total
+        )
+    return sum(group.count for group in groups) / rate
+
+
+def _best_order(
+    shape: Shape,
+    engine: EngineConstants,
+    cluster: Cluster,
+    plan: Plan,
+    machines: Sequence[Machine],
+) -> MixedPlan | None:
+    """Simulate a plan with the groups in several orders along the pipeline; return the fastest that fits in memory."""
+    ranks = int(plan.world / plan.pp)
+    speeds = [
+        _GroupSpeed(group, machine, at(passes(shape, machine, plan, engine), 0))
+        for group, machine in zip(cluster.groups, machines, strict=True)
+    ]
+    best: MixedPlan | None = None
+    for order in list(permutations(speeds))[:ORDERS]:
+        places = [speed for speed in order for _ in range(speed.group.count // ranks)]
+        try:
+            step = _simulated(shape, engine, cluster, plan, places, sized=True)
+        except WeftError:
+            continue
+        if best is None or step.seconds < best.seconds:
+            try:
+                equal = _simulated(shape, engine, cluster, plan, places, sized=False)
+                even = equal.seconds
+            except WeftError:
+                even = float("inf")
+            groups = tuple(place.group for place in places)
+            best = MixedPlan(
+                plan, groups, tuple(step.layers), step.seconds, even, step.gib
+            )
+    return best
+
+
+def _cut(
+    shape: Shape, places: Sequence[_GroupSpeed], held: Sequence[int], sized: bool
+) -> list[Stage]:
+    """Cut the layers into stages; ``held``: the pipeline rank of each stage; ``sized``: by speed, or equally."""
+    first = places[held[0]].times
+    layer = [
+        places[rank].times.forward
+        + places[rank].times.backward
+        + places[rank].times.again
+        for rank in held
+    ]
+    look_up = layer[0] * 4 * shape.embed / shape.active_weights
+    speeds = [layer[0] / each for each in layer] if sized else None
+    costs = [float(look_up), *[float(layer[0])] * int(shape.layers), float(first.head)]
+    shares = partition(costs, len(held), speeds)
+    last = len(costs)
+    return [
+        Stage(
+            range(max(share.start - 1, 0), min(share.stop - 1, int(shape.layers))),
+            embedding=share.start == 0,
+            head=share.stop == last,
+        )
+        for share in shares
+    ]
+
+
+def _simulated(
+    shape: Shape,
+    engine: EngineConstants,
+    cluster: Cluster,
+    plan: Plan,
+    places: Sequence[_GroupSpeed],
+    sized: bool,
+) -> _StepOverGroups:
+    """Simulate a step with stages ``sized`` by speed, or equally; raise :class:`WeftError` if it does not fit."""
+    name, chunks, pp = schedules()[int(plan.schedule)], chunks_of(plan), int(plan.pp)
+    m = int(plan.microbatches)
+    most = max(pp, LARGEST // (2 * pp * chunks) // pp * pp)
+    sizes = [min(m, most), max(pp, min(m, most) // 2 // pp * pp)]
+    virtual = int(plan.virtual) if builder_of(name).free else None
+    tables = [build(name, pp, size, virtual) for size in dict.fromkeys(sizes)]
+    held = [0] * tables[0].stages
+    for rank in range(pp):
+        for stage in tables[0].held(rank):
+            held[stage] = rank
+    stages = _cut(shape, places, held, sized)
+    times = [
+        _stage_times(shape, stage, places[rank].times)
+        for stage, rank in zip(stages, held, strict=True)
+    ]
+    kept = float(held_bytes(shape, plan, engine))
+    ends = Times(0.0, 0.0, 0.0), Times(0.0, 0.0, 0.0)
+    costs = stage_costs(ModelTimes(times, *ends, pp), stages, kept)
+    tokens = float(plan.micro_batch * plan.seq / plan.cp)
+    sent = 2 * tokens * float(shape.embed) / float(plan.tp)
+    between = sent / (1e9 * float(cluster.across or 1))
+
+    def move(value: Any, source: int, target: int) -> float:
+        alike = places[source].group is places[target].group
+        return float(places[source].times.hop) if alike else between
+
+    costs = replace(costs, move=move)
+    runs = [simulate(table, costs) for table in tables]
+    span = _span(runs, m)
+    numbers = [tables[0].held(rank) for rank in range(pp)]
+    layers = [sum(len(stages[s].layers) for s in here) for here in numbers]
+    dp = optimizer = 0.0
+    for place, count in zip(places, layers, strict=True):
+        turn = count * (place.times.forward + place.times.backward + place.times.again)
+        sums, update = gradients(
+            shape, place.machine, plan, engine, count, m * turn, turn
+        )
+        dp, optimizer = max(dp, float(sums)), max(optimizer, float(update))
+    seconds = span + dp + optimizer
+    seconds += float(rest(plan, engine, seconds))
+    gib = _fullest(shape, engine, plan, places, stages, numbers, runs[0])
+    return _StepOverGroups(seconds, layers, gib)
+
+
+def _stage_times(shape: Shape, stage: Stage, times: MicrobatchSeconds) -> Times:
+    """Return the seconds of one microbatch's passes at a stage, without the transfers between stages."""
+    exposed = times.tp + times.cp + times.ep
+    count = len(stage.layers)
+    look_up = (times.forward + times.backward) * 4 * shape.embed / shape.active_weights
+    forward = (
+        count * (times.forward + exposed)
+        + stage.head * times.head
+        + stage.embedding * look_up / 3
+    )
+    back = (
+        count * (times.backward + times.again + (times.count - 1) * exposed)
+        + stage.embedding * look_up / 1.5
+    )
+    weight = count * times.weight
+    return Times(float(forward), float(back - weight), float(weight))
+
+
+def _span(runs: Sequence[Simulation], microbatches: int) -> float:
+    """Return the makespan of all microbatches; those that were not simulated take as long as those before."""
+    first = runs[0]
+    size = first.table.microbatches
+    each = max(first.busy) / size
+    if len(runs) > 1:
+        step = size - runs[1].table.microbatches
+        each = max(each, (first.makespan - runs[1].makespan) / step)
+    return float(first.makespan + (microbatches - size) * each)
+
+
+def _fullest(
+    shape: Shape,
+    engine: EngineConstants,
+    plan: Plan,
+    places: Sequence[_GroupSpeed],
+    stages: Sequence[Stage],
+    numbers: Sequence[Sequence[int]],
+    run: Simulation,
+) -> float:
+    """Return GiB of the fullest rank; raise :class:`UsageError` if a rank has more than its group's devices have."""
+    fullest = 0.0
+    for rank, here in enumerate(numbers):
+        head = float(any(stages[s].head for s in here))
+        loss = head * float(logit_bytes(shape, plan, engine))
+        tables = sum(stages[s].embedding + stages[s].head for s in here)
+        layers = sum(len(stages[s].layers) for s in here)
+        memory = float(
+            rank_memory(
+                shape, plan, engine, layers, tables, run.peaks[rank] + loss, loss
+            ).total
+        )
+        if memory > float(places[rank].machine.memory) * USABLE:
+            raise UsageError(f"pipeline rank {rank} needs {memory / 2**30:.0f} GiB")
+        fullest = max(fullest, memory / 2**30)
+    return fullest
