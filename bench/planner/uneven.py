@@ -4,8 +4,8 @@
 
 ``nodes``: tables of links with a hidden order of nodes in which neighbours are ten times as fast, and tables of links
 drawn evenly from 2 to 20 GB/s; share of the communication that annealing saves, beside the best of all orders up to
-seven nodes. ``mixed``: llama3-8b over two groups, with layers by speed, with equal stages, and in step with the
-weakest.
+seven nodes. ``trees``: share of the network's bandwidth that is left on a fat tree, by devices below a switch and
+routing. ``mixed``: llama3-8b over two groups, with layers by speed, with equal stages, and in step with the weakest.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from script import run
 from weft.layout.layout import Layout
 from weft.planner import node_mapping
 from weft.planner.engine_constants import ENGINES
+from weft.planner.fat_tree import ROUTING, uplink_share
 from weft.planner.finalists import finalists
 from weft.planner.layout_search import search
 from weft.planner.machine import load_cluster
@@ -113,6 +114,14 @@ def mixed_saved() -> dict[str, Any]:
     return found
 
 
+def trees() -> dict[str, dict[str, float]]:
+    """Return the share of the bandwidth that is left, with as many uplinks as devices, by routing."""
+    return {
+        way: {str(n): round(uplink_share(n, n, way), 3) for n in (8, 16, 32)}
+        for way in ROUTING
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Orders of nodes, and stages by speed."
@@ -124,6 +133,7 @@ def main() -> None:
     found = {
         "command": command,
         "nodes": nodes_saved(options.draws),
+        "trees": trees(),
         "mixed": mixed_saved(),
     }
     text = json.dumps(found, indent=1)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from calibrate import apply, calibrate, held_out
-from rows import find_shape, parse, release_of
+from rows import TRITON, family_of, find_shape, parse, release_of
 
 from weft.errors import UsageError
 from weft.planner.cost import Plan, by_work, step_time
@@ -270,4 +270,44 @@ def test_rows_that_do_not_state_recomputation_need_only_fit_with_some() -> None:
     assert (
         apply(None, [read(**small, recompute="")])[1]
         == apply(None, [read(**small, recompute="none")])[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("framework", "sharding", "attention", "family"),
+    [("MLPerf v4.0 (somebody)", "", "", "megatron"), ("NeMo", "", "", "megatron"),
+     ("llm-foundry/FSDP1", "", "", "fsdp"),
+     ("some trainer", "FSDP", "", "fsdp"), ("some trainer", "", "", "torch"), ("nanotron v0.5", "ZeRO-1", "", "eager"),
+     ("levanter", "FSDP", "", "xla"), ("nanoGPT", "", "", "compiled"),
+     ("Megatron-DeepSpeed", "ZeRO-1", "", "megatron-2021"),
+     ("Megatron-LM", "", "", "megatron-2021"), ("Megatron-LM", "", "flash", "megatron")],
+)  # fmt: skip
+def test_classes_of_programs(
+    framework: str, sharding: str, attention: str, family: str
+) -> None:
+    assert family_of(framework, sharding, 312e12, attention) == family
+
+
+@pytest.mark.parametrize(
+    ("model", "notes", "frozen"),
+    [("Llama 2 70B LoRA", "", 1), ("llama2_70b_lora", "", 1), ("Llama 3 70B", "task=LoRA Performance", 1),
+     ("Llama 3 70B", "exploration", 0), ("Llama 3 70B", "QLoRA", 1)],
+)  # fmt: skip
+def test_adapters_are_seen_in_the_model_and_in_the_notes(
+    model: str, notes: str, frozen: int
+) -> None:
+    assert read(model=model, notes=notes).shape.frozen == frozen
+
+
+def test_the_first_flash_attention_and_its_triton_kernel_are_slower() -> None:
+    rows = {
+        text: read(
+            framework="Megatron-LM", attention=text, seq_len="16384", recompute="none"
+        )
+        for text in ("flash-attention v1", "triton", "flash-attention v2", "flash")
+    }
+    speeds = {text: row.engine.attention for text, row in rows.items()}
+    assert speeds["flash-attention v1"] == speeds["triton"] == TRITON
+    assert (
+        speeds["flash-attention v2"] == speeds["flash"] == ENGINES["megatron"].attention
     )

@@ -1,8 +1,8 @@
 """The machine under a layout: devices, their memory, and the links between them, level by level."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -151,6 +151,9 @@ class Cluster(Section):
         ``groups``: devices of several kinds, or with network cards of several kinds; ``device`` and ``count`` then
             follow from them.
         ``across``: bandwidth between groups, in GB/s per device.
+        ``leaf``: devices below one switch of a fat tree; ``uplinks``: the switch's uplinks, by default as many.
+        ``routing``: how flows choose an uplink: ``multipath`` (packets are sprayed over all), ``split`` (a flow in four
+            parts, each hashed to an uplink) or ``single`` (a flow is hashed to one uplink).
         ``links``: measured bandwidth between any two nodes, in GB/s, a row for each node.
         ``calibration``: curves that ``weft probe`` has measured.
     """
@@ -179,6 +182,9 @@ class Cluster(Section):
     between_latency: PositiveFloat = Field(5000.0, description="microseconds, one way")
     groups: tuple[Group, ...] = ()
     across: PositiveFloat | None = None
+    leaf: PositiveInt | None = Field(None, le=64)
+    uplinks: PositiveInt | None = Field(None, le=64)
+    routing: Literal["multipath", "split", "single"] = "multipath"
     links: tuple[tuple[float, ...], ...] = ()
     calibration: dict[str, Any] = Field(
         {}, description="measured curves, from weft probe"
@@ -198,6 +204,10 @@ class Cluster(Section):
         ):
             raise ValueError("slowest_network is larger than network")
         find_device(self.device, self.memory)
+        if not self.leaf and (self.uplinks or self.routing != "multipath"):
+            raise ValueError(
+                "leaf is missing: uplinks and routing are those of a switch with 'leaf' devices below it"
+            )
         if bool(self.groups) != bool(self.across):
             missing = "across" if self.groups else "groups"
             raise ValueError(
@@ -213,11 +223,22 @@ class Cluster(Section):
     def machine(self, bits: Num = 16) -> "Machine":
         """Return the figures that the cost model reads, in SI units, for matrix products of ``bits`` bits."""
         given = self.model_dump(
-            exclude={"device", "count", "per_node", "slowest_network", "calibration", "groups", "across", "links"}
+            exclude={"device", "count", "per_node", "slowest_network", "calibration", "groups", "across", "links",
+                     "leaf", "uplinks", "routing"}
         )  # fmt: skip
         given["network"] = self.slowest_network or self.network
         given["domain"] = self.domain or (self.per_node if self.per_node != 8 else None)
-        return machine_of(find_device(self.device, self.memory), bits, **given)
+        machine = machine_of(find_device(self.device, self.memory), bits, **given)
+        return replace(machine, network=machine.network * self.tree_share)
+
+    @property
+    def tree_share(self) -> float:
+        """Share of the network's bandwidth that is left where flows share the uplinks of a fat tree."""
+        if not self.leaf or self.count <= self.leaf:
+            return 1.0
+        from weft.planner.fat_tree import uplink_share
+
+        return uplink_share(self.leaf, self.uplinks or self.leaf, self.routing)
 
 
 def load_cluster(name: str, count: int | None = None) -> Cluster:

@@ -103,7 +103,9 @@ class _GroupSpeed:
 
 def machine_of_group(cluster: Cluster, group: Group, bits: int) -> Machine:
     """Return the figures of the devices and links of one group."""
-    own = {"memory": group.memory, "network": group.network, "link": cluster.link}
+    device = find_device(group.device, group.memory)
+    network = (group.network or float(device.network)) * cluster.tree_share
+    own = {"memory": group.memory, "network": network, "link": cluster.link}
     domain = cluster.domain or (cluster.per_node if cluster.per_node != 8 else None)
     latency = {
         "link_latency": cluster.link_latency,
