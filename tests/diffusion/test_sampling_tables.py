@@ -66,7 +66,7 @@ def sampled(
     source = SampleSource(BATCH, VALUES, torch.float64, of_block, done.__setitem__)
     sampler = Euler(shape.steps, momentum=0.3)
     if threads:
-        runs = run_as_threads(runnable, denoiser, sampler, source)
+        runs = run_as_threads(runnable, lambda: denoiser, sampler, source)
     else:
         runs = [run_over_ranks(runnable, denoiser, sampler, source)]
     blocks = [done[block] for block in sorted(done)] or [torch.zeros(0)]

@@ -1,6 +1,7 @@
 """All ranks of a sampling table as threads of one process: what a table computes, without any process group."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from threading import Event
@@ -67,13 +68,13 @@ class MemoryWire:
 
 def run_as_threads(
     runnable: RunnableTable,
-    denoiser: TokenDenoiser,
+    denoiser: Callable[[], TokenDenoiser],
     sampler: TokenSampler,
     source: SampleSource,
 ) -> list[SamplingRun]:
     """Run all ranks of a sampling table as threads of this process, and return the measurements of each.
 
-    The ranks share ``denoiser``, which must not keep anything between its calls. Raises the first error of a rank.
+    ``denoiser``: called for the denoiser of each rank, all with the same weights. Raises the first error of a rank.
     """
     ranks = runnable.source.ranks
     queues: dict[tuple[int, int], SimpleQueue[tuple[Value, Any]]] = defaultdict(
@@ -81,12 +82,12 @@ def run_as_threads(
     )
     for pair in ((a, b) for a in range(ranks) for b in range(ranks)):
         queues[pair] = SimpleQueue()
-    failed = Event()
+    failed, denoisers = Event(), [denoiser() for _ in range(ranks)]
 
     def run(rank: int) -> SamplingRun:
         wire: Any = MemoryWire(queues, rank, failed)
         try:
-            return run_sampling(runnable, rank, denoiser, sampler, source, wire)
+            return run_sampling(runnable, rank, denoisers[rank], sampler, source, wire)
         except BaseException:
             failed.set()
             raise

@@ -1,0 +1,138 @@
+"""A diffusion transformer and a sampler as sampling tables run them: token by token, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from weft.diffusion.denoiser import Denoiser
+    from weft.diffusion.noise_process import NoiseProcess
+    from weft.diffusion.sampling_run import Attend
+    from weft.diffusion.solver import Solver
+    from weft.models.diffusion_transformer import Signals
+
+T = torch.Tensor
+
+
+class PreparedTokens(NamedTuple):
+    """What the layers need for some tokens.
+
+    ``signals``: rotations of the tokens and what conditions their blocks; ``places``: where the tokens are.
+    """
+
+    signals: Signals
+    places: T
+
+
+class PatchDenoiser:
+    """A diffusion transformer for :class:`weft.diffusion.sampling_run.TokenDenoiser`.
+
+    Args:
+        ``denoiser``: the transformer.
+        ``conditions``: what each sample is to be: numbers of classes ``[samples]``, or text states.
+        ``times``: the time of each step.
+        ``guidance``: scale of classifier-free guidance; 1: none. Otherwise a batch has every sample twice, with and
+            without its condition.
+        ``dropped``: the condition that stands for none.
+    """
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        conditions: T,
+        times: Sequence[float],
+        guidance: float = 1.0,
+        dropped: T | int = 0,
+    ) -> None:
+        shape = denoiser.model.shape
+        self.denoiser, self.times, self.guidance = denoiser, tuple(times), guidance
+        self.layers, self.heads, self.width = shape.layers, shape.heads, shape.embed
+        self.head_dim = shape.head_dim or shape.embed // shape.heads
+        self.copies = 1 if guidance == 1 else 2
+        without = torch.zeros_like(conditions) + dropped
+        self.conditions = torch.cat((conditions, without)[: self.copies])
+
+    def own(self) -> PatchDenoiser:
+        """Return a copy with modules of its own and the same weights, for a thread of its own."""
+        model = self.denoiser.model
+        weights = {id(p): p for p in (*model.parameters(), *model.buffers())}
+        copy = PatchDenoiser.__new__(PatchDenoiser)
+        copy.__dict__.update(self.__dict__)
+        copy.denoiser = deepcopy(self.denoiser, dict(weights))
+        return copy
+
+    def prepare(self, places: T, step: int) -> PreparedTokens:
+        """Return what all layers need for the tokens at ``places`` ``[tokens]`` of a sample, in step ``step``."""
+        times = torch.full((len(self.conditions),), self.times[step], dtype=torch.float64)  # fmt: skip
+        times = times.to(places.device)
+        signals = self.denoiser.signals(times, self.conditions, places.tolist())
+        return PreparedTokens(signals, places)
+
+    def embed(self, latents: T, prepared: PreparedTokens) -> T:
+        """Return the input of the first layer, of latents ``[samples, tokens, values]``."""
+        positions = prepared.places.expand(len(latents), -1)
+        hidden = self.denoiser.model.embedded(latents, positions)
+        return torch.cat([hidden] * self.copies)
+
+    def layer(
+        self, index: int, hidden: T, prepared: PreparedTokens, attend: Attend
+    ) -> T:
+        """Return the output of a layer, which calls ``attend`` once."""
+
+        def with_keys(_: int, q: T, k: T, v: T) -> T:
+            return attend(q, k, v)
+
+        return self.denoiser.blocks[index](hidden, prepared.signals, with_keys)
+
+    def final(self, hidden: T, prepared: PreparedTokens) -> T:
+        """Return the prediction ``[samples, tokens, values]``, guided."""
+        predicted = self.denoiser.model.ended(hidden, prepared.signals)
+        if self.copies == 1:
+            return predicted
+        conditional, unconditional = predicted.chunk(2)
+        return unconditional + self.guidance * (conditional - unconditional)
+
+
+class SolverSteps:
+    """A sampler for :class:`weft.diffusion.sampling_run.TokenSampler`: a step of a table is one of its evaluations.
+
+    ``solver``: the sampler; ``process``: how images become noise; ``times``: rising, from noise to image.
+
+    Attributes:
+        ``evaluations``: the time of each evaluation.
+    """
+
+    def __init__(
+        self, solver: Solver, process: NoiseProcess, times: tuple[float, ...]
+    ) -> None:
+        self.solver, self.process, self.times = solver, process, times
+        self.evaluations = tuple(self._dry())
+
+    def _dry(self) -> list[float]:
+        nothing = torch.zeros(1, 1, dtype=torch.float64)
+        solving, evaluations = self.solver(self.process, self.times, nothing), []
+        query = next(solving)
+        while True:
+            evaluations.append(query.time)
+            try:
+                query = solving.send(nothing)
+            except StopIteration:
+                return evaluations
+
+    def update(self, latents: T, velocity: T, step: int, memory: dict[str, Any]) -> T:
+        """Return what the sampler wants evaluated after ``step``, or the finished latents.
+
+        ``memory``: holds the sampler under way, which remembers what it needs of one block.
+        """
+        if "solving" not in memory:
+            memory["solving"] = self.solver(self.process, self.times, latents)
+            next(memory["solving"])
+        try:
+            query = memory["solving"].send(velocity)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        return query.noised  # type: ignore[no-any-return]
