@@ -319,11 +319,11 @@ def test_an_uneven_video_is_refused() -> None:
 def test_coordinated_noise_is_gaussian_and_does_not_depend_on_ranks() -> None:
     """A block and the context before it hold each frame of the template once; blocks of one video differ."""
     noise = CoordinatedNoise(
-        seed=3, samples=2, first=5, frames=3, context=2, shape=(4, 6)
+        seed=3, samples=(0, 1), first=5, frames=3, context=2, shape=(4, 6)
     )
     blocks = [noise.block(b) for b in range(6)]
     again = CoordinatedNoise(
-        seed=3, samples=2, first=5, frames=3, context=2, shape=(4, 6)
+        seed=3, samples=(0, 1), first=5, frames=3, context=2, shape=(4, 6)
     )
     assert torch.equal(again.block(4), blocks[4])  # whatever was asked for before
     template = blocks[0].sum(1)
@@ -333,7 +333,7 @@ def test_coordinated_noise_is_gaussian_and_does_not_depend_on_ranks() -> None:
     assert not torch.equal(blocks[1], blocks[2])
     assert not torch.equal(blocks[1][0], blocks[1][1])
     other = CoordinatedNoise(
-        seed=4, samples=2, first=5, frames=3, context=2, shape=(4, 6)
+        seed=4, samples=(0, 1), first=5, frames=3, context=2, shape=(4, 6)
     )
     assert not torch.equal(other.block(4), blocks[4])
 

@@ -1,5 +1,7 @@
 """Noise of the blocks of a long video that belong together: permutations of one template (DualParal)."""
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -13,7 +15,7 @@ class CoordinatedNoise:
 
     Args:
         ``seed``: seed of all samples.
-        ``samples``: number of samples.
+        ``samples``: numbers of the samples.
         ``first``: frames of the first block; ``frames``: those of a later one, ``first - context``.
         ``context``: frames of the block before that a block sees.
         ``shape``: tokens of a frame, and values of a token.
@@ -22,18 +24,19 @@ class CoordinatedNoise:
     def __init__(
         self,
         seed: int,
-        samples: int,
+        samples: Sequence[int],
         first: int,
         frames: int,
         context: int,
         shape: tuple[int, int],
     ) -> None:
         self.seed, self.context, self.frames = seed, context, frames
+        self.samples = samples
         self.templates = torch.stack(
-            [self._template(sample, first, shape) for sample in range(samples)]
+            [self._template(sample, first, shape) for sample in samples]
         )
         #: which frames of the template a block has, by sample, for the blocks so far
-        self.orders = [[list(range(first))] for _ in range(samples)]
+        self.orders = [[list(range(first))] for _ in samples]
 
     def _template(
         self, sample: int, first: int, shape: tuple[int, int]
@@ -45,18 +48,18 @@ class CoordinatedNoise:
         """Return the noise of a block, ``[samples, frames, tokens of a frame, values]``."""
         return torch.stack(
             [
-                template[self._order(sample, index)]
-                for sample, template in enumerate(self.templates)
+                template[self._order(at, index)]
+                for at, template in enumerate(self.templates)
             ]
         )
 
-    def _order(self, sample: int, index: int) -> list[int]:
-        orders = self.orders[sample]
+    def _order(self, at: int, index: int) -> list[int]:
+        orders = self.orders[at]
         while len(orders) <= index:
             before = orders[-1]
             kept = before[len(before) - self.context :]
             rest = sorted(set(range(len(orders[0]))) - set(kept))
-            seed = block_seed(self.seed, sample, len(orders))
+            seed = block_seed(self.seed, self.samples[at], len(orders))
             generator = torch.Generator().manual_seed(seed)
             turn = torch.randperm(len(rest), generator=generator).tolist()
             orders.append([rest[at] for at in turn][: self.frames])

@@ -54,13 +54,15 @@ def real_values(settings: DiffusionSettings) -> T:
 def coordinates(positions: T, grid: Sequence[int]) -> T:
     """Return for each number of a patch its index along each axis of ``grid``, float64 ``[..., axes]``.
 
-    ``positions``: numbers of patches in the order of rows; numbers beyond the grid stand for padding.
+    ``positions``: numbers of patches in the order of rows; numbers beyond the grid are further along its first
+    axis, or stand for padding.
     """
     rest, indices = positions, []
-    for size in reversed(grid):
+    for size in reversed(grid[1:]):
         indices.append(rest % size)
         rest = rest // size
-    return torch.stack(indices[::-1], -1).double()
+    # the first axis has no end: a video may be longer than those of training
+    return torch.stack([rest, *indices[::-1]], -1).double()
 
 
 def sine_positions(positions: T, settings: DiffusionSettings, width: int) -> T:

@@ -1,0 +1,231 @@
+"""Samples by a sampling table, over ranks: which table is meant, what is sampled, and the images that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from weft.diffusion.coordinated_noise import CoordinatedNoise
+from weft.diffusion.patch_denoiser import PatchDenoiser, SolverSteps
+from weft.diffusion.sample import seeded_noise, solver_of
+from weft.diffusion.sampling_check import (
+    EXACT,
+    RunnableTable,
+    sampling_scheme_of,
+    sampling_table_of,
+)
+from weft.diffusion.sampling_run import SampleSource, SamplingRun
+from weft.diffusion.sampling_table import SamplingShape
+from weft.diffusion.solver import sample_times
+from weft.errors import UsageError
+from weft.models.patches import patchify, unpatchify
+
+if TYPE_CHECKING:
+    from weft.diffusion.denoiser import Denoiser
+    from weft.diffusion.sample import SampleRequest
+    from weft.layout.layout import Layout
+    from weft.shapes.diffusion_shape import DiffusionSettings
+
+T = torch.Tensor
+
+
+class NamedTable(NamedTuple):
+    """A table as options name it: its ``word``, such as ``pcpp:part=0.3``, and its number of ``ranks``."""
+
+    word: str
+    ranks: int
+
+
+def table_of_options(layout: Layout, stale: int | None, table: str) -> NamedTable:
+    """Return which table ``--layout``, ``--stale`` and ``--table`` name.
+
+    ``layout``: cp cuts the image into bands, pp cuts the layers. ``stale``: how many steps old the keys of other ranks
+    are; None: not given. ``table``: name and settings of a table; "": not given. Raises :class:`UsageError` for options
+    that name none.
+    """
+    sizes = {"cp": layout.cp, "pp": layout.pp}
+    if layout.world != max(sizes.values()):
+        raise UsageError(
+            f"--layout {layout}: a sample is cut by cp (bands of the image) or by pp (layers), one of them; "
+            "leave the other axes out"
+        )
+    if table and stale is not None:
+        raise UsageError(
+            f"--stale is for tables that --layout names; give the age in --table {table.split(':')[0]}:age={stale}"
+        )
+    if table:
+        return NamedTable(table, layout.world)
+    if stale is not None and stale < 0:
+        raise UsageError(f"--stale {stale} is below 0; give 0 for fresh keys")
+    if layout.pp > 1:
+        if (stale or 0) > 1:
+            raise UsageError(
+                f"--stale {stale}: keys of patches in a pipeline are at most 1 step old; give 1"
+            )
+        return NamedTable("pipefusion" if stale else "pipefusion:age=0", layout.pp)
+    return NamedTable(f"distrifusion:age={stale}" if stale else EXACT, layout.cp)
+
+
+def settings_with_frames(settings: DiffusionSettings, frames: int) -> DiffusionSettings:
+    """Return ``settings`` for a video of ``frames`` frames; 0: as many as the model was trained on.
+
+    Raises :class:`UsageError` for frames of an image, and for a video that the model cannot make.
+    """
+    if not frames:
+        return settings
+    if not settings.of_video:
+        raise UsageError(
+            f"--frames {frames} is for models of videos, and this one makes images; leave it out"
+        )
+    if frames % settings.patch_frames:
+        raise UsageError(
+            f"--frames {frames} is no multiple of the {settings.patch_frames} frames of a patch"
+        )
+    if frames > settings.size[0] and settings.positions != "rotary":
+        raise UsageError(
+            f"--frames {frames} are more than the {settings.size[0]} that the model was trained on, which knows no "
+            "places beyond; train one with model.positions = 'rotary'"
+        )
+    return settings.model_copy(update={"size": (frames, *settings.size[1:])})
+
+
+class TableSampling:
+    """Samples of a diffusion transformer by a sampling table.
+
+    Args:
+        ``denoiser``: the transformer.
+        ``request``: what to sample, and how.
+        ``table``: the table's word and ranks.
+        ``frames``: frames of a video; 0: as many as the model was trained on.
+        ``dropped``: the condition that stands for none.
+
+    Raises :class:`UsageError` for a table that these samples do not allow.
+
+    Attributes:
+        ``runnable``: the table, validated.
+        ``settings``: settings of the model, with the size of what is sampled.
+    """
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        request: SampleRequest,
+        table: NamedTable,
+        frames: int = 0,
+        dropped: T | int = 0,
+    ) -> None:
+        self.denoiser, self.request, self.dropped = denoiser, request, dropped
+        self.settings = settings_with_frames(denoiser.settings, frames)
+        times = sample_times(denoiser.process, request.steps)
+        self.solver = SolverSteps(solver_of(request.sampler), denoiser.process, times)
+        grid = self.settings.grid
+        shape = SamplingShape(
+            table.ranks, len(self.solver.evaluations), denoiser.model.shape.layers, grid[0], prod(grid[1:]),
+            self.settings.of_video,
+        )  # fmt: skip
+        self.runnable: RunnableTable = sampling_table_of(table.word, shape)
+        self._check_length()
+        self.context = 0
+        if table.word != EXACT and len(self.runnable.source.blocks) > 1:
+            self.context = sampling_scheme_of(table.word).noise_blocks(shape)
+
+    def _check_length(self) -> None:
+        """Raise :class:`UsageError` if a row has more tokens than the model has ever seen together."""
+        source, most = self.runnable.source, self.denoiser.settings.patches
+        for row in source.rows:
+            tokens = sum(source.blocks[block] for block in row.queries)
+            tokens += sum(key.end - key.first for key in row.keys if key.joined)
+            if tokens > most:
+                raise UsageError(
+                    f"a rank computes {tokens // source.unit} frames at once, and the model was trained on "
+                    f"{most // source.unit}; take more ranks, or shorter blocks and context"
+                )
+
+    def _whole_noise(self, first: int, count: int) -> T:
+        """Return the noise of samples ``first`` and following, ``[count, tokens, values]``."""
+        size = (self.settings.channels, *self.settings.size)
+        seed = self.request.seed
+        whole = [seeded_noise(size, seed, first + i) for i in range(count)]
+        return patchify(torch.stack(whole), self.settings)
+
+    def _noise(self, first: int, count: int) -> Callable[[int, int, int], T]:
+        """Return the function that gives pieces of blocks of noise."""
+        source = self.runnable.source
+        if not self.context:
+            whole = self._whole_noise(first, count)
+
+            def cut(block: int, start: int, end: int) -> T:
+                place = source.places[block]
+                return whole[:, place + start : place + end]
+
+            return cut
+        unit = source.unit
+        units = [tokens // unit for tokens in source.blocks]
+        together = CoordinatedNoise(
+            self.request.seed, range(first, first + count), units[0], units[1], self.context // unit,
+            (unit, self.settings.patch_values),
+        )  # fmt: skip
+
+        def of_template(block: int, start: int, end: int) -> T:
+            return together.block(block).flatten(1, 2)[:, start:end]
+
+        return of_template
+
+    def batch(
+        self,
+        first: int,
+        conditions: T,
+        run: Callable[[RunnableTable, PatchDenoiser, SolverSteps, SampleSource], SamplingRun],
+    ) -> tuple[T | None, SamplingRun]:  # fmt: skip
+        """Return the samples ``first`` and following, and what this rank has measured; no samples on later ranks.
+
+        ``conditions``: what they are to be. ``run``: runs the table, such as
+        :func:`weft.diffusion.sampling_ranks.run_over_ranks`.
+        """
+        count, request = len(conditions), self.request
+        tokens = PatchDenoiser(
+            self.denoiser, conditions, self.solver.evaluations, request.guidance, self.dropped
+        )  # fmt: skip
+        blocks: dict[int, T] = {}
+        source = SampleSource(
+            count, self.settings.patch_values, self.denoiser.dtype, self._noise(first, count), blocks.__setitem__,
+            conditions.device,
+        )  # fmt: skip
+        measured = run(self.runnable, tokens, self.solver, source)
+        if not blocks:
+            return None, measured
+        patches = torch.cat([blocks[block] for block in sorted(blocks)], dim=1)
+        return unpatchify(patches, self.settings), measured
+
+    def over_ranks(self) -> T | None:
+        """Return all samples ``[samples, channels, (frames,) height, width]``; None on ranks but the first.
+
+        All ranks of the table call it.
+        """
+        from weft.diffusion.sampling_ranks import run_over_ranks
+
+        batches = []
+        conditions, size = self.request.conditions, self.request.batch
+        for start in range(0, len(conditions), size):
+            some = conditions[start : start + size]
+            batches.append(
+                self.batch(self.request.first + start, some, run_over_ranks)[0]
+            )
+        images = [each for each in batches if each is not None]
+        return torch.cat(images) if images else None
+
+    def as_threads(self) -> T:
+        """Return what :meth:`over_ranks` does, with all ranks as threads of this process."""
+        from weft.diffusion.threads_as_ranks import run_as_threads
+
+        def run(
+            runnable: RunnableTable, tokens: PatchDenoiser, solver: SolverSteps, source: SampleSource
+        ) -> SamplingRun:  # fmt: skip
+            return run_as_threads(runnable, tokens.own, solver, source)[0]
+
+        images = self.batch(self.request.first, self.request.conditions, run)[0]
+        assert images is not None
+        return images
