@@ -92,6 +92,25 @@ def settings_with_frames(settings: DiffusionSettings, frames: int) -> DiffusionS
     return settings.model_copy(update={"size": (frames, *settings.size[1:])})
 
 
+def asked_conditions(settings: DiffusionSettings, count: int, label: int | None) -> T:
+    """Return the numbers of the classes of ``count`` samples ``[count]``: ``label``, or all classes in turn.
+
+    Raises :class:`UsageError` for a class that the model does not know, and for a model that reads texts.
+    """
+    if settings.text:
+        raise UsageError(
+            "this model reads texts, which weft sample cannot encode; call weft.diffusion.sample with their states"
+        )
+    if label is not None and label >= settings.classes:
+        raise UsageError(
+            f"--class {label}: the model knows the classes 0 to {settings.classes - 1}"
+            if settings.classes
+            else f"--class {label}: the model knows no classes; leave it out"
+        )
+    numbers = [label] if label is not None else range(max(settings.classes, 1))
+    return torch.tensor([numbers[i % len(numbers)] for i in range(count)])
+
+
 class TableSampling:
     """Samples of a diffusion transformer by a sampling table.
 
@@ -107,6 +126,7 @@ class TableSampling:
     Attributes:
         ``runnable``: the table, validated.
         ``settings``: settings of the model, with the size of what is sampled.
+        ``bytes_sent``: bytes that this rank has sent.
     """
 
     def __init__(
@@ -128,7 +148,7 @@ class TableSampling:
         )  # fmt: skip
         self.runnable: RunnableTable = sampling_table_of(table.word, shape)
         self._check_length()
-        self.context = 0
+        self.context = self.bytes_sent = 0
         if table.word != EXACT and len(self.runnable.source.blocks) > 1:
             self.context = sampling_scheme_of(table.word).noise_blocks(shape)
 
@@ -207,15 +227,16 @@ class TableSampling:
         """
         from weft.diffusion.sampling_ranks import run_over_ranks
 
+        self.bytes_sent = 0
         batches = []
         conditions, size = self.request.conditions, self.request.batch
         for start in range(0, len(conditions), size):
             some = conditions[start : start + size]
-            batches.append(
-                self.batch(self.request.first + start, some, run_over_ranks)[0]
-            )
-        images = [each for each in batches if each is not None]
-        return torch.cat(images) if images else None
+            images, run = self.batch(self.request.first + start, some, run_over_ranks)
+            batches.append(images)
+            self.bytes_sent += run.bytes_sent
+        there = [each for each in batches if each is not None]
+        return torch.cat(there) if there else None
 
     def as_threads(self) -> T:
         """Return what :meth:`over_ranks` does, with all ranks as threads of this process."""

@@ -33,6 +33,7 @@ class DistrifusionSettings(Section):
     settings=DistrifusionSettings,
     title="DistriFusion: displaced patches",
     paper="Li et al. 2024",
+    recipe="weft sample --checkpoint RUN --layout cp=4 --table distrifusion",
     proof="tests/diffusion/test_sampling_tables.py",
     figure="bytes as the formula; from 10 to 50 steps the error falls at least 2.8 times",
 )

@@ -31,6 +31,7 @@ class DualparalSettings(Section):
     settings=DualparalSettings,
     title="DualParal: blocks of frames through a pipeline",
     paper="Wang et al. 2025",
+    recipe="weft sample --checkpoint RUN --layout cp=4 --table dualparal",
     proof="tests/diffusion/test_sampling_tables.py",
     figure="the same memory for 8 and 24 blocks; without context equal to each block alone",
 )

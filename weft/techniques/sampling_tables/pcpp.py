@@ -35,6 +35,7 @@ class PcppSettings(Section):
     settings=PcppSettings,
     title="PCPP: partially conditioned patches",
     paper="Zhang et al. 2024",
+    recipe="weft sample --checkpoint RUN --layout cp=4 --table pcpp",
     proof="tests/diffusion/test_sampling_tables.py",
     figure="half of each neighbour: bytes as the formula, and an error that 50 steps do not mend",
 )

@@ -39,6 +39,7 @@ class PipefusionSettings(Section):
     settings=PipefusionSettings,
     title="PipeFusion: patches through a pipeline",
     paper="Fang et al. 2024",
+    recipe="weft sample --checkpoint RUN --layout cp=4 --table pipefusion",
     proof="tests/diffusion/test_sampling_tables.py",
     figure="tokens x width from stage to stage, as the formula; loses less than DistriFusion at equal steps",
 )

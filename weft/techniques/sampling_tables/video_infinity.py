@@ -33,6 +33,7 @@ class VideoInfinitySettings(Section):
     settings=VideoInfinitySettings,
     title="Video-Infinity: clips with dual-scope attention",
     paper="Tan et al. 2024",
+    recipe="weft sample --checkpoint RUN --layout cp=4 --table video-infinity",
     proof="tests/diffusion/test_sampling_tables.py",
     figure="full window equal to one device; at most 2 x padding + everywhere frames per rank and layer",
 )

@@ -1,0 +1,98 @@
+"""``weft sample``: images or videos from a diffusion transformer, on one device or on several."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.arguments import Ema, ModelName, Seed, Spread
+from weft.cli.console import warn
+
+_class = (
+    "Number of the class that all samples are to be of; left out: all classes in turn."
+)
+_guidance = "Scale of classifier-free guidance; 1: none."
+_stale = (
+    "With --layout: how many steps old the keys of other ranks may be. 0: fresh, equal to one device; 1: transfers run "
+    "beside the computation."
+)
+_table = (
+    "Sample by this table, with settings after a colon: distrifusion, pcpp:part=0.5, pipefusion:patches=8, "
+    "video-infinity:padding=8, dualparal:frames=8,context=5, exact."
+)
+_frames = "Frames of a video; left out: as many as the model was trained on."
+_svg = "Draw the table that is run, simulated with layers that all take equally long."
+
+
+def sample_command(
+    checkpoint: Annotated[str, ModelName],
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder for the images.")
+    ] = Path("samples"),
+    count: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 20,
+    sampler: Annotated[
+        str, typer.Option(metavar="NAME", help="The sampler.")
+    ] = "euler",
+    guidance: Annotated[float, typer.Option(min=0, help=_guidance)] = 1.0,
+    label: Annotated[int | None, typer.Option("--class", min=0, help=_class)] = None,
+    seed: Seed = 0,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Most samples in one evaluation.")
+    ] = 64,
+    ema: Ema = False,
+    layout: Spread = None,
+    stale: Annotated[int | None, typer.Option(metavar="STEPS", help=_stale)] = None,
+    table: Annotated[str, typer.Option(metavar="NAME", help=_table)] = "",
+    frames: Annotated[int, typer.Option(min=0, help=_frames)] = 0,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help=_svg)] = None,
+) -> int:
+    """Make images or videos with a diffusion transformer that a run has trained, and write them into a folder."""
+    import torch
+
+    from weft.diffusion.denoiser import open_denoiser
+    from weft.diffusion.parallel_sample import (
+        TableSampling,
+        asked_conditions,
+        table_of_options,
+    )
+    from weft.diffusion.sample import SampleRequest
+    from weft.diffusion.sampling_pictures import draw_table, write_samples
+    from weft.diffusion.sampling_start import in_sampling_rank, launch_sampling
+    from weft.layout.layout import Layout
+    from weft.new_folder import check_new
+    from weft.pages import check_writable
+
+    spread = Layout.parse(layout or "")
+    named = table_of_options(spread, stale, table)
+    if svg is not None:
+        check_writable(svg, "--svg")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_new(out)
+    if (code := launch_sampling(named.ranks)) is not None:
+        return code
+    with in_sampling_rank(named.ranks, device) as own:
+        denoiser = open_denoiser(checkpoint, own, warn, ema)
+        conditions = asked_conditions(denoiser.settings, count, label)
+        request = SampleRequest(
+            conditions.to(own), steps, sampler, guidance, seed, 0, batch
+        )
+        sampling = TableSampling(
+            denoiser, request, named, frames, denoiser.settings.classes
+        )
+        begun = time.perf_counter()
+        images = sampling.over_ranks()
+        if images is None:
+            return 0
+        seconds = time.perf_counter() - begun
+        write_samples(images.float().cpu(), out)
+        if svg is not None:
+            draw_table(sampling, svg)
+        print(
+            f"weft: {count} samples in {seconds:.2f} s by {named.word} on {named.ranks} ranks; "
+            f"the first one has sent {sampling.bytes_sent:,} bytes",
+            file=sys.stderr,
+        )
+    return 0
