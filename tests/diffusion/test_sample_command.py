@@ -1,0 +1,100 @@
+"""``weft sample``: files, ranks, tables, and what it refuses in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import Command
+from tests.pictures import picture_recipe, write_pictures
+from weft.diffusion.sampling_pictures import grid_of
+from weft.layout.mesh import Mesh
+from weft.recipe import build_recipe
+from weft.train.setup import prepare
+from weft.train.training import train_job
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has made steps with images of 5 x 6 pixels, so that patches reach beyond them."""
+    folder = tmp_path_factory.mktemp("pictures")
+    values = picture_recipe(write_pictures(folder), train={"steps": 2})
+    values["checkpoint"] = {"every": 0}
+    train_job(prepare(build_recipe(values)), Mesh.single(), folder / "run")
+    return folder / "run"
+
+
+def samples(folder: Path) -> torch.Tensor:
+    whole = torch.load(folder / "samples.pt")
+    assert isinstance(whole, torch.Tensor)
+    return whole
+
+
+def test_samples_are_files(command: Command, run_folder: Path, tmp_path: Path) -> None:
+    out, page = tmp_path / "out", tmp_path / "table.html"
+    ask = ["sample", "--checkpoint", run_folder, "--count", 3, "--steps", 2, "--guidance", 2]  # fmt: skip
+    code, _, said = command(*ask, "--out", out, "--svg", page)
+    assert code == 0 and "3 samples" in said and "by exact on 1 ranks" in said
+    assert sorted(file.name for file in out.iterdir()) == [
+        "0000.png", "0001.png", "0002.png", "grid.png", "samples.pt"
+    ]  # fmt: skip
+    assert samples(out).shape == (3, 1, 5, 6)
+    assert "queries, keys and values" in page.read_text()
+    # the third of three is the third of a smaller batch's
+    code, _, _ = command(*ask, "--out", tmp_path / "again", "--batch", 2)
+    torch.testing.assert_close(samples(tmp_path / "again"), samples(out))
+
+
+@pytest.mark.slow(8)
+def test_ranks_sample_what_one_device_does(
+    command: Command, launched: Command, run_folder: Path, tmp_path: Path
+) -> None:
+    ask = ["sample", "--checkpoint", run_folder, "--count", 2, "--steps", 3]
+    assert command(*ask, "--out", tmp_path / "one")[0] == 0
+    for name, layout in {"cp": ["cp=2"], "pp": ["pp=2"], "old": ["cp=2", "--stale", 1]}.items():  # fmt: skip
+        code, _, said = launched(*ask, "--out", tmp_path / name, "--layout", *layout)
+        assert code == 0 and "on 2 ranks" in said, said
+    whole = samples(tmp_path / "one")
+    for name in ("cp", "pp"):
+        torch.testing.assert_close(samples(tmp_path / name), whole, rtol=0, atol=1e-6)
+    old = (samples(tmp_path / "old") - whole).abs().max()
+    assert 1e-5 < old < 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--layout", "tp=2"], "cp (bands of the image) or by pp"),
+        (["--layout", "cp=2", "--stale", -1], "below 0"),
+        (["--table", "distrifusing"], "did you mean 'distrifusion'?"),
+        (["--table", "pcpp:part=2"], "part"),
+        (["--table", "pipefusion:patches=9"], "3 rows of patches cannot be cut into 9"),
+        (["--class", 7], "the classes 0 to 1"),
+        (["--frames", 8], "makes images"),
+        (["--sampler", "eular"], "sampler"),
+    ],
+)
+def test_what_cannot_be_sampled_is_one_line(
+    command: Command, run_folder: Path, tmp_path: Path, words: list[object], said: str
+) -> None:
+    ask = ["sample", "--checkpoint", run_folder, "--count", 1, "--out", tmp_path / "x"]
+    code, _, err = command(*ask, *words)
+    assert code == 2 and said in err and err.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_that_exists_is_kept(command: Command, run_folder: Path) -> None:
+    code, _, err = command("sample", "--checkpoint", run_folder, "--out", run_folder)
+    assert code == 1 and "exists already" in err
+
+
+def test_frames_of_a_video_stand_side_by_side() -> None:
+    video = torch.zeros(2, 1, 3, 4, 4)
+    video[1, 0, 2] = 1.0
+    grid = grid_of(video)
+    scale = 16  # small images are enlarged
+    assert grid.shape == (1, 2 * 6 * scale, 14 * scale)
+    assert grid[0, -2 * scale :, -5 * scale : -scale].max() == 1.0
+    assert grid[0, : 6 * scale].max() == 0.0
