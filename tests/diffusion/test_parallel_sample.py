@@ -10,6 +10,8 @@ import torch
 from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.parallel_sample import NamedTable, TableSampling, table_of_options
 from weft.diffusion.sample import SampleRequest, sample
+from weft.diffusion.sampling_costs import SamplingDevice
+from weft.diffusion.sampling_plan import chosen_table, planned_tables
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -69,6 +71,31 @@ def test_fresh_keys_give_what_one_device_samples(sampler: str, word: str, ranks:
     expected = on_one_device(guidance=2.5, sampler=sampler)
     assert got.shape == expected.shape == (2, 1, 8, 6)
     torch.testing.assert_close(got, expected.double(), rtol=0, atol=1e-10)
+
+
+def test_a_plan_names_the_fastest_table_that_loses_little() -> None:
+    """Exact tables lose nothing, what is impossible is last, with its reason, and bytes are those of the table."""
+    request = SampleRequest(CLASSES, steps=4, seed=7)
+    slow = SamplingDevice(
+        1e9, 1e6, 1e-4
+    )  # a link that takes longer than the computation
+    words = (
+        "exact",
+        "distrifusion",
+        "distrifusion:age=0",
+        "pcpp:part=0",
+        "pipefusion:patches=9",
+    )
+    plans = planned_tables(denoiser(), request, 2, slow, 0, words)
+    by_word = {plan.word: plan for plan in plans}
+    assert plans[-1].refused and "cannot be cut into 9" in plans[-1].refused
+    assert by_word["exact"].error < 1e-10 > by_word["distrifusion:age=0"].error
+    assert by_word["distrifusion"].seconds < by_word["exact"].seconds
+    assert by_word["pcpp:part=0"].bytes < by_word["distrifusion"].bytes
+    assert by_word["distrifusion"].synchronous == 1 and by_word["exact"].synchronous == 4  # fmt: skip
+    least = chosen_table(plans, 0.0)
+    assert least is None or least.error == 0
+    assert chosen_table(plans, 1e9) is plans[0]
 
 
 VIDEO = {"size": (6, 4, 4), "positions": "rotary"}

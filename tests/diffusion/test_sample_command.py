@@ -71,7 +71,10 @@ def test_ranks_sample_what_one_device_does(
         (["--table", "distrifusing"], "did you mean 'distrifusion'?"),
         (["--table", "pcpp:part=2"], "part"),
         (["--table", "pipefusion:patches=9"], "3 rows of patches cannot be cut into 9"),
-        (["--class", 7], "the classes 0 to 1"),
+        (
+            ["--class", "0,7"],
+            "--class 7 is not possible; the model's classes are 0 to 1",
+        ),
         (["--frames", 8], "makes images"),
         (["--sampler", "eular"], "sampler"),
     ],

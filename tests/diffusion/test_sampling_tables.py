@@ -474,3 +474,12 @@ def test_what_no_table_can_do_is_one_line(word: str, shape: SamplingShape, said:
     with pytest.raises(UsageError, match=said) as refused:
         sampling_table_of(word, shape)
     assert "\n" not in str(refused.value)
+
+
+def test_kinds_are_apart_from_those_of_training() -> None:
+    """Both may be imported by one process, as the planner does."""
+    import weft.diffusion.sampling_actions as sampling
+    import weft.schedule.vocab as vocab
+
+    kinds = [sampling.N, sampling.E, sampling.K, sampling.A, sampling.U, sampling.O]
+    assert len(set(kinds)) == 6 and vocab.E not in kinds

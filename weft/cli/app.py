@@ -27,7 +27,7 @@ from weft.cli.prune_command import prune_model_command
 from weft.cli.ranks import app as ranks
 from weft.cli.recipes import recipes_command
 from weft.cli.report import report_command
-from weft.cli.sample import sample_command
+from weft.cli.sample_command import sample_command
 from weft.cli.schedule import schedule_command
 from weft.cli.search import search_command
 from weft.cli.serve import serve_command

@@ -78,6 +78,10 @@ _think = (
     "Show which of several models, with commas between, should reason about a question in so many seconds: in how "
     "many tokens, in how many texts, and with which cache policy; by timing them here, or by --cluster."
 )
+_sample = (
+    "Show by which table --gpus devices should sample with the diffusion transformer of the run MODEL in so many "
+    "steps: simulated time and bytes, by --cluster or over 1 Gbit/s, and the error, measured here."
+)
 _task = (
     "With --think: a task with checkable answers, such as addition:digits=3, of which "
     "each model tries some questions."
@@ -173,6 +177,7 @@ def plan_command(
     ] = 128,
     think: Annotated[str, typer.Option(metavar="SECONDS", help=_think)] = "",
     task: Annotated[str, typer.Option(metavar="NAME[:KEY=VALUE]", help=_task)] = "",
+    sample: Annotated[int, typer.Option(min=0, metavar="STEPS", help=_sample)] = 0,
     as_json: AsJson = False,
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time, and explain why the first is fastest."""
@@ -192,6 +197,10 @@ def plan_command(
 
         asked = ServingQuestion(ttft, tpot, rate, prompt_tokens, answer_tokens)
         return plan_serving(model, cluster, gpus, asked, as_json)
+    if sample:
+        from weft.cli.sampling_view import plan_sampling
+
+        return plan_sampling(model, sample, cluster, gpus or 2, as_json)
     if task and not think:
         raise UsageError("--task is for --think SECONDS; give both, or leave it out")
     if think:

@@ -92,23 +92,31 @@ def settings_with_frames(settings: DiffusionSettings, frames: int) -> DiffusionS
     return settings.model_copy(update={"size": (frames, *settings.size[1:])})
 
 
-def asked_conditions(settings: DiffusionSettings, count: int, label: int | None) -> T:
-    """Return the numbers of the classes of ``count`` samples ``[count]``: ``label``, or all classes in turn.
+def asked_conditions(settings: DiffusionSettings, count: int, classes: str = "") -> T:
+    """Return the number of the class of each of ``count`` samples ``[count]``.
 
-    Raises :class:`UsageError` for a class that the model does not know, and for a model that reads texts.
+    ``classes``: numbers of classes with commas between, which are taken in turn; "none": no class; "": all classes in
+    turn. The number of classes stands for no class. Raises :class:`UsageError` for a class that the model does not
+    know, and for a model that reads texts.
     """
+    known = settings.classes
     if settings.text:
         raise UsageError(
             "this model reads texts, which weft sample cannot encode; call weft.diffusion.sample with their states"
         )
-    if label is not None and label >= settings.classes:
+    if classes == "none" or not known:
+        if classes not in ("", "none"):
+            raise UsageError(
+                f"--class {classes}: this model knows no classes; leave it out"
+            )
+        return torch.full((count,), known)
+    words = classes.split(",") if classes else [*map(str, range(known))]
+    wrong = [w for w in words if not w.strip().isdecimal() or int(w) >= known]
+    if wrong:
         raise UsageError(
-            f"--class {label}: the model knows the classes 0 to {settings.classes - 1}"
-            if settings.classes
-            else f"--class {label}: the model knows no classes; leave it out"
+            f"--class {wrong[0]} is not possible; the model's classes are 0 to {known - 1}, and none"
         )
-    numbers = [label] if label is not None else range(max(settings.classes, 1))
-    return torch.tensor([numbers[i % len(numbers)] for i in range(count)])
+    return torch.tensor([int(words[i % len(words)]) for i in range(count)])
 
 
 class TableSampling:

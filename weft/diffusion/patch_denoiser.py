@@ -134,5 +134,5 @@ class SolverSteps:
         try:
             query = memory["solving"].send(velocity)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        return query.noised  # type: ignore[no-any-return]
+            return end.value
+        return query.noised

@@ -1,8 +1,8 @@
 """A sampling table as a table of actions, which ``weft/schedule/`` validates, simulates and draws.
 
-A row becomes two actions for each layer: ``K`` projects queries, keys and values, and ``A`` attends and ends the layer.
-Keys that another rank reads leave behind ``K`` and are awaited before ``A``, so that a table whose ages are above 0
-has a whole step for every transfer.
+A row becomes two actions for each layer: ``sK`` projects queries, keys and values, and ``sA`` attends and ends the
+layer. Keys that another rank reads leave behind ``sK`` and are awaited before ``sA``, so that a table whose ages are
+above 0 has a whole step for every transfer.
 """
 
 from collections import defaultdict
@@ -13,12 +13,12 @@ from weft.diffusion.sampling_table import DenoisingRow, KeyBlock, SamplingTable
 from weft.schedule.actions import Action, Table, Value
 from weft.schedule.kinds import Kind, declare_kind
 
-N = declare_kind(Kind("N", "noise of a block", "#94a3b8", parameters=False))
-E = declare_kind(Kind("E", "embedding of latents", "#0891b2", parameters=False))
-K = declare_kind(Kind("K", "queries, keys and values", "#2563eb", parameters=False))
-A = declare_kind(Kind("A", "attention and the rest of a layer", "#15803d", parameters=False))  # fmt: skip
-U = declare_kind(Kind("U", "velocity and update of latents", "#f0a021", parameters=False))  # fmt: skip
-O = declare_kind(Kind("O", "a finished block", "#9333ea", parameters=False))
+N = declare_kind(Kind("sN", "noise of a block", "#94a3b8", parameters=False))
+E = declare_kind(Kind("sE", "embedding of latents", "#0891b2", parameters=False))
+K = declare_kind(Kind("sK", "queries, keys and values", "#2563eb", parameters=False))
+A = declare_kind(Kind("sA", "attention and the rest of a layer", "#15803d", parameters=False))  # fmt: skip
+U = declare_kind(Kind("sU", "velocity and update of latents", "#f0a021", parameters=False))  # fmt: skip
+O = declare_kind(Kind("sO", "a finished block", "#9333ea", parameters=False))
 
 #: Names of values. ``OPEN`` is a layer that has projected and not yet attended; it stays on its rank.
 HIDDEN, OPEN, VELOCITY = "h", "open", "v"

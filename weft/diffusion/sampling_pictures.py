@@ -93,5 +93,7 @@ def draw_table(sampling: TableSampling, path: Path) -> None:
         sampling.runnable, sizes_of(sampling), SamplingDevice(DRAWN_FLOPS)
     )
     draw = html if path.suffix == ".html" else svg
-    note = "number: step x blocks + block; keys leave behind K and are awaited before A"
+    note = (
+        "number: step x blocks + block; keys leave behind sK and are awaited before sA"
+    )
     write(path, draw(simulation, note=note, memory="bytes of latents, activations and keys"), "--svg")  # fmt: skip

@@ -41,7 +41,10 @@ class PipefusionSettings(Section):
     paper="Fang et al. 2024",
     recipe="weft sample --checkpoint RUN --layout cp=4 --table pipefusion",
     proof="tests/diffusion/test_sampling_tables.py",
-    figure="tokens x width from stage to stage, as the formula; loses less than DistriFusion at equal steps",
+    figure=(
+        "after `10` steps error 0.0317, after `50` 0.0078 (`bench/sampling_tables.py`); "
+        "tokens x width from stage to stage, as the formula"
+    ),
 )
 class Pipefusion(SamplingScheme):
     """Cuts the layers into stages and lets the patches of an image flow through them as microbatches do.

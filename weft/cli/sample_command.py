@@ -37,7 +37,7 @@ def sample_command(
         str, typer.Option(metavar="NAME", help="The sampler.")
     ] = "euler",
     guidance: Annotated[float, typer.Option(min=0, help=_guidance)] = 1.0,
-    label: Annotated[int | None, typer.Option("--class", min=0, help=_class)] = None,
+    classes: Annotated[str, typer.Option("--class", metavar="N,...", help=_class)] = "",
     seed: Seed = 0,
     batch: Annotated[
         int, typer.Option(min=1, help="Most samples in one evaluation.")
@@ -75,7 +75,7 @@ def sample_command(
         return code
     with in_sampling_rank(named.ranks, device) as own:
         denoiser = open_denoiser(checkpoint, own, warn, ema)
-        conditions = asked_conditions(denoiser.settings, count, label)
+        conditions = asked_conditions(denoiser.settings, count, classes)
         request = SampleRequest(
             conditions.to(own), steps, sampler, guidance, seed, 0, batch
         )

@@ -1,0 +1,100 @@
+"""Which table several devices should sample by: simulated time, bytes that travel, and the error, measured here."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from weft.diffusion.parallel_sample import NamedTable, TableSampling
+from weft.diffusion.sampling_check import EXACT
+from weft.diffusion.sampling_costs import (
+    SamplingDevice,
+    bytes_between,
+    simulated_sampling,
+)
+from weft.diffusion.sampling_pictures import sizes_of
+from weft.errors import UsageError
+from weft.registry import names
+
+if TYPE_CHECKING:
+    from weft.diffusion.denoiser import Denoiser
+    from weft.diffusion.sample import SampleRequest
+
+#: Samples by which the error of a table is measured.
+MEASURED = 4
+
+
+@dataclass(frozen=True)
+class PlannedTable:
+    """A table with what it costs and what it loses.
+
+    Attributes:
+        ``word``: the table.
+        ``seconds``: simulated time of the samples.
+        ``bytes``: bytes that travel, over all ranks.
+        ``memory``: most bytes of latents, activations and keys on a rank, without weights.
+        ``synchronous``: number of steps that lose nothing.
+        ``error``: relative distance of samples from exact ones.
+        ``refused``: why the table is not possible; empty if it is.
+    """
+
+    word: str
+    seconds: float = 0.0
+    bytes: float = 0.0
+    memory: float = 0.0
+    synchronous: int = 0
+    error: float = 0.0
+    refused: str = ""
+
+
+def planned_tables(
+    denoiser: Denoiser,
+    request: SampleRequest,
+    ranks: int,
+    device: SamplingDevice,
+    frames: int = 0,
+    words: tuple[str, ...] = (),
+) -> list[PlannedTable]:
+    """Return all tables for ``request``, the fastest first, then those that are not possible.
+
+    ``denoiser``: the model. ``ranks``: number of devices. ``device``: what they are, for the simulation. ``frames``:
+    those of a video; 0: as many as the model was trained on. ``words``: the tables; empty: exact, and each with its own
+    settings. The error is measured by sampling with all ranks as threads of this process.
+    """
+    dropped = denoiser.settings.classes
+    few = replace(request, conditions=request.conditions[:MEASURED])
+    # a video that is longer than those of training is not possible on one device
+    exact = None
+    with suppress(UsageError):
+        reference = TableSampling(denoiser, few, NamedTable(EXACT, 1), frames, dropped)
+        exact = reference.as_threads()
+    plans = []
+    for word in words or (EXACT, *names("sampling-table")):
+        named = NamedTable(word, ranks)
+        try:
+            whole = TableSampling(denoiser, request, named, frames, dropped)
+        except UsageError as error:
+            plans.append(PlannedTable(word, refused=str(error)))
+            continue
+        simulation = simulated_sampling(whole.runnable, sizes_of(whole), device)
+        error = float("nan")
+        if exact is not None:
+            samples = TableSampling(denoiser, few, named, frames, dropped).as_threads()
+            error = float((samples - exact).norm() / exact.norm())
+        plans.append(
+            PlannedTable(
+                word,
+                simulation.elapsed,
+                sum(bytes_between(whole.runnable, sizes_of(whole)).values()),
+                max(simulation.peaks),
+                whole.runnable.source.synchronous(),
+                error,
+            )
+        )
+    return sorted(plans, key=lambda plan: (bool(plan.refused), plan.seconds))
+
+
+def chosen_table(plans: list[PlannedTable], most: float) -> PlannedTable | None:
+    """Return the fastest of ``plans`` whose error is at most ``most``; None if there is none."""
+    return next((p for p in plans if not p.refused and not p.error > most), None)
