@@ -77,7 +77,7 @@ def write_samples(images: T, folder: Path) -> None:
         torch.save(images, parts / "samples.pt")
 
 
-def sizes_of(sampling: TableSampling) -> DenoiserSizes:
+def sampled_sizes(sampling: TableSampling) -> DenoiserSizes:
     """Return the sizes of the model of ``sampling`` and of a batch of its samples."""
     shape, request = sampling.denoiser.model.shape, sampling.request
     rows = min(request.batch, len(request.conditions))
@@ -90,7 +90,7 @@ def sizes_of(sampling: TableSampling) -> DenoiserSizes:
 def draw_table(sampling: TableSampling, path: Path) -> None:
     """Draw the table of ``sampling`` into ``path``: an interactive page if its name ends with ``.html``, else SVG."""
     simulation = simulated_sampling(
-        sampling.runnable, sizes_of(sampling), SamplingDevice(DRAWN_FLOPS)
+        sampling.runnable, sampled_sizes(sampling), SamplingDevice(DRAWN_FLOPS)
     )
     draw = html if path.suffix == ".html" else svg
     note = (

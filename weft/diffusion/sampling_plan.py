@@ -13,7 +13,7 @@ from weft.diffusion.sampling_costs import (
     bytes_between,
     simulated_sampling,
 )
-from weft.diffusion.sampling_pictures import sizes_of
+from weft.diffusion.sampling_pictures import sampled_sizes
 from weft.errors import UsageError
 from weft.registry import names
 
@@ -77,7 +77,7 @@ def planned_tables(
         except UsageError as error:
             plans.append(PlannedTable(word, refused=str(error)))
             continue
-        simulation = simulated_sampling(whole.runnable, sizes_of(whole), device)
+        simulation = simulated_sampling(whole.runnable, sampled_sizes(whole), device)
         error = float("nan")
         if exact is not None:
             samples = TableSampling(denoiser, few, named, frames, dropped).as_threads()
@@ -86,7 +86,7 @@ def planned_tables(
             PlannedTable(
                 word,
                 simulation.elapsed,
-                sum(bytes_between(whole.runnable, sizes_of(whole)).values()),
+                sum(bytes_between(whole.runnable, sampled_sizes(whole)).values()),
                 max(simulation.peaks),
                 whole.runnable.source.synchronous(),
                 error,
