@@ -7,7 +7,8 @@ standard library (recipes/quickstart.toml on one rank, kept in ``--work``). Perp
 each text, where a policy leaves most out; texts are prose of Python's documentation for SmolLM2, and held-out files of
 the library for the small model. A needle is a name with five digits somewhere in such a text; the model is asked for
 the digits at its end. ``recalled`` is how often all of them are the likeliest tokens, ``log_probability`` the mean of
-theirs. All policies read the same texts, in turn.
+theirs. All policies read the same texts, in turn. ``attended`` is no policy but a bound: ALISA's choice by the
+weights of the present queries, for which all keys are read.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ from weft.data.tokenizer import Tokenizer
 from weft.generate.cache_policy import cache_policy_of
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
+from weft.models.block_selector import BlockSelector, SelectedPages
+from weft.models.spans import Span
 from weft.models.transformer import Transformer
 from weft.recipe import load_recipe
+from weft.techniques.cache_policies.alisa import SparseWindow
+from weft.techniques.cache_policies.alisa.alisa_selector import LEAST, WeightSumSelector
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "cache_policies.json"
@@ -39,7 +44,12 @@ PLOT = ROOT / "docs" / "measured" / "cache-policies.svg"
 SHARES = (0.125, 0.25, 0.5)
 SINK = 16
 WIDTH, HEIGHT = 300, 190
-COLOURS = {"window": "#667085", "blocks": "#2563eb", "alisa": "#dc2626"}
+COLOURS = {
+    "window": "#667085",
+    "blocks": "#2563eb",
+    "alisa": "#dc2626",
+    "attended": "#16a34a",
+}
 
 
 class Subject(NamedTuple):
@@ -60,7 +70,42 @@ def policies(length: int, shares: Sequence[float]) -> dict[str, str]:
         words[f"blocks {share}"] = f"blocks:{share}"
         words[f"alisa {share}"] = f"alisa:{share}"
     words["alisa-int8 0.25"] = "alisa:0.25:int8"
+    words["attended 0.25"] = "attended:0.25"
     return words
+
+
+class AttendedSelector(WeightSumSelector):
+    """ALISA's choice with the weights of the queries themselves in place of sums over earlier queries.
+
+    All keys are read for it, so it saves nothing: it shows how much of the loss is the fault of the sums.
+    """
+
+    def attend(self, pages: SelectedPages, q: torch.Tensor, out: torch.Tensor, window: int) -> None:  # fmt: skip
+        self.queries, self.keys = q, pages.store[0]
+        super().attend(pages, q, out, window)
+
+    def _choose(self, span: Span) -> torch.Tensor:
+        heads, before = self.keys.shape[2], span.past // self.size * self.size
+        count = max(LEAST * self.size, math.ceil(self.share * (before + self.size)))
+        count -= self.size
+        last = before if count >= before else count - count // 2
+        end = span.past + span.last - span.first
+        near = torch.arange(before - last, end).expand(heads, -1)
+        if last == before:
+            return near
+        keys = self.keys[list(span.table[: before // self.size])].flatten(0, 1)
+        # [tokens, kv_heads, group, width]
+        queries = self.queries[span.first : span.last].unflatten(1, (heads, -1))
+        scores = torch.einsum("thgw,khw->htgk", queries, keys) * keys.shape[-1] ** -0.5
+        weights = scores.softmax(-1).sum((1, 2))[:, : before - last]
+        return torch.cat([weights.topk(count // 2, -1).indices, near], 1)
+
+
+class AttendedWindow(SparseWindow):
+    """Cache policy of :class:`AttendedSelector`."""
+
+    def selector(self, size: int) -> BlockSelector:
+        return AttendedSelector(self.share, size, self.rounded)
 
 
 Scores = list[tuple[float, dict[int, float]]]
@@ -70,7 +115,13 @@ def scores(
     subject: Subject, word: str, texts: Sequence[Sequence[int]]
 ) -> tuple[list[Scores], float]:
     """Log-probabilities of all tokens of the texts from the second one on, and the share of the keys."""
-    engine = Engine(subject.model, cache_policy=cache_policy_of(word), budget=1024)
+    name, _, argument = word.partition(":")
+    policy = (
+        AttendedWindow.of_argument(argument)
+        if name == "attended"
+        else cache_policy_of(word)
+    )
+    engine = Engine(subject.model, cache_policy=policy, budget=1024)
     asked = [engine.submit(ids, 1, GREEDY, top=1, scored=True)[0] for ids in texts]
     engine.run()
     selectors = [getattr(pages, "selector", None) for pages in engine.reader.pages]
