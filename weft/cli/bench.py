@@ -1,4 +1,5 @@
-"""``weft bench``: which policy of a server would answer a load best, and which modules tokens should take."""
+"""``weft bench``: which policy of a server would answer a load best, which modules tokens should take, and which
+settings reach a loss first."""
 
 import json
 import math
@@ -10,14 +11,17 @@ from rich.console import Console
 
 from weft.cli.arguments import AsJson, ModelName, PluginModules, Weights, import_plugins
 from weft.cli.console import print_table, warn
+from weft.cli.target import target_command
 from weft.errors import UsageError
 
 if TYPE_CHECKING:
     from weft.serve.policy_choice import Candidate
 
 app = typer.Typer(
-    help="Choose how to serve a load, and study paths.", no_args_is_help=True
+    help="Choose how to serve a load, study paths, and compare settings by the time to a loss.",
+    no_args_is_help=True,
 )
+app.command("target")(target_command)
 
 _data = (
     "random: random ids with the given lengths. sharegpt: random ids with "

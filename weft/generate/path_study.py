@@ -321,7 +321,7 @@ def write_study(study: PathStudy, name: str, out: Path, program: str) -> Path:
             {"title": f"What the oracle takes at {row.budget:g}", "data": bars, "layout": {"barmode": "stack"}}
         )  # fmt: skip
     page = render(
-        "generate/path_page.html", title=f"Paths through {name}", kind="study", plotly=program, charts=charts,
+        "charts_page.html", title=f"Paths through {name}", kind="study", plotly=program, charts=charts,
         subtitle=f"{study.paths} paths, {study.tokens:,} tokens",
     )  # fmt: skip
     return write(out, page, "--out")

@@ -39,11 +39,17 @@ class Validation(Section):
             "never."
         ),
     )
+    until: float = Field(
+        0,
+        ge=0,
+        description="End the run after the first validation whose loss is at most this; 0: never.",
+    )
 
     @model_validator(mode="after")
     def _happens(self) -> Self:
-        if not self.every and (self.keep_best or self.patience):
-            name = "keep_best" if self.keep_best else "patience"
+        waiting = [n for n in ("keep_best", "patience", "until") if getattr(self, n)]
+        if not self.every and waiting:
+            name = waiting[0]
             raise ValueError(
                 f"{name} waits for validations, and every = 0 turns them off; set validation.every"
             )

@@ -37,7 +37,7 @@ class Loop:
     """The training loop of a rank: fetch data, take a step, record it, evaluate and save, until the run ends.
 
     A run ends when its steps or its data are used up, when a rank asks for it, when :data:`MOST_SKIPPED` steps in a row
-    were skipped, or when the validation loss no longer falls.
+    were skipped, or when the validation loss no longer falls or is as low as asked for.
 
     Attributes:
         ``job``: the checked recipe with its opened data.
@@ -201,7 +201,7 @@ class Loop:
             self.checkpoints.note_best(best)
 
     def look_back(self) -> None:
-        """End the run, and report why, if ``validation.patience`` validations have brought no lower loss."""
+        """End the run, and report why, if the validation loss no longer falls, or is low enough."""
         if (
             self.begun < self.steps
             and not self.ending

@@ -80,8 +80,15 @@ class LowestLoss:
     def why_enough(self, step: int) -> str:
         """Return the reason to end the run after ``step``; an empty string if the run goes on.
 
-        The run ends when none of the last ``validation.patience`` validations had a lower loss than the best.
+        The run ends when none of the last ``validation.patience`` validations had a lower loss than the best, and when
+        the best is at most ``validation.until``.
         """
+        until = self.settings.until
+        if until and self.best.step and self.best.loss <= until:
+            return (
+                f"the run ends after step {step}: its validation loss, {self.best.loss:.4f}, has reached {until:g} "
+                "(validation.until)"
+            )
         patience, every = self.settings.patience, self.settings.every
         if (
             not patience

@@ -1,0 +1,163 @@
+"""``weft bench target``: which optimizer, or other settings, reach a loss first."""
+
+import json
+import math
+import signal
+import sys
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli.arguments import AsJson, Overrides
+from weft.cli.console import print_table
+from weft.errors import UsageError
+
+if TYPE_CHECKING:
+    from weft.recipe import Recipe
+    from weft.run.sweep import Trial
+    from weft.run.time_to_target import Attempt, Standing
+
+_recipes = "Recipes of the workloads; without --entrants they are what competes, on one workload."
+_until = "Validation loss to reach, as loss=NUMBER; once for all workloads, or once for each in their order."
+_entrants = (
+    "TOML file that declares what competes: a table for each entrant, with set (its settings) and tune (settings with "
+    "the values that each study tries)."
+)
+_seeds = "Number of studies: each trains all candidates with a seed of its own, and counts the best."
+_out = "Folder of the runs and of the page; runs/target by default."
+
+
+def target_command(
+    recipes: Annotated[list[str], typer.Argument(metavar="RECIPE...", help=_recipes)],
+    until: Annotated[list[str], typer.Option(metavar="loss=NUMBER", help=_until)],
+    entrants: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=_entrants)
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help=_seeds)] = 3,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_out)] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Train with several optimizers or other settings until a loss is reached, and rank them by steps and time.
+
+    Every workload, entrant, candidate and seed is a run, as in a sweep: the same command goes on where it was stopped.
+    """
+    from weft.data.source_check import check_sources
+    from weft.recipe import RUNS, load_recipe
+    from weft.run.sweep import check_folder, run_sweep
+    from weft.run.target_page import write_target_page
+    from weft.run.time_to_target import (
+        Entrant,
+        attempts_of,
+        read_entrants,
+        record_of,
+        standings,
+    )
+
+    folder = out or RUNS / "target"
+    check_folder(folder)
+    if entrants is None:
+        workloads = {"workload": ""}
+        competing = [Entrant(Path(recipe).stem) for recipe in recipes]
+        sources = dict(zip((e.name for e in competing), recipes, strict=True))
+    else:
+        workloads = {Path(recipe).stem: recipe for recipe in recipes}
+        competing, sources = read_entrants(entrants), {}
+    if len(sources or workloads) < len(recipes):
+        raise UsageError("two of the recipes have one name; give files of different names")  # fmt: skip
+    targets = _targets(until, list(workloads))
+
+    def recipe_of(attempt: "Attempt") -> "Recipe":
+        words = [
+            *(overrides or []), *attempt.overrides, f"validation.until={targets[attempt.workload]}",
+            "observe.every=1",
+        ]  # fmt: skip
+        source = sources.get(attempt.entrant.name) or workloads[attempt.workload]
+        return load_recipe(source, words)
+
+    # all are checked before any runs
+    attempts = attempts_of(list(workloads), competing, range(seeds), folder)
+    asked = [(attempt, recipe_of(attempt)) for attempt in attempts]
+    for _, recipe in asked:
+        check_sources(recipe.data)
+    if entrants is None:
+        _refuse_other_work([recipe for _, recipe in asked], recipes)
+    trials = [(_trial(attempt), recipe) for attempt, recipe in asked]
+    # what the runs print is no part of the JSON
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        results, interrupted = run_sweep(
+            trials, folder, lambda text: typer.echo(text, err=True)
+        )
+    table = standings(attempts, targets)
+    record = {"targets": targets, "seeds": seeds, "standings": [record_of(row) for row in table]}  # fmt: skip
+    (folder / "target.json").write_text(json.dumps(record, indent=1) + "\n")
+    page = write_target_page(table, targets, folder / "target.html")
+    if as_json:
+        typer.echo(json.dumps(record))
+    else:
+        _show(table)
+        typer.echo(f"page        {page}")
+    if interrupted:
+        name = signal.Signals(interrupted).name
+        typer.echo(f"stopped by {name}; the same command goes on with what is not done", err=True)  # fmt: skip
+        return 128 + interrupted
+    for problem in dict.fromkeys(r.problem for r in results if r.problem):
+        typer.echo(problem, err=True)
+    return int(any(r.problem for r in results))
+
+
+def _trial(attempt: "Attempt") -> "Trial":
+    """Return the run ``attempt`` as one of a sweep."""
+    from weft.run.sweep import Trial
+
+    settings = dict(text.split("=", 1) for text in attempt.overrides)
+    return Trial(settings, attempt.folder)
+
+
+def _targets(until: list[str], workloads: list[str]) -> dict[str, float]:
+    """Return the target loss of each workload, as ``--until`` gives them."""
+    losses = []
+    for text in until:
+        name, _, number = text.partition("=")
+        try:
+            losses.append(float(number))
+        except ValueError:
+            losses.append(math.nan)
+        if name != "loss" or not losses[-1] > 0 or math.isinf(losses[-1]):
+            raise UsageError(f"--until {text!r} is not of the form loss=2.5")
+    losses = losses * len(workloads) if len(losses) == 1 else losses
+    if len(losses) != len(workloads):
+        raise UsageError(
+            f"{len(losses)} values of --until for {len(workloads)} workloads; give one for all, or one for each"
+        )
+    return dict(zip(workloads, losses, strict=True))
+
+
+def _refuse_other_work(given: "list[Recipe]", names: list[str]) -> None:
+    """Raise :class:`UsageError` if the recipes, which compete on one workload, differ in what the loss is about."""
+    for section in ("data", "validation", "loss"):
+        first = getattr(given[0], section)
+        for recipe in given[1:]:
+            if getattr(recipe, section) != first:
+                raise UsageError(
+                    f"recipes {', '.join(names)} differ in [{section}], so that their losses cannot be compared; make "
+                    "these equal, or give --entrants, with which every recipe is a workload of its own"
+                )
+
+
+def _show(table: "list[Standing]") -> None:
+    def shown(value: float, digits: int) -> str:
+        return f"{value:,.{digits}f}" if math.isfinite(value) else "-"
+
+    rows = []
+    for row in table:
+        tuned = [" ".join(study.candidate) for study in row.studies]
+        usual = max(dict.fromkeys(tuned), key=tuned.count)
+        reached = f"{row.reached} of {len(row.studies)}"
+        rows.append(
+            [row.workload, str(row.rank), row.entrant, reached, shown(row.steps, 0), shown(row.seconds, 2), usual]
+        )  # fmt: skip
+    heads = ("workload", "rank", "entrant", "reached", "steps", "seconds", "tuned to")
+    print_table(heads, rows)

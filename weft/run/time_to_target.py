@@ -1,0 +1,266 @@
+"""Time to a target: which settings bring a model to a given validation loss first, by rules that are declared.
+
+The protocol is that of AlgoPerf (Dahl et al. 2023, "Benchmarking Neural Network Training Algorithms") with external
+tuning. An *entrant* is a set of settings with candidates for others, such as the learning rate. A *study* is one seed:
+in it the entrant trains with each of its candidates, and the one that reaches the target first counts. An entrant's
+result on a workload is the median over studies. Only the time of training steps counts, not that of validations,
+checkpoints and the preparation of data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+from weft.errors import UsageError
+from weft.observe.run_metrics import FILE as METRICS
+from weft.observe.run_metrics import read_metrics
+from weft.recipe.toml import read_toml, toml_value
+
+#: Multiples of the best time at which a performance profile is drawn.
+PROFILE = [1 + 0.05 * i for i in range(61)]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """What competes for the shortest time to the target.
+
+    ``name``: its name in tables; ``settings``: settings of the recipe, as ``--set`` takes them; ``candidates``: further
+    settings, one tuple for each candidate, of which a study counts the best.
+    """
+
+    name: str
+    settings: tuple[str, ...] = ()
+    candidates: tuple[tuple[str, ...], ...] = ((),)
+
+
+class Attempt(NamedTuple):
+    """One run of a comparison: an entrant with one of its candidates, on a workload, with a seed.
+
+    ``folder``: folder of the run.
+    """
+
+    workload: str
+    entrant: Entrant
+    candidate: tuple[str, ...]
+    seed: int
+    folder: Path
+
+    @property
+    def overrides(self) -> list[str]:
+        return [*self.entrant.settings, *self.candidate, f"train.seed={self.seed}"]
+
+
+class Reached(NamedTuple):
+    """When a run reached the target.
+
+    ``steps``: steps until the first validation with the target loss; ``seconds``: the sum of their times. Both are
+    infinite if the run never reached the target.
+    """
+
+    steps: float = math.inf
+    seconds: float = math.inf
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """The best candidate of an entrant in one study.
+
+    ``candidate``: its settings; ``reached``: when it reached the target.
+    """
+
+    seed: int
+    candidate: tuple[str, ...]
+    reached: Reached
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Result of an entrant on a workload.
+
+    ``rank``: place among the entrants by the median time, from 1 on; those that did not reach the target share the last
+    place. ``steps``, ``seconds``: medians over studies, infinite if half of the studies or more did not reach the
+    target.
+    """
+
+    workload: str
+    entrant: str
+    rank: int
+    steps: float
+    seconds: float
+    studies: tuple[StudyResult, ...]
+
+    @property
+    def reached(self) -> int:
+        """Number of studies that reached the target."""
+        return sum(math.isfinite(study.reached.steps) for study in self.studies)
+
+
+def read_entrants(path: Path) -> list[Entrant]:
+    """Read the entrants that a TOML file declares: a table for each, with ``set`` and ``tune``.
+
+    ``set`` lists settings as ``section.key=value``. ``tune`` maps settings to lists of values, all of whose
+    combinations are candidates. Raises :class:`UsageError` for anything else.
+    """
+    entrants = []
+    for name, given in read_toml(path).items():
+        about = f"{path}: entrant [{name}]"
+        if not isinstance(given, dict) or (unknown := given.keys() - {"set", "tune"}):
+            what = (
+                f"has {sorted(unknown)[0]!r}"
+                if isinstance(given, dict)
+                else "is no table"
+            )
+            raise UsageError(f"{about} {what}; an entrant has set and tune alone")
+        settings, tuned = given.get("set", []), given.get("tune", {})
+        if not isinstance(settings, list) or not all(
+            isinstance(text, str) and "=" in text for text in settings
+        ):
+            raise UsageError(f'{about}: set is a list such as ["optimizer.kind=lion"]')
+        if not isinstance(tuned, dict) or not all(
+            isinstance(values, list) and values for values in tuned.values()
+        ):
+            raise UsageError(
+                f'{about}: tune is a table such as {{ "optimizer.lr" = [1e-3, 3e-3] }}'
+            )
+        entrants.append(Entrant(name, tuple(settings), candidates_of(tuned)))
+    if not entrants:
+        raise UsageError(f"{path} declares no entrant; write a table for each")
+    return entrants
+
+
+def candidates_of(tuned: Mapping[str, Sequence[Any]]) -> tuple[tuple[str, ...], ...]:
+    """Return the overrides of every combination of the values that ``tuned`` lists for each setting."""
+    return tuple(
+        tuple(
+            f"{key}={toml_value(value)}"
+            for key, value in zip(tuned, values, strict=True)
+        )
+        for values in itertools.product(*tuned.values())
+    )
+
+
+def attempts_of(
+    workloads: Sequence[str],
+    entrants: Sequence[Entrant],
+    seeds: Sequence[int],
+    folder: Path,
+) -> list[Attempt]:
+    """Return all runs of a comparison. Studies come one after the other, so that entrants share what slows a machine.
+
+    ``workloads``: names of the workloads; ``folder``: the folder in which every run has one of its own.
+    """
+    return [
+        Attempt(
+            workload,
+            entrant,
+            candidate,
+            seed,
+            folder / f"{workload},{entrant.name},{number},{seed}",
+        )
+        for seed in seeds
+        for workload in workloads
+        for entrant in entrants
+        for number, candidate in enumerate(entrant.candidates, 1)
+    ]
+
+
+def reached_at(folder: Path, target: float) -> Reached:
+    """Return when the run in ``folder`` reached a validation loss of ``target``, by its records."""
+    if not (folder / METRICS).is_file():
+        return Reached()
+    records = read_metrics(folder)
+    steps = [
+        r["step"]
+        for r in records.get("validation", [])
+        if r["loss"] is not None and r["step"] and r["loss"] <= target
+    ]
+    if not steps:
+        return Reached()
+    last = min(steps)
+    # a step whose time was split by a profile has none of its own, and counts as the others do
+    times = [
+        r["step_s"]
+        for r in records.get("train", [])
+        if r["step"] <= last and r.get("step_s")
+    ]
+    return Reached(last, last * mean(times)) if times else Reached(last)
+
+
+def standings(
+    attempts: Sequence[Attempt], targets: Mapping[str, float]
+) -> list[Standing]:
+    """Return the result of every entrant on every workload, workload by workload, the fastest first.
+
+    ``targets``: target loss of each workload.
+    """
+    table = []
+    for workload, target in targets.items():
+        its = [attempt for attempt in attempts if attempt.workload == workload]
+        rows = []
+        for entrant in dict.fromkeys(attempt.entrant for attempt in its):
+            studies = tuple(_studies([a for a in its if a.entrant == entrant], target))
+            steps = median(study.reached.steps for study in studies)
+            seconds = median(study.reached.seconds for study in studies)
+            rows.append(Standing(workload, entrant.name, 0, steps, seconds, studies))
+        rows.sort(key=lambda row: row.seconds)
+        for row in rows:
+            faster = sum(other.seconds < row.seconds for other in rows)
+            table.append(Standing(**{**vars(row), "rank": 1 + faster}))
+    return table
+
+
+def _studies(attempts: Sequence[Attempt], target: float) -> Iterator[StudyResult]:
+    """Yield the best candidate of each study of one entrant."""
+    for seed in dict.fromkeys(attempt.seed for attempt in attempts):
+        results = [
+            StudyResult(seed, attempt.candidate, reached_at(attempt.folder, target))
+            for attempt in attempts
+            if attempt.seed == seed
+        ]
+        yield min(results, key=lambda result: result.reached.seconds)
+
+
+def performance_profile(table: Sequence[Standing]) -> dict[str, list[float]]:
+    """Return for each entrant the share of workloads that it finishes within each multiple of the best time.
+
+    The multiples are :data:`PROFILE`, of the best median time on the workload (Dolan and More 2002).
+    """
+    best: dict[str, float] = {}
+    for row in table:
+        best[row.workload] = min(row.seconds, best.get(row.workload, math.inf))
+    shares: dict[str, list[float]] = {}
+    for name in dict.fromkeys(row.entrant for row in table):
+        ratios = [
+            row.seconds / best[row.workload]
+            for row in table
+            if row.entrant == name and math.isfinite(row.seconds)
+        ]
+        shares[name] = [
+            sum(ratio <= limit for ratio in ratios) / len(best) for limit in PROFILE
+        ]
+    return shares
+
+
+def record_of(row: Standing) -> dict[str, Any]:
+    """Return ``row`` as JSON can hold it, with None for what is infinite."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(part) for part in value]
+        return None if isinstance(value, float) and math.isinf(value) else value
+
+    studies = [
+        asdict(study) | {"reached": study.reached._asdict()} for study in row.studies
+    ]
+    record: dict[str, Any] = finite(
+        asdict(row) | {"studies": studies, "reached": row.reached}
+    )
+    return record
