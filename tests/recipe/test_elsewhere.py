@@ -78,7 +78,7 @@ def test_the_page_has_the_table() -> None:
     ({"train": {"per_device_train_batch_size": 8}}, "in Weft it is train.micro_batch (sequences per rank and pass; "),
     ({"data": {"cutoff_len": 8}}, "in Weft it is data.seq_len"),
     ({"train": {"lr": 1e-4}}, "unknown key 'train.lr'; did you mean 'optimizer.lr'?"),
-    ({"seed": 1}, "unknown key 'seed'; did you mean 'data.seed' or 'train.seed'?"),
+    ({"seed": 1}, "unknown key 'seed'; did you mean 'data.seed' or 'train.seed' or 'federated.seed'?"),
     ({"metrics": {"log_freq": 1}}, "unknown key 'metrics.log_freq'; in Weft it is observe.every"),
     ({"TrainingArguments": {"load_best_model_at_end": True}}, "in Weft it is validation.keep_best (by the loss"),
     ({"adapter": {"modules_to_save": ["lm_head"]}}, "in Weft it is adapter.whole"),
