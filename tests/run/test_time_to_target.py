@@ -10,12 +10,12 @@ from weft.errors import UsageError
 from weft.run.time_to_target import (
     PROFILE,
     Entrant,
-    attempts_of,
     performance_profile,
     reached_at,
     read_entrants,
     record_of,
     standings,
+    target_runs,
 )
 
 
@@ -40,7 +40,7 @@ def test_the_first_validation_at_the_target_counts(tmp_path: Path) -> None:
 def test_a_study_counts_its_best_candidate_and_an_entrant_its_median(tmp_path: Path) -> None:  # fmt: skip
     fast = Entrant("fast", ("a.b=1",), (("c=1",), ("c=2",)))
     slow, never = Entrant("slow"), Entrant("never")
-    attempts = attempts_of(["w"], [slow, fast, never], [0, 1, 2], tmp_path)
+    attempts = target_runs(["w"], [slow, fast, never], [0, 1, 2], tmp_path)
     assert len(attempts) == 12 and attempts[1].overrides == ["a.b=1", "c=1", "train.seed=0"]  # fmt: skip
     for attempt in attempts:
         first = attempt.candidate == ("c=1",)

@@ -17,7 +17,7 @@ from weft.errors import UsageError
 if TYPE_CHECKING:
     from weft.recipe import Recipe
     from weft.run.sweep import Trial
-    from weft.run.time_to_target import Attempt, Standing
+    from weft.run.time_to_target import Standing, TargetRun
 
 _recipes = "Recipes of the workloads; without --entrants they are what competes, on one workload."
 _until = "Validation loss to reach, as loss=NUMBER; once for all workloads, or once for each in their order."
@@ -50,10 +50,10 @@ def target_command(
     from weft.run.target_page import write_target_page
     from weft.run.time_to_target import (
         Entrant,
-        attempts_of,
         read_entrants,
         record_of,
         standings,
+        target_runs,
     )
 
     folder = out or RUNS / "target"
@@ -69,7 +69,7 @@ def target_command(
         raise UsageError("two of the recipes have one name; give files of different names")  # fmt: skip
     targets = _targets(until, list(workloads))
 
-    def recipe_of(attempt: "Attempt") -> "Recipe":
+    def recipe_of(attempt: "TargetRun") -> "Recipe":
         words = [
             *(overrides or []), *attempt.overrides, f"validation.until={targets[attempt.workload]}",
             "observe.every=1",
@@ -78,7 +78,7 @@ def target_command(
         return load_recipe(source, words)
 
     # all are checked before any runs
-    attempts = attempts_of(list(workloads), competing, range(seeds), folder)
+    attempts = target_runs(list(workloads), competing, range(seeds), folder)
     asked = [(attempt, recipe_of(attempt)) for attempt in attempts]
     for _, recipe in asked:
         check_sources(recipe.data)
@@ -108,7 +108,7 @@ def target_command(
     return int(any(r.problem for r in results))
 
 
-def _trial(attempt: "Attempt") -> "Trial":
+def _trial(attempt: "TargetRun") -> "Trial":
     """Return the run ``attempt`` as one of a sweep."""
     from weft.run.sweep import Trial
 

@@ -39,7 +39,7 @@ class Entrant:
     candidates: tuple[tuple[str, ...], ...] = ((),)
 
 
-class Attempt(NamedTuple):
+class TargetRun(NamedTuple):
     """One run of a comparison: an entrant with one of its candidates, on a workload, with a seed.
 
     ``folder``: folder of the run.
@@ -145,18 +145,18 @@ def candidates_of(tuned: Mapping[str, Sequence[Any]]) -> tuple[tuple[str, ...], 
     )
 
 
-def attempts_of(
+def target_runs(
     workloads: Sequence[str],
     entrants: Sequence[Entrant],
     seeds: Sequence[int],
     folder: Path,
-) -> list[Attempt]:
+) -> list[TargetRun]:
     """Return all runs of a comparison. Studies come one after the other, so that entrants share what slows a machine.
 
     ``workloads``: names of the workloads; ``folder``: the folder in which every run has one of its own.
     """
     return [
-        Attempt(
+        TargetRun(
             workload,
             entrant,
             candidate,
@@ -193,7 +193,7 @@ def reached_at(folder: Path, target: float) -> Reached:
 
 
 def standings(
-    attempts: Sequence[Attempt], targets: Mapping[str, float]
+    attempts: Sequence[TargetRun], targets: Mapping[str, float]
 ) -> list[Standing]:
     """Return the result of every entrant on every workload, workload by workload, the fastest first.
 
@@ -215,7 +215,7 @@ def standings(
     return table
 
 
-def _studies(attempts: Sequence[Attempt], target: float) -> Iterator[StudyResult]:
+def _studies(attempts: Sequence[TargetRun], target: float) -> Iterator[StudyResult]:
     """Yield the best candidate of each study of one entrant."""
     for seed in dict.fromkeys(attempt.seed for attempt in attempts):
         results = [
