@@ -211,6 +211,12 @@ ASKED = {
     "summed-islands": ("island=2", ""),
     "separate-islands": ("island=2", "sync.every=2"),
     "distillation": ("", TAUGHT),
+    "federated-server": ("", "federated.listen=localhost:7800"),
+    "federated-client": ("", "federated.join=invitation federated.name=a"),
+    "corrected-gradients": (
+        "",
+        "federated.policy=fedavg-m federated.join=invitation federated.name=a",
+    ),
 }
 
 

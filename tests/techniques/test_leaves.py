@@ -53,6 +53,11 @@ ASKED: dict[str, dict[str, dict[str, object]]] = {
     "summed-islands": {"layout": {"island": 2}},
     "distillation": {"loss": {"teachers": ["elsewhere"]}},
     "separate-islands": {"layout": {"island": 2}, "sync": {"every": 2}},
+    "federated-server": {"federated": {"listen": "localhost:7800"}},
+    "federated-client": {"federated": {"join": "invitation", "name": "a"}},
+    "corrected-gradients": {
+        "federated": {"join": "invitation", "name": "a", "policy": "fedavg-m"}
+    },
 }
 
 
@@ -63,7 +68,10 @@ def streamed(kind: str = "mlp", buffer: str = "reservoir") -> dict[str, object]:
 
 
 #: Recipes whose samples come from elsewhere than files.
-SAMPLED = {"rl": {"rl": {}, "tasks": [{"reward": "addition"}]}, "stream": streamed()}
+SAMPLED = {
+    "rl": {"rl": {}, "tasks": [{"reward": "addition"}]}, "stream": streamed(),
+    "federated": {"federated": {"listen": "127.0.0.1:7800"}},
+}  # fmt: skip
 
 #: What names a technique of a kind that no recipe names.
 NAMED_BY: dict[str, Callable[[str], object]] = {

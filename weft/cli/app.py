@@ -11,6 +11,7 @@ import weft
 from weft.cli.bench import app as bench
 from weft.cli.chat import chat_command
 from weft.cli.checkpoint import app as checkpoint
+from weft.cli.client import client_command
 from weft.cli.cluster_engine import engine_command
 from weft.cli.data import app as data
 from weft.cli.doctor import doctor_command
@@ -84,6 +85,7 @@ def _root(
 command: Callable[..., int]
 for command in (
     train_command,
+    client_command,
     verify_command,
     generate_command,
     sample_command,

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from weft.recipe.host_section import HostSection
+from weft.recipe.federated_travel import FederatedTravel
 
 
-class Federated(HostSection):
+class Federated(FederatedTravel):
     """Section of federated training: the policy, what clients do, and the clients that a virtual clock simulates."""
 
     hosts: ClassVar[Mapping[str, str]] = {"policy": "federation-policy"}

@@ -228,9 +228,10 @@ def prepare(recipe: Recipe) -> Job:
     if recipe.rl is not None:
         job: Job = find("samples", "rl").implementation(recipe)
         return job
-    if recipe.stream is not None:
-        job = find("samples", "stream").implementation(recipe)
-        return job
+    for section in ("stream", "federated"):
+        if getattr(recipe, section) is not None:
+            job = find("samples", section).implementation(recipe)
+            return job
     if own := recipe.model.architecture:
         job = own.prepare(recipe)
         return job

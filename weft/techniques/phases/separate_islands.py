@@ -18,7 +18,7 @@ class SeparateIslandsTechnique(StepTechnique):
     """Lets islands train independently, and exchanges parameters between some steps as ``sync.update`` says."""
 
     fills = Phase.AFTER
-    does = "islands exchange parameters between steps"
+    does = "islands exchange parameters between steps (sync.every = {0.sync.every})"
 
     def fill(self, context: StepContext, recipe: Recipe) -> PhaseFiller | None:
         if context.presence is None:

@@ -1,0 +1,178 @@
+"""The loader of a server: between two steps it waits until clients have brought the next change of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.federated.client_sessions import public_numbers
+from weft.federated.federation_server import FederationServer, ServedChange
+from weft.federated.plain_tensors import load_values, save_values
+from weft.federated.privacy_budget import PrivacyBudget, difference_norm
+from weft.federated.whole_tensors import gathered_parameters
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.parallel.state import State
+    from weft.train.step_loader import AskedQuestions, RunRecords
+
+T = torch.Tensor
+#: Folder in the run's folder with what the server remembers after each of the last changes, and how many are kept.
+MEMORY, KEPT = "federation", 3
+
+
+@dataclass(frozen=True)
+class ChangeOfStep:
+    """What a step of the server works on, in the place of a batch.
+
+    Attributes:
+        ``difference``: what to add to the parameters, on the first rank.
+        ``loss``: mean loss of the clients' steps.
+        ``norm``: norm of the difference.
+    """
+
+    difference: Mapping[str, T]
+    loss: float
+    norm: float
+
+
+@dataclass
+class ChangeLoader:
+    """Loader whose batches are changes of the model.
+
+    Attributes:
+        ``server``: drives the policy, on the first rank; None on others.
+        ``mesh``, ``state``: the ranks of the server, and what this rank holds.
+        ``shapes``: the shape of each learning parameter.
+        ``budget``: adds noise and counts it; None without.
+        ``recorder``: writes the run's records.
+        ``interrupted``: function that returns whether this rank is asked to end the run.
+        ``kept``: JSON values that checkpoints keep.
+        ``keep_steps``: returns the versions of which checkpoints exist.
+        ``batch``: number by which the run's samples are counted at a step.
+    """
+
+    server: FederationServer | None
+    mesh: Mesh
+    state: State
+    shapes: Mapping[str, tuple[int, ...]]
+    budget: PrivacyBudget | None
+    recorder: RunRecords
+    interrupted: Callable[[], bool]
+    kept: dict[str, Any]
+    batch: int
+    keep_steps: Callable[[], set[int]]
+    over: str = ""
+    served: ChangeOfStep | None = None
+
+    def island_samples(self, position: int) -> range:
+        """Return numbers that stand for the samples of clients, which the server does not know."""
+        return range(position, position + self.batch)
+
+    def questions(self) -> Mapping[str, AskedQuestions]:
+        """Return no questions."""
+        return {}
+
+    def is_ready(self, position: int) -> bool:
+        """Return whether the change of the step that starts at ``position`` is there."""
+        return self.served is not None
+
+    def make_ready(self, position: int) -> bool:
+        """Give out work on the present model, and wait for its next change. Collective.
+
+        Returns False if a rank is asked to end the run meanwhile.
+        """
+        parameters = gathered_parameters(self.state, self.mesh, self.shapes)
+        change: list[ServedChange | None] = [None]
+
+        def serve() -> tuple[float, float] | None:
+            assert self.server is not None
+            change[0] = self.server.next_change(parameters, self.interrupted)
+            return None if change[0] is None else self._serve(change[0])
+
+        figures = self.mesh.on_main(serve)
+        if figures is None:
+            return False
+        difference = self._difference if change[0] is not None else {}
+        self.served = ChangeOfStep(difference, *figures)
+        return True
+
+    def _serve(self, served: ServedChange) -> tuple[float, float]:
+        """Add noise to a change, record it, and return its loss and norm. On the first rank alone."""
+        assert self.server is not None
+        change, record = served.change, dict[str, Any]()
+        self._difference: Mapping[str, T] = change.difference
+        if self.budget is not None:
+            self._difference = self.budget.noisy(
+                change.difference, change.clients, change.weights
+            )
+            record["epsilon"] = self.budget.epsilon()
+            record["delta"] = self.budget.delta
+        sessions = [
+            each.session for each in self.server.clients.values() if each.session
+        ]
+        self.recorder.log(
+            "federated", clients=list(change.clients), weights=list(change.weights), staleness=list(served.staleness),
+            seconds=list(served.seconds), time=self.server.now, loss=served.loss,
+            traffic=[public_numbers(session) for session in sessions], **record,
+        )  # fmt: skip
+        return served.loss, difference_norm(self._difference)
+
+    def step(self, position: int) -> Sequence[Any]:
+        """Return the change of the step that starts at ``position``, in the place of batches."""
+        served, self.served = self.served, None
+        assert served is not None
+        if self.server is not None:
+            self._remember()
+        return [served]
+
+    # --- over restarts ---
+
+    def _remember(self) -> None:
+        """Write what the server must know to go on after this step, and forget what no checkpoint needs."""
+        assert self.server is not None
+        version, folder = self.server.policy.version, self.recorder.folder / MEMORY
+        state = self.server.state_dict()
+        if self.budget is not None:
+            state["budget"] = self.budget.state_dict()
+        save_values(memory_file(self.recorder.folder, version), state)
+        self.kept["federated_version"] = version
+        needed = self.keep_steps()
+        for path in folder.glob("*.safetensors"):
+            if (
+                path.stem.isdigit()
+                and int(path.stem) <= version - KEPT
+                and int(path.stem) not in needed
+            ):
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Tell all clients that the run has ended, or that the server pauses."""
+        if self.server is None:
+            return
+        version, rounds = self.server.policy.version, self.server.policy.settings.rounds
+        if version >= rounds:
+            parameters = gathered_parameters(self.state, self.mesh, self.shapes)
+            self.server.end(
+                f"the run is complete: {version} changes of the model", parameters
+            )
+        else:
+            self.server.pause()
+
+
+def memory_file(folder: Path, version: int) -> Path:
+    """Return the file of a run with what the server remembers after change number ``version``."""
+    return folder / MEMORY / f"{version}.safetensors"
+
+
+def remembered(folder: Path, version: int) -> dict[str, Any]:
+    """Return what the server of the run in ``folder`` remembered after change number ``version``.
+
+    Raises :class:`weft.errors.WeftError` if the file is missing or damaged.
+    """
+    values: dict[str, Any] = load_values(memory_file(folder, version))
+    return values

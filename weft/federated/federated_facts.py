@@ -1,0 +1,142 @@
+"""What server and client must agree on before any work: the model, its base, the tokenizer; and the recipe on offer."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.cache import digest
+from weft.errors import UsageError, WeftError
+from weft.shapes.parameters import learns, parameters
+
+if TYPE_CHECKING:
+    from weft.net.wire import Head
+    from weft.recipe import ModelShape, Recipe
+    from weft.train.setup import Job
+
+#: Sections of the server's recipe that a client begins with. The others are about the server's own machine and data.
+OFFERED = ("name", "model", "adapter", "train", "loss", "optimizer", "federated")
+#: Settings of ``[data]`` that are about a place on the server's machine.
+OF_SERVER = ("path", "sources", "cache", "validation", "tokenizer", "epochs", "mix")
+#: Settings of ``[federated]`` that belong to the server alone.
+SERVER_ALONE = ("listen", "join", "name")
+
+
+def learning_shapes(recipe: Recipe, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter that learns, which is what travels."""
+    return {
+        p.name: tuple(p.shape)
+        for p in parameters(shape)
+        if learns(p.name, shape, recipe.train.freeze)
+    }
+
+
+def travel_dtype(recipe: Recipe) -> torch.dtype:
+    """Return the type in which a run's parameters are held and travel."""
+    return torch.float64 if recipe.train.dtype == "float64" else torch.float32
+
+
+def agreed_facts(job: Job) -> dict[str, str]:
+    """Return digests of what a server and its clients must have in common, by what they are called in a refusal."""
+    recipe, shape = job.recipe, job.shape
+    shapes = learning_shapes(recipe, shape)
+    facts = {
+        "parameters": digest(
+            sorted((name, list(size)) for name, size in shapes.items())
+        ),
+        "model": digest(_model_facts(shape)),
+        "tokenizer": job.corpus.tokenizer.fingerprint,
+        "number format": str(travel_dtype(recipe)),
+    }
+    if shape.adapter is not None:
+        from weft.checkpoint.resume_check import run_base
+
+        base = run_base(recipe, shape) or {}
+        facts["base model"] = digest(base.get("fingerprint"), base.get("seed"))
+    return facts
+
+
+def _model_facts(shape: ModelShape) -> dict[str, Any]:
+    """Return the fields of ``shape`` that say what the model computes."""
+    values = shape.model_dump(mode="json")
+    values.pop("origin", None)
+    values.pop("from", None)
+    if isinstance(values.get("adapter"), dict):
+        values["adapter"].pop("dropout", None)
+    return values
+
+
+def disagreement(own: Mapping[str, str], hello: Head) -> str:
+    """Return why a client that says ``hello`` cannot take part in a run with the facts ``own``; empty if it can."""
+    theirs = hello.get("facts")
+    if not isinstance(theirs, dict):
+        return (
+            "it does not say which model it trains; is it of another version of Weft?"
+        )
+    for what, value in own.items():
+        if theirs.get(what) != value:
+            remedy = {
+                "parameters": "other parameters learn there: use the server's [model], [adapter] and train.freeze",
+                "model": "its model computes something else: use the server's [model] and [adapter]",
+                "tokenizer": "its tokens mean something else: leave data.tokenizer to the server's recipe",
+                "number format": "use the server's train.dtype",
+                "base model": "its adapter has another base: give the very weights that the server has (--from)",
+            }[what]
+            return f"its {what} differ{'s' * (what != 'parameters')} from the server's; {remedy}"
+    return ""
+
+
+def offered_recipe(job: Job) -> tuple[Head, bytes]:
+    """Return what a client gets that asks for the run's recipe: a head, and the tokenizer's files."""
+    recipe = job.recipe
+    tree = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    offered = {name: tree[name] for name in OFFERED if name in tree}
+    offered["data"] = {
+        key: value
+        for key, value in recipe.data.model_dump(mode="json", by_alias=True, exclude_unset=True).items()
+        if key not in OF_SERVER
+    } | {"kind": recipe.data.sources[0].kind}  # fmt: skip
+    offered["federated"] = {
+        key: value
+        for key, value in offered["federated"].items()
+        if key not in SERVER_ALONE
+    }
+    files = {
+        name: base64.b64encode(text).decode()
+        for name, text in job.corpus.tokenizer.files().items()
+    }
+    head = {
+        "kind": "recipe", "recipe": offered, "facts": agreed_facts(job), "plugins": list(recipe.plugins),
+        "shape": job.shape.model_dump(mode="json", by_alias=True),
+    }  # fmt: skip
+    return head, json.dumps(files).encode()
+
+
+def offered_files(payload: memoryview) -> dict[str, bytes]:
+    """Return the tokenizer's files of an offer by name. Raises :class:`WeftError` if they are damaged."""
+    try:
+        files = json.loads(bytes(payload))
+        decoded = {str(name): base64.b64decode(text) for name, text in files.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise WeftError("the tokenizer that the server sent is damaged") from None
+    if any("/" in name or "\\" in name or name.startswith(".") for name in decoded):
+        raise WeftError("the server sent files with names that are none of a tokenizer")
+    return decoded
+
+
+def check_rounds(recipe: Recipe) -> None:
+    """Refuse ``federated.secure`` with a policy whose updates are not summed in rounds."""
+    from weft.federated.round_policy import RoundPolicy
+    from weft.registry import find
+
+    settings = recipe.federated
+    policy = find("federation-policy", settings.policy).implementation
+    if settings.secure and not issubclass(policy, RoundPolicy):
+        raise UsageError(
+            f"federated.secure sums the updates of a round, and federated.policy = {settings.policy!r} takes each as "
+            "it comes; use 'fedavg', or leave secure out"
+        )

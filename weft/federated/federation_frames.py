@@ -1,0 +1,242 @@
+"""Frames between a server of federated training and its clients: heads in JSON, tensors as raw bytes.
+
+A client begins with a hello that says who it is and which model it trains. The server answers ``welcome`` or
+``refused``. Afterwards the server sends ``work``, and the client an ``update`` for each of them, which the server
+answers with ``taken``. ``beat`` says that an end lives, ``tell`` and ``seed`` belong to secure sums, ``end`` ends the
+run. Whatever an end does not understand ends the connection, with a line.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.errors import WeftError
+from weft.federated.client_work import CohortShare, WorkAnswer, WorkOrder
+from weft.federated.tensor_form import TensorForm
+from weft.net.wire import Head
+
+T = torch.Tensor
+
+#: Seconds between two beats, and without any frame after which the other end counts as gone.
+BEAT_S, SILENT_S = 2.0, 20.0
+#: Most characters of a client's name.
+LONGEST_NAME = 64
+#: Vectors that policies send beside the model, and that clients send beside their difference.
+VECTORS = ("direction", "control")
+
+
+@dataclass(frozen=True)
+class FederationForms:
+    """Forms in which a run's tensors travel.
+
+    Attributes:
+        ``up``: of clients' differences.
+        ``down``: of the model's changes to clients that have an earlier one.
+        ``whole``: of the whole model, and of vectors of policies.
+    """
+
+    up: TensorForm
+    down: TensorForm
+    whole: TensorForm
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        compress: str = "none",
+        compress_back: str = "none",
+    ) -> FederationForms:
+        """Return the forms of a run.
+
+        ``compress``: compressor of differences. ``compress_back``: compressor of changes of the model.
+        """
+        whole = TensorForm(shapes, dtype)
+        return cls(
+            TensorForm(shapes, dtype, compress),
+            TensorForm(shapes, dtype, compress_back),
+            whole,
+        )
+
+    @property
+    def most(self) -> int:
+        """Bytes of the largest frame: the model and the vectors of a policy, or masked integers."""
+        return (1 + len(VECTORS)) * max(
+            self.whole.nbytes, self.up.nbytes, 8 * self.elements
+        )
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the model's learning parameters."""
+        return sum(math.prod(shape) for shape in self.whole.shapes.values())
+
+
+def travel_seed(client: str, version: int, down: bool = False) -> int:
+    """Return the seed of a compressor's random choices for the work of ``client`` on ``version``.
+
+    Successive versions have successive seeds, and masks down are other ones than up (CELLM).
+    """
+    return zlib.crc32(f"{client} {'down' if down else 'up'}".encode()) + version
+
+
+def order_head(order: WorkOrder, base: str, last: bool = False) -> Head:
+    """Return the head of a frame with work. ``base``: "whole" or "change": what the frame's first tensors are."""
+    secure = None
+    if order.secure is not None:
+        secure = {
+            "cohort": order.secure.cohort,
+            "members": dict(order.secure.members),
+            "share": order.secure.share,
+        }
+    return {
+        "kind": "end" if last else "work", "token": order.token, "version": order.version, "steps": order.steps,
+        "beta": order.beta, "control": order.control, "groups": sorted(order.sent), "base": base, "secure": secure,
+    }  # fmt: skip
+
+
+def read_order(
+    head: Head,
+    payload: memoryview,
+    forms: FederationForms,
+    name: str,
+    before: Mapping[str, T],
+) -> WorkOrder:
+    """Return the work of a frame. ``before``: the model that this client has, which a change is added to.
+
+    Raises :class:`WeftError` if the frame is not as it must be.
+    """
+    version = whole_number(head, "version")
+    base = text_of(head, "base", ("whole", "change"))
+    form = forms.whole if base == "whole" else forms.down
+    groups = names_of(head, "groups", VECTORS)
+    tensors, rest = _first(form, payload, travel_seed(name, version, down=True))
+    if base == "change":
+        if not before:
+            raise WeftError(
+                "the server sent a change of a model that this client does not have"
+            )
+        tensors = {key: before[key] + x for key, x in tensors.items()}
+    sent = dict[str, Mapping[str, T]]()
+    for group in groups:
+        sent[group], rest = _first(forms.whole, rest, 0)
+    if rest.nbytes:
+        raise WeftError(
+            f"{rest.nbytes} bytes more came than the work of the server has"
+        )
+    return WorkOrder(
+        text_of(head, "token"), version, whole_number(head, "steps"), tensors, sent, number_of(head, "beta"),
+        head.get("control") is True, _cohort(head.get("secure")),
+    )  # fmt: skip
+
+
+def _cohort(secure: Any) -> CohortShare | None:
+    if secure is None:
+        return None
+    if not isinstance(secure, dict) or not isinstance(secure.get("members"), dict):
+        raise WeftError("the server's cohort of a secure sum is damaged")
+    members = {str(name): str(key) for name, key in secure["members"].items()}
+    return CohortShare(text_of(secure, "cohort"), members, number_of(secure, "share"))
+
+
+def answer_head(answer: WorkAnswer) -> Head:
+    """Return the head of a frame with an update."""
+    return {
+        "kind": "update", "token": answer.order.token, "version": answer.order.version, "steps": answer.steps,
+        "seconds": answer.seconds, "rates": answer.rates, "loss": answer.loss, "samples": answer.samples,
+        "groups": sorted(answer.extra),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AnswerNumbers:
+    """The numbers in the head of an update; the attributes are those of :class:`WorkAnswer`."""
+
+    version: int
+    steps: int
+    seconds: float
+    rates: float
+    loss: float
+    samples: int
+    groups: Sequence[str]
+
+
+def read_numbers(head: Head) -> AnswerNumbers:
+    """Return the numbers of an update. Raises :class:`WeftError` if one is missing or absurd."""
+    loss = head.get("loss")
+    return AnswerNumbers(
+        whole_number(head, "version"), whole_number(head, "steps"), number_of(head, "seconds"),
+        number_of(head, "rates"), float(loss) if isinstance(loss, int | float) else math.nan,
+        whole_number(head, "samples"), names_of(head, "groups", VECTORS),
+    )  # fmt: skip
+
+
+def read_tensors(
+    form: TensorForm,
+    payload: memoryview,
+    seed: int,
+    groups: Sequence[str],
+    whole: TensorForm,
+) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
+    """Return the difference of an update, and its further differences by the names ``groups``.
+
+    ``form``: form of the difference. ``whole``: form of the others. Raises :class:`WeftError` if the bytes do not fit.
+    """
+    expected = form.nbytes + len(groups) * whole.nbytes
+    if payload.nbytes != expected:
+        raise WeftError(
+            f"it has {payload.nbytes:,} bytes, and this run's updates have {expected:,}"
+        )
+    difference, rest = _first(form, payload, seed)
+    extra = dict[str, dict[str, T]]()
+    for group in groups:
+        extra[group], rest = _first(whole, rest, 0)
+    return difference, extra
+
+
+def _first(
+    form: TensorForm, payload: memoryview, seed: int
+) -> tuple[dict[str, T], memoryview]:
+    """Return the tensors at the beginning of ``payload``, and what follows them."""
+    return form.unpacked(payload[: form.nbytes], seed), payload[form.nbytes :]
+
+
+def whole_number(head: Mapping[str, Any], key: str) -> int:
+    """Return the whole number from 0 under ``key``. Raises :class:`WeftError` if it is none."""
+    value = head.get(key)
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise WeftError(f"{key} = {str(value)[:40]!r} is no whole number")
+    return value
+
+
+def number_of(head: Mapping[str, Any], key: str) -> float:
+    """Return the finite number from 0 under ``key``. Raises :class:`WeftError` if it is none."""
+    value: Any = head.get(key)
+    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+        raise WeftError(f"{key} = {str(value)[:40]!r} is no number from 0")
+    return float(value)
+
+
+def text_of(head: Mapping[str, Any], key: str, choices: Sequence[str] = ()) -> str:
+    """Return the text under ``key``, one of ``choices`` if there are any. Raises :class:`WeftError` if it is none."""
+    value = head.get(key)
+    if not isinstance(value, str) or (choices and value not in choices):
+        raise WeftError(f"{key} = {str(value)[:40]!r} is not what it can be")
+    return value
+
+
+def names_of(head: Mapping[str, Any], key: str, choices: Sequence[str]) -> list[str]:
+    """Return the names under ``key``, all among ``choices`` and each once. Raises :class:`WeftError` otherwise."""
+    value = head.get(key)
+    if (
+        not isinstance(value, list)
+        or len({*map(str, value)}) != len(value)
+        or any(name not in choices for name in value)
+    ):
+        raise WeftError(f"{key} = {str(value)[:40]!r} are not names that it can have")
+    return value

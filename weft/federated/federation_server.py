@@ -1,0 +1,697 @@
+"""Drives a federation policy with real clients: gives out work, judges what comes back, and names who is missing."""
+
+from __future__ import annotations
+
+import math
+import queue
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from weft.errors import WeftError
+from weft.federated.client_sessions import ClientSession, ClientSessions, SessionEvent
+from weft.federated.client_work import WorkOrder
+from weft.federated.federation_events import EventLog
+from weft.federated.federation_frames import (
+    FederationForms,
+    order_head,
+    read_numbers,
+    read_tensors,
+    text_of,
+    travel_seed,
+)
+from weft.federated.policy import ClientUpdate
+from weft.federated.secure_cohorts import SecureCohort, new_cohort, unanswered
+from weft.federated.tensor_form import split_tensors
+from weft.federated.update_judge import UpdateJudge, check_finite
+from weft.federated.virtual_clock import EventKind, FederationEvent
+from weft.net.wire import Head
+
+if TYPE_CHECKING:
+    from weft.federated.policy import AssignedWork, FederationPolicy, ModelChange
+
+T = torch.Tensor
+Named = Mapping[str, T]
+
+#: Refused updates in a row after which a client is sent away.
+MOST_REFUSED = 3
+#: Work may take so many times ``patience``, after which whoever does it counts as stuck.
+LATE = 3
+#: Seconds within which clients must have got the final model.
+FLUSH_S = 120.0
+#: Seconds after which the server looks whether it is asked to end.
+LOOK_S = 0.25
+
+
+@dataclass
+class GivenWork:
+    """Work that a client was given and that has no answer yet.
+
+    Attributes:
+        ``token``: name of the work.
+        ``version``: version of the model with which it began.
+        ``steps``: number of its local steps.
+        ``since``: time at which it was given out.
+        ``cohort``: the secure sum that it belongs to; None if there is none.
+    """
+
+    token: str
+    version: int
+    steps: int
+    since: float
+    cohort: SecureCohort | None = None
+
+
+@dataclass
+class ClientRecord:
+    """What the server keeps of a client.
+
+    Attributes:
+        ``session``: its connection; None while it has none.
+        ``work``: what it does; None if it does nothing.
+        ``lost_at``: time at which its connection broke; None while it is connected or was given up.
+        ``answered``: token of its last answer, and whether it was taken.
+        ``refused``: updates that were refused in a row.
+        ``view``: the model as this client has it, where changes of it are compressed.
+        ``present``: whether the policy counts it as present.
+    """
+
+    session: ClientSession | None = None
+    work: GivenWork | None = None
+    lost_at: float | None = None
+    answered: tuple[str, bool] = ("", False)
+    refused: int = 0
+    view: dict[str, T] = field(default_factory=dict)
+    present: bool = False
+
+
+class WorkReport(NamedTuple):
+    """What a client says of its last work: mean ``loss``; ``staleness`` of its update; ``seconds`` that it took."""
+
+    loss: float = math.nan
+    staleness: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ServedChange:
+    """A change of the server's model, and what its clients reported.
+
+    Attributes:
+        ``change``: the change.
+        ``loss``: mean loss of the clients' local steps, weighted like their updates.
+        ``staleness``: staleness of each update.
+        ``seconds``: duration of each client's work as the client measured it.
+    """
+
+    change: ModelChange
+    loss: float
+    staleness: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+class FederationServer:
+    """Drives ``policy`` with the clients of ``sessions``.
+
+    ``forms``: how tensors travel. ``judge``: refuses updates. ``say``: prints a line. ``patience``: seconds for which
+    work may take, and for which the server waits while nobody is there. ``grace``: seconds for which a client whose
+    connection broke may come back to its work. ``secure``: whether updates are masked. ``log``: takes all events.
+    ``began``: seconds of the run before this process.
+    """
+
+    def __init__(
+        self,
+        policy: FederationPolicy,
+        sessions: ClientSessions,
+        forms: FederationForms,
+        judge: UpdateJudge,
+        log: EventLog,
+        say: Callable[[str], object],
+        patience: float,
+        grace: float,
+        secure: bool = False,
+        began: float = 0.0,
+    ) -> None:
+        self.policy, self.sessions, self.forms, self.judge = (
+            policy,
+            sessions,
+            forms,
+            judge,
+        )
+        self.log, self.say, self.patience, self.grace = log, say, patience, grace
+        self.secure = secure
+        self.clients: dict[str, ClientRecord] = {}
+        self.parameters: Named = {}
+        self._reports: dict[str, WorkReport] = {}
+        self._masked: dict[
+            str, ClientUpdate
+        ] = {}  # those whose cohort is not complete, by client
+        self._incarnation, self._count = secrets.token_hex(4), 0
+        self._zero = time.monotonic() - began
+        #: Seconds of the run, as the policy and the record of events see them.
+        self.now = self._heard = began
+        self._said_waiting = False
+        self._cohorts: list[SecureCohort] = []
+        for name in (
+            policy.members
+        ):  # of an earlier process; whoever comes back gets its work anew
+            self._leave(name)
+
+    # --- what the loop of the server calls ---
+
+    def next_change(
+        self, parameters: Named, interrupted: Callable[[], bool]
+    ) -> ServedChange | None:
+        """Give out work on ``parameters``, the present model, and return the next change of it.
+
+        Returns None if this process is asked to end. Raises :class:`WeftError` if nobody comes for too long.
+        """
+        self.parameters = parameters
+        while not interrupted():
+            self._look_at_clock()
+            self._start()
+            self._complain()
+            change = self._happen()
+            if change is not None:
+                self._heard = self.now
+                return self._served(change)
+        return None
+
+    def end(self, why: str, parameters: Named | None = None) -> None:
+        """Tell all clients that the run has ended, with the final model if there is one, and let them go."""
+        self.sessions.close()
+        views: Sequence[memoryview] = ()
+        if parameters:
+            views = self.forms.whole.packed(parameters, 0).views
+        for record in self.clients.values():
+            if record.session is not None:
+                record.session.send({"kind": "end", "why": why}, views)
+                record.session.close()
+        self.flush()
+
+    def pause(self) -> None:
+        """Let all clients go, which wait for the server to come back."""
+        self.sessions.close()
+        for record in self.clients.values():
+            if record.session is not None:
+                record.session.close()
+        self.flush()
+
+    def flush(self) -> None:
+        """Wait until clients have got what was sent, for a limited time, and close the record of events."""
+        deadline = time.monotonic() + FLUSH_S
+        for record in self.clients.values():
+            if record.session is not None:
+                record.session.over.wait(max(0.0, deadline - time.monotonic()))
+        self.log.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what another process needs to go on: the policy, and figures of the server."""
+        return {
+            "policy": self.policy.state_dict(), "seconds": self.now, "events": self.log.size,
+            "norms": list(self.judge.norms),
+        }  # fmt: skip
+
+    # --- what happens ---
+
+    def _look_at_clock(self) -> None:
+        self.now = time.monotonic() - self._zero
+
+    def _happen(self) -> ModelChange | None:
+        """Wait for the next event, handle it, and return the change that it completes."""
+        tick = self.policy.next_tick()
+        if tick is not None and self.now >= tick:
+            return self._tick()
+        limit = LOOK_S if tick is None else min(LOOK_S, tick - self.now)
+        try:
+            event = self.sessions.events.get(timeout=max(0.0, limit))
+        except queue.Empty:
+            self._look_at_clock()
+            return self._give_up()
+        self._look_at_clock()
+        record = self.clients.setdefault(event.session.name, ClientRecord())
+        if event.kind == "joined":
+            self._joined(record, event.session)
+            return None
+        if (
+            event.session is not record.session
+        ):  # of a connection that another one has replaced
+            return None
+        if event.kind == "gone":
+            record.session, record.lost_at = None, self.now
+            if record.present:
+                self.say(
+                    f"client {event.session.name} is gone: {event.why}"
+                    + f"; its work waits for it for {self.grace:g} s"
+                    * (record.work is not None)
+                )
+            return self._give_up()
+        try:
+            return self._frame(record, event)
+        except WeftError as error:
+            return self._refuse(record, event.session, event.head, str(error))
+
+    def _frame(self, record: ClientRecord, event: SessionEvent) -> ModelChange | None:
+        kind = text_of(event.head, "kind", ("update", "seed"))
+        self._heard = self.now
+        if kind == "seed":
+            return self._seed(event.session.name, event.head)
+        return self._update(record, event)
+
+    def _joined(self, record: ClientRecord, session: ClientSession) -> None:
+        """Take in a client that has connected, with the work that it does if it is still the right one."""
+        name = session.name
+        if record.session is not None:
+            record.session.close()
+        record.session, record.lost_at = session, None
+        record.view = {}
+        self._heard, self._said_waiting = self.now, False
+        tokens = {record.work.token if record.work else "", record.answered[0]}
+        if (
+            record.present
+            and session.working
+            and session.working in tokens
+            and (record.work is None or record.work.token == session.working)
+        ):
+            self.say(f"client {name} is back, and goes on with its work")
+            return
+        if record.present:
+            self._leave(name)
+        samples = session.hello.get("samples")
+        count = samples if type(samples) is int and samples > 0 else 0
+        self._note("join", name, samples=count)
+        self.policy.join(name, self.now, count)
+        record.present, record.work = True, None
+        there = sum(each.session is not None for each in self.clients.values())
+        self.say(f"client {name} has joined with {count:,} samples; {there} are here")
+
+    def _leave(self, name: str) -> None:
+        """Tell the policy that a client is gone, together with its work."""
+        record = self.clients.setdefault(name, ClientRecord())
+        work, record.work, record.present = record.work, None, False
+        self._note("leave", name)
+        self.policy.leave(name, self.now)
+        if work is not None and work.cohort is not None:
+            work.cohort.lose(name)
+
+    def _give_up(self) -> ModelChange | None:
+        """Give up clients that have not come back, or have not answered for too long."""
+        now = self.now
+        for name, record in self.clients.items():
+            if not record.present:
+                continue
+            if record.lost_at is not None and now - record.lost_at >= self.grace * (
+                record.work is not None
+            ):
+                if record.work is not None:
+                    self.say(
+                        f"client {name} has not come back for {self.grace:g} s; its work is given up"
+                    )
+                self._leave(name)
+            elif (
+                record.work is not None
+                and now - record.work.since > LATE * self.patience
+            ):
+                self.say(
+                    f"client {name} is connected and has not answered for {LATE * self.patience:g} s ({LATE} times "
+                    "federated.patience); its work is given up"
+                )
+                self._dismiss(
+                    record, "it has not answered for too long; join again to go on"
+                )
+        return self._secure_change()
+
+    def _dismiss(self, record: ClientRecord, why: str) -> None:
+        """End the connection with a client, which may come back."""
+        assert record.session is not None
+        name = record.session.name
+        record.session.send({"kind": "refused", "why": why})
+        record.session.close()
+        record.session = None
+        self._leave(name)
+
+    def _tick(self) -> ModelChange | None:
+        if self.secure and any(list(unanswered(cohort)) for cohort in self._cohorts):
+            # whoever has not answered is lost to the sum, whose masks the others then take out
+            for cohort in self._cohorts:
+                for name in list(unanswered(cohort)):
+                    record = self.clients[name]
+                    if record.session is not None:
+                        self._dismiss(
+                            record, "it has not answered in time; join again to go on"
+                        )
+                    elif record.present:
+                        self._leave(name)
+                    cohort.lose(name)
+            return self._secure_change()
+        self._note("tick", version=self.policy.version)
+        return self.policy.on_tick(self.now)
+
+    # --- updates ---
+
+    def _update(self, record: ClientRecord, event: SessionEvent) -> ModelChange | None:
+        session, head = event.session, event.head
+        token, numbers = text_of(head, "token"), read_numbers(head)
+        if record.work is None or token != record.work.token:
+            self._drop(record, session, token, numbers.version)
+            return None
+        work = record.work
+        if (numbers.version, numbers.steps) != (work.version, work.steps):
+            raise WeftError(
+                f"it says {numbers.steps} steps on version {numbers.version}, and its work was {work.steps} on "
+                f"version {work.version}: a forged update"
+            )
+        if work.cohort is not None:
+            return self._masked_update(record, event, work.cohort, numbers)
+        difference, extra = read_tensors(
+            self.forms.up, event.payload, travel_seed(session.name, work.version), numbers.groups, self.forms.whole,
+        )  # fmt: skip
+        for tensors in extra.values():
+            check_finite(tensors)
+        difference = self.judge.accepted(difference, work.steps)
+        update = ClientUpdate(
+            session.name, work.version, work.steps, numbers.samples, difference, numbers.seconds, numbers.rates,
+            extra,
+        )  # fmt: skip
+        taken = self.policy.expects(update)
+        late = (
+            ""
+            if taken
+            else f"it came too late: the model is at version {self.policy.version}"
+        )
+        if late:
+            self.say(
+                f"an update of client {session.name} on version {work.version} was dropped: {late}"
+            )
+        self._answered(record, session, token, taken, late)
+        return self._deliver(update, numbers.loss)
+
+    def _deliver(self, update: ClientUpdate, loss: float) -> ModelChange | None:
+        """Hand an update to the policy."""
+        staleness = self.policy.version - update.version
+        accepted = self.policy.expects(update)
+        self._note(
+            "update", update.client, update.version, update.steps, update.samples, update.seconds, accepted, staleness
+        )  # fmt: skip
+        self._reports[update.client] = WorkReport(loss, staleness, update.seconds)
+        return self.policy.on_update(update, staleness, self.now)
+
+    def _answered(
+        self,
+        record: ClientRecord,
+        session: ClientSession,
+        token: str,
+        taken: bool,
+        why: str = "",
+    ) -> None:
+        """Note and say that a client's work has its answer."""
+        record.work, record.answered = None, (token, taken)
+        if taken:
+            record.refused = 0
+        session.send({"kind": "taken", "token": token, "taken": taken, "why": why})
+
+    def _drop(
+        self, record: ClientRecord, session: ClientSession, token: str, version: int
+    ) -> None:
+        """Drop an answer that nobody waits for: sent twice, replayed, or late."""
+        again, taken = record.answered
+        if token == again:
+            self.say(
+                f"client {session.name} has answered twice; the second answer was dropped"
+            )
+            session.send(
+                {
+                    "kind": "taken",
+                    "token": token,
+                    "taken": taken,
+                    "why": "it came twice",
+                }
+            )
+            return
+        why = f"it is of version {version}, and this work is over; the model is at version {self.policy.version}"
+        self.say(f"a late update of client {session.name} was dropped: {why}")
+        session.send({"kind": "taken", "token": token, "taken": False, "why": why})
+
+    def _refuse(
+        self, record: ClientRecord, session: ClientSession, head: Head, why: str
+    ) -> ModelChange | None:
+        """Refuse an update. The client stays, and gets other work; who sends several such is sent away."""
+        self.say(f"an update of client {session.name} was refused: {why}")
+        token = str(head.get("token", ""))
+        cohort = record.work.cohort if record.work else None
+        self._leave(session.name)
+        if cohort is not None:
+            cohort.lose(session.name)
+        self._answered(record, session, token, False, why)
+        record.refused += 1
+        if record.refused >= MOST_REFUSED:
+            self.say(
+                f"client {session.name} was sent away after {MOST_REFUSED} refused updates"
+            )
+            session.send(
+                {
+                    "kind": "refused",
+                    "why": f"{MOST_REFUSED} updates in a row were refused: {why}",
+                }
+            )
+            session.close()
+            record.session = None
+            self.sessions.known[session.name] = secrets.token_hex(
+                16
+            )  # nobody comes back by this name
+            return self._secure_change()
+        samples = session.hello.get("samples")
+        count = samples if type(samples) is int and samples > 0 else 0
+        self._note("join", session.name, samples=count)
+        self.policy.join(session.name, self.now, count)
+        record.present = True
+        return self._secure_change()
+
+    # --- secure sums ---
+
+    def _masked_update(
+        self,
+        record: ClientRecord,
+        event: SessionEvent,
+        cohort: SecureCohort,
+        numbers: Any,
+    ) -> ModelChange | None:
+        if event.payload.nbytes != 8 * self.forms.elements:
+            raise WeftError(
+                f"it has {event.payload.nbytes:,} bytes, and a masked update has {8 * self.forms.elements:,}"
+            )
+        name = event.session.name
+        cohort.arrived[name] = torch.frombuffer(
+            bytearray(event.payload), dtype=torch.int64
+        )
+        self._reports[name] = WorkReport(numbers.loss, 0, numbers.seconds)
+        self._masked[name] = ClientUpdate(
+            name,
+            numbers.version,
+            numbers.steps,
+            numbers.samples,
+            {},
+            numbers.seconds,
+            numbers.rates,
+        )
+        self._answered(record, event.session, text_of(event.head, "token"), True)
+        return self._secure_change()
+
+    def _seed(self, name: str, head: Head) -> ModelChange | None:
+        """Take a seed that a client tells about a lost one."""
+        for cohort in self._cohorts:
+            if cohort.name == head.get("cohort"):
+                try:
+                    seed = bytes.fromhex(text_of(head, "seed"))
+                except ValueError:
+                    seed = b""
+                if len(seed) != 32:
+                    raise WeftError("it tells a seed that is none")
+                cohort.told[name, text_of(head, "lost", sorted(cohort.lost))] = seed
+        return self._secure_change()
+
+    def _secure_change(self) -> ModelChange | None:
+        """Ask for the seeds that are needed, and hand complete cohorts to the policy."""
+        for cohort in self._cohorts:
+            self._ask_seeds(cohort)
+            if not cohort.complete:
+                continue
+            self._cohorts.remove(cohort)
+            arrived = [*cohort.arrived]
+            if len(arrived) < 2:
+                self.say(
+                    f"the secure sum of {', '.join(cohort.keys)} was thrown away: {len(cohort.lost)} of them were "
+                    "lost, and fewer than 2 are left"
+                )
+                for name in arrived:
+                    self._masked.pop(name, None)
+                    self._leave(name)
+                    self._rejoin(name)
+                return None
+            mean = split_tensors(
+                cohort.mean().to(self.forms.up.dtype), self.forms.whole.shapes
+            )
+            mean = self.judge.accepted(mean, 1)
+            changes = []
+            for name in arrived:
+                update = self._masked.pop(name)
+                loss = self._reports[name].loss
+                changes.append(self._deliver(_with(update, mean), loss))
+            return next((change for change in changes if change is not None), None)
+        return None
+
+    def _rejoin(self, name: str) -> None:
+        record = self.clients[name]
+        if record.session is None:
+            return
+        self._note("join", name)
+        self.policy.join(name, self.now)
+        record.present = True
+
+    def _ask_seeds(self, cohort: SecureCohort) -> None:
+        """Ask the remaining clients of a cohort for their seeds with lost ones."""
+        for name in [*cohort.keys]:
+            record = self.clients.get(name)
+            gone = record is None or (record.session is None and not record.present)
+            if cohort.lost and name not in cohort.lost and gone:
+                cohort.lose(name)
+                self._masked.pop(name, None)
+        for name, lost in cohort.to_ask():
+            session = self.clients[name].session
+            if session is not None:
+                session.send({"kind": "tell", "cohort": cohort.name, "lost": lost})
+
+    # --- work ---
+
+    def _start(self) -> None:
+        """Give out the work that begins now."""
+        work = self.policy.ready(self.now)
+        if not work:
+            return
+        cohort = self._cohort(work) if self.secure else None
+        for each in work:
+            self._give(each, cohort)
+
+    def _cohort(self, work: Sequence[AssignedWork]) -> SecureCohort:
+        self._count += 1
+        clients = [each.client for each in work]
+        sizes = {name: self.policy.share(name, clients) for name in clients}
+
+        def public(name: str) -> str:
+            session = self.clients[name].session
+            return str(session.hello.get("public", "")) if session else ""
+
+        cohort = new_cohort(
+            f"{self._incarnation}-{self._count}", clients, public, sizes
+        )
+        self._cohorts.append(cohort)
+        return cohort
+
+    def _give(self, work: AssignedWork, cohort: SecureCohort | None) -> None:
+        self._count += 1
+        client, steps = work
+        record, version = self.clients[client], self.policy.version
+        record.work = GivenWork(
+            f"{self._incarnation}-{self._count}", version, steps, self.now, cohort
+        )
+        self._note("start", client, version, steps)
+        step = self.policy.client_step
+        order = WorkOrder(
+            record.work.token, version, steps, self.parameters, self.policy.sent(), step.beta, step.control,
+            cohort.share_of(client) if cohort else None,
+        )  # fmt: skip
+        if record.session is not None:  # else it gets its work anew if it comes back
+            head, views = self._encoded(record, order)
+            record.session.send(head, views)
+
+    def _encoded(
+        self, record: ClientRecord, order: WorkOrder
+    ) -> tuple[Head, list[memoryview]]:
+        """Return the frame of a work: the whole model, or what has changed for this client."""
+        down, base = self.forms.down, "whole"
+        assert record.session is not None
+        if down.compressor.exact or not record.view:
+            views = [*self.forms.whole.packed(self.parameters, 0).views]
+            if not down.compressor.exact:
+                record.view = {name: x.clone() for name, x in self.parameters.items()}
+        else:
+            base = "change"
+            seed = travel_seed(record.session.name, order.version, down=True)
+            wanted = {
+                name: x - record.view[name] for name, x in self.parameters.items()
+            }
+            # what is left out stays in the difference from the client's view, and so comes later
+            packed = down.packed(wanted, seed)
+            views = [*packed.views]
+            for name, x in wanted.items():
+                record.view[name] = record.view[name] + (x - packed.left[name])
+        for group in sorted(order.sent):
+            # copied, as the policy may change them before they are sent
+            vectors = {name: x.clone() for name, x in order.sent[group].items()}
+            views += self.forms.whole.packed(vectors, 0).views
+        return order_head(order, base), views
+
+    # --- records ---
+
+    def _served(self, change: ModelChange) -> ServedChange:
+        reports = [self._reports.get(name, WorkReport()) for name in change.clients]
+        total = sum(change.weights) or 1.0
+        loss = (
+            sum(w * r.loss for w, r in zip(change.weights, reports, strict=True))
+            / total
+        )
+        return ServedChange(
+            change,
+            loss,
+            tuple(r.staleness for r in reports),
+            tuple(r.seconds for r in reports),
+        )
+
+    def _complain(self) -> None:
+        """Say whom the server waits for, and end the wait if nobody is there for too long."""
+        while not self.sessions.refused.empty():
+            self.say(self.sessions.refused.get())
+        there = [
+            name for name, each in self.clients.items() if each.session is not None
+        ]
+        quiet = self.now - self._heard
+        if not there and quiet > self.patience:
+            known = ", ".join(self.clients) or "nobody"
+            raise WeftError(
+                f"no client is connected and none has come for {self.patience:g} s (federated.patience); known: "
+                f"{known}; start clients with weft client --join, and go on with --resume auto"
+            )
+        if (
+            quiet > 10.0
+            and not self._said_waiting
+            and not any(each.work for each in self.clients.values())
+        ):
+            self._said_waiting = True
+            self.say(
+                f"waiting for clients: {len(there)} are here, and federated.clients = "
+                f"{self.policy.settings.clients} begin together"
+            )
+
+    def _note(
+        self, kind: EventKind, client: str = "", version: int = 0, steps: int = 0, samples: int = 0,
+        seconds: float = 0.0, accepted: bool = True, staleness: int = 0,
+    ) -> None:  # fmt: skip
+        self.log.write(
+            FederationEvent(self.now, kind, client, version, steps, samples, seconds, accepted, staleness)
+        )  # fmt: skip
+
+
+def _with(update: ClientUpdate, difference: Named) -> ClientUpdate:
+    return ClientUpdate(
+        update.client,
+        update.version,
+        update.steps,
+        update.samples,
+        difference,
+        update.seconds,
+        update.rates,
+    )

@@ -1,0 +1,135 @@
+"""Sums of clients' tensors that show the server the sum alone, by masks that cancel (Bonawitz et al. 2017).
+
+Every two clients of a cohort (the clients whose updates are summed together) derive a common seed from a Diffie-Hellman
+exchange. The seed gives a mask of random numbers. Of the pair, the client whose name comes first adds the mask to its
+tensor and the other client subtracts the mask. Tensors are rounded to multiples of 2^-40 and summed modulo 2^64, so
+that masks cancel exactly, and the result is the sum of the rounded tensors.
+
+If a client of the cohort is lost, the remaining clients tell the server their seeds with that client for this cohort,
+and the server takes the masks out. This protects updates from a server that follows the protocol and looks at all that
+arrives. It does not protect a client from a server that lies about who was lost, for which the protocol of the paper
+needs a second mask and shared secrets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.errors import WeftError
+from weft.net.wire import require_cipher
+
+T = torch.Tensor
+
+#: Binary digits after the point of a rounded element, and of the whole integer.
+FRACTION, WORD = 40, 64
+
+
+@dataclass(frozen=True)
+class MaskKey:
+    """A client's key for the exchange of seeds with other clients.
+
+    Attributes:
+        ``public``: the public key in hexadecimal, which others are told.
+        ``private``: the private key, an object of the package ``cryptography``.
+    """
+
+    public: str
+    private: Any = field(repr=False)
+
+    def seed(self, other: str, cohort: str) -> bytes:
+        """Return the seed that this client shares with the client of the public key ``other``, for one cohort.
+
+        ``cohort``: name of the cohort, new for every sum, so that a seed that is told says nothing of other sums.
+        Raises :class:`WeftError` if ``other`` is no public key.
+        """
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        try:
+            public = require_cipher().public_key.from_public_bytes(bytes.fromhex(other))
+            shared = self.private.exchange(public)
+        except ValueError:
+            raise WeftError(
+                "a client's public key for secure sums is damaged"
+            ) from None
+        about = b"weft secure sum " + cohort.encode()
+        return HKDF(hashes.SHA256(), 32, salt=None, info=about).derive(shared)
+
+
+def new_mask_key() -> MaskKey:
+    """Create a key for secure sums. Raises :class:`weft.net.wire.CipherMissing` without the package."""
+    private = require_cipher().private_key.generate()
+    return MaskKey(private.public_key().public_bytes_raw().hex(), private)
+
+
+def mask_of(seed: bytes, count: int) -> T:
+    """Return ``count`` random integers from ``seed``, int64 ``[count]``: the key stream of ChaCha20."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
+    stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor()
+    text = bytearray(stream.update(bytes(8 * count)))
+    return torch.from_numpy(np.frombuffer(text, dtype=np.int64))
+
+
+def rounded_integers(values: T, clients: int) -> T:
+    """Return ``values`` as int64 multiples of 2^-40, flat.
+
+    ``clients``: number of tensors in the sum. Raises :class:`WeftError` if an element is not finite, or so large that
+    the sum of so many could wrap around.
+    """
+    wide = values.detach().flatten().to("cpu", torch.float64)
+    most = 2.0 ** (WORD - 1 - FRACTION) / clients
+    largest = float(wide.abs().max()) if wide.numel() else 0.0
+    if not largest < most:  # also if it is not a number
+        raise WeftError(
+            f"an update has an element of {largest:g}, and secure sums over {clients} clients hold less than {most:g}"
+        )
+    return (wide * 2.0**FRACTION).round().to(torch.int64)
+
+
+def masked(values: T, name: str, seeds: Mapping[str, bytes]) -> T:
+    """Return the masked integers of a client, int64 ``[values.numel()]``.
+
+    ``values``: the client's tensor. ``name``: the client's name. ``seeds``: its seeds with each other client of the
+    cohort, by that client's name.
+    """
+    sent = rounded_integers(values, len(seeds) + 1)
+    for other, seed in seeds.items():
+        mask = mask_of(seed, sent.numel())
+        if name < other:
+            sent += mask
+        else:
+            sent -= mask
+    return sent
+
+
+@dataclass(frozen=True)
+class ToldSeed:
+    """A seed that a remaining client tells the server, because the other client of the pair was lost.
+
+    ``client``: the client that tells. ``lost``: the client that was lost. ``seed``: the seed of the pair.
+    """
+
+    client: str
+    lost: str
+    seed: bytes = field(repr=False)
+
+
+def unmasked_sum(arrived: Mapping[str, T], told: Iterable[ToldSeed] = ()) -> T:
+    """Return the sum of the tensors of all clients in ``arrived``, float64 and flat.
+
+    ``arrived``: the masked integers of each client whose update counts, by name. ``told``: for each of these clients
+    and each lost client of the cohort, the seed of this pair. With a seed missing the result is noise.
+    """
+    total = sum(arrived.values(), torch.zeros((), dtype=torch.int64))
+    for pair in told:
+        if pair.client not in arrived:
+            continue
+        mask = mask_of(pair.seed, total.numel())
+        total = total - mask if pair.client < pair.lost else total + mask
+    return total.to(torch.float64) / 2.0**FRACTION

@@ -1,0 +1,189 @@
+"""The job of a server of federated training: no samples of its own to learn from, and clients that have them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.data.loader import Corpus, open_data, tokenizer_of_data
+from weft.data.order import Order
+from weft.errors import UsageError
+from weft.federated.change_loader import ChangeLoader, remembered
+from weft.federated.client_sessions import ClientSessions
+from weft.federated.federated_facts import (
+    agreed_facts,
+    check_rounds,
+    disagreement,
+    learning_shapes,
+    offered_recipe,
+    travel_dtype,
+)
+from weft.federated.federation_events import EventLog
+from weft.federated.federation_frames import FederationForms
+from weft.federated.federation_server import FederationServer
+from weft.federated.privacy_budget import PrivacyBudget, opacus_accountant
+from weft.federated.server_invitation import (
+    INVITATION_FILE,
+    ServerInvitation,
+    keep_invitation,
+    new_server_secret,
+    read_server_invitation,
+)
+from weft.federated.update_judge import UpdateJudge
+from weft.registry import find
+from weft.train.setup import Job, completed_job
+
+if TYPE_CHECKING:
+    from weft.checkpoint.run_state import Progress
+    from weft.data.tokenizer import Tokenizer
+    from weft.layout.mesh import Mesh
+    from weft.net.endpoint import Endpoint
+    from weft.parallel.build import Built
+    from weft.recipe import Recipe
+    from weft.train.step_loader import RunRecords
+
+
+@dataclass(frozen=True)
+class ServerJob(Job):
+    """A checked recipe with ``federated.listen``, whose steps are changes that clients bring."""
+
+    def steps(self, progress: Progress) -> int:
+        """Return the number of changes of the whole run."""
+        return int(self.recipe.federated.rounds)
+
+    def learning_rate(self, step: int, steps: int) -> float:
+        """Return the factor on the mean of the clients' differences."""
+        return float(self.recipe.federated.rate)
+
+    @cached_property
+    def agreed(self) -> dict[str, str]:
+        """Digests of what clients must have in common with this server."""
+        return agreed_facts(self)
+
+    def training_loader(
+        self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,
+        kept: dict[str, Any],
+    ) -> ChangeLoader:  # fmt: skip
+        """Return the loader of changes that clients bring; it listens until the run ends.
+
+        The arguments are those of :meth:`Job.training_loader`.
+        """
+        settings, folder = self.recipe.federated, recorder.folder
+        shapes = learning_shapes(self.recipe, self.shape)
+        policy = find("federation-policy", settings.policy).implementation(settings)
+        judge = UpdateJudge(settings.clip, settings.largest)
+        budget = None
+        if settings.clip and settings.noise:
+            budget = PrivacyBudget(settings.clip, settings.noise, settings.delta)
+        memory = self._memory(kept, folder)
+        if memory:
+            policy.load_state_dict(memory["policy"])
+            judge.norms.extend(memory["norms"])
+            if budget is not None and "budget" in memory:
+                budget.load_state_dict(memory["budget"])
+        forms = FederationForms.of(
+            shapes, travel_dtype(self.recipe), settings.compress, settings.compress_back
+        )
+        endpoint, invitation = self._listen(folder)
+        stack.callback(endpoint.close)
+        sessions = ClientSessions(
+            endpoint, invitation.secret, forms.most, offered_recipe(self),
+            lambda hello: disagreement(self.agreed, hello),
+        )  # fmt: skip
+        path = keep_invitation(folder, invitation)
+        recorder.event(
+            f"clients join at {invitation.where} with the invitation in {path}"
+        )
+        server = FederationServer(
+            policy, sessions, forms, judge, EventLog(folder, memory.get("events", 0)), recorder.event,
+            settings.patience, settings.grace, settings.secure, memory.get("seconds", 0.0),
+        )  # fmt: skip
+        loader = ChangeLoader(
+            server, mesh, built.state, shapes, budget, recorder, interrupted, kept, self.recipe.train.batch,
+            lambda: _saved_steps(folder),
+        )  # fmt: skip
+        stack.callback(loader.close)
+        return loader
+
+    def _memory(self, kept: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """Return what the server remembers of the run that it resumes; nothing for a new run."""
+        version = kept.get("federated_version", 0)
+        if not version:
+            return {}
+        return remembered(folder, version)
+
+    def _listen(self, folder: Path) -> tuple[Endpoint, ServerInvitation]:
+        """Listen where the recipe says. The secret is that of the run's earlier invitation, if it has one."""
+        from weft.net.endpoint import Endpoint
+
+        host, _, port = self.recipe.federated.listen.rpartition(":")
+        secret = new_server_secret()
+        if (folder / INVITATION_FILE).exists():
+            secret = read_server_invitation(str(folder / INVITATION_FILE)).secret
+        encrypt = self.recipe.resilience.encrypt
+        if os.environ.get("WEFT_INVITATION"):
+            from weft.net.endpoint import process_endpoint
+            from weft.peers.rendezvous import join_peers
+
+            join_peers(encrypt, int(port), "federation-server")
+            endpoint = process_endpoint()
+        else:
+            endpoint = Endpoint(host, int(port), encrypt)
+        address, number = endpoint.address
+        shown = host if address in ("0.0.0.0", "::") else address
+        return endpoint, ServerInvitation(shown, number, secret)
+
+
+def _saved_steps(folder: Path) -> set[int]:
+    """Return the steps of the checkpoints that the run in ``folder`` has."""
+    from weft.checkpoint.store import committed_checkpoints, step_of
+
+    try:
+        return {
+            step_of(place) for place in committed_checkpoints(folder / "checkpoints")
+        }
+    except OSError:
+        return set()
+
+
+def prepare_server(recipe: Recipe) -> ServerJob:
+    """Check a recipe with ``federated.listen``, and open the data on which the server measures the model, if any.
+
+    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if something does not fit.
+    """
+    settings = recipe.federated
+    if recipe.layout.world != 1:
+        raise UsageError(
+            f"a server of federated training adds up what clients send, on one rank, and layout {recipe.layout} has "
+            f"{recipe.layout.world}; leave the layout to the clients"
+        )
+    check_rounds(recipe)
+    if settings.noise:
+        opacus_accountant()
+    if settings.secure:
+        from weft.net.wire import require_cipher
+
+        require_cipher()
+    train = recipe.train.model_copy(update={"steps": settings.rounds})
+    recipe = recipe.model_copy(update={"train": train})
+    return completed_job(recipe, lambda own: _server_corpus(recipe, own), ServerJob)
+
+
+def _server_corpus(recipe: Recipe, own: Tokenizer | None) -> Corpus:
+    """Return the server's data: what the model is measured on, or nothing but a tokenizer."""
+    data = recipe.data
+    if data.model_fields_set & {"path", "sources"}:
+        return open_data(data, own)
+    tokenizer = tokenizer_of_data(data, own)
+    return Corpus(
+        tokenizer,
+        Order((), (), 0),
+        None,
+        "data of clients, which the server never sees",
+        "federated",
+    )

@@ -1,0 +1,235 @@
+"""Clients of a virtual clock that train as real ones do: ordinary runs of Weft, one after the other in one process.
+
+With the events that a server has recorded, and the recipes and data of its clients, a virtual clock comes to the very
+model that the server has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.federated.client_cohort import LocalResult
+from weft.federated.client_job import ClientJob, prepare_client
+from weft.federated.client_state import ClientState
+from weft.federated.client_work import WorkAnswer, WorkOrder
+from weft.federated.federated_facts import learning_shapes, travel_dtype
+from weft.federated.federation_events import read_events
+from weft.federated.federation_frames import FederationForms, travel_seed
+from weft.federated.privacy_budget import clipped_difference
+from weft.federated.virtual_clock import VirtualClock
+from weft.federated.whole_tensors import gathered_parameters
+from weft.layout.mesh import Mesh
+from weft.registry import find
+from weft.train.guard import Guard
+from weft.train.setup import build_for_training, device_type
+from weft.train.training import open_loop
+
+if TYPE_CHECKING:
+    from weft.federated.policy import AssignedWork, ClientStep, Differences
+    from weft.federated.work_loader import WorkLoader
+    from weft.recipe import Recipe
+    from weft.train.loop import Loop
+
+T = torch.Tensor
+
+
+class QuietGuard(Guard):
+    """Guard of a run that is a part of another one, which alone takes signals."""
+
+    @contextmanager
+    def signals(self) -> Iterator[list[int]]:
+        yield []
+
+
+@dataclass
+class HandedWork:
+    """Work that is handed over within a process; implements :class:`weft.federated.client_work.WorkSource`.
+
+    Attributes:
+        ``name``: the client's name.
+        ``forms``: how tensors would travel: what compression leaves out is left out here too.
+        ``kept``: what the client keeps.
+        ``clip``: largest norm of a difference; 0: none.
+        ``order``: the next work.
+        ``result``: the answer to the last work.
+    """
+
+    name: str
+    forms: FederationForms
+    kept: ClientState
+    clip: float = 0.0
+    order: WorkOrder | None = None
+    result: WorkAnswer | None = None
+    left: Mapping[str, T] = field(default_factory=dict)
+    taken: bool | None = None
+
+    def join(self, about: Mapping[str, Any]) -> None:
+        """Do nothing: whoever hands over work knows its clients."""
+
+    def next_order(self, limit: float) -> WorkOrder | None:
+        order, self.order = self.order, None
+        return order
+
+    def answer(self, answer: WorkAnswer) -> None:
+        difference: Mapping[str, T] = clipped_difference(answer.difference, self.clip)
+        seed = travel_seed(self.name, answer.order.version)
+        packed = self.forms.up.packed(
+            difference, seed, self.kept.groups.get("left", {})
+        )
+        self.left, self.taken = packed.left, None
+        payload = memoryview(b"".join(packed.views))
+        self.result = replace(answer, difference=self.forms.up.unpacked(payload, seed))
+
+    def settled(self, limit: float) -> bool | None:
+        return self.taken
+
+    def settle(self, taken: bool) -> None:
+        """Note whether the last answer was taken."""
+        if taken and self.left:
+            self.kept.keep("left", self.left)
+        self.taken = taken
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+
+@dataclass
+class TrainedClient:
+    """A client in this process: its loop, its loader, and what hands over its work."""
+
+    job: ClientJob
+    loop: Loop
+    loader: WorkLoader
+    source: HandedWork
+
+    def work(self, order: WorkOrder) -> WorkAnswer:
+        """Take the local steps of ``order``, and return what they gave."""
+        self.source.order = order
+        self.loader.make_ready(self.loop.position)
+        for _ in range(order.steps):
+            results = self.loop.take_step()
+            self.loop.begun += 1
+            self.loop.account(results + self.loop.step.finish())
+        self.loader.send_answer()
+        assert self.source.result is not None
+        return self.source.result
+
+
+class TrainedCohort:
+    """Clients that train as real ones do; implements :class:`weft.federated.client_cohort.ClientCohort`.
+
+    ``recipes``: the recipe of each client, by its name. ``folder``: where their runs are written. Use it as a context.
+    """
+
+    def __init__(self, recipes: Mapping[str, Recipe], folder: Path) -> None:
+        self.recipes, self.folder = recipes, folder
+        self.clients: dict[str, TrainedClient] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TrainedCohort:
+        for name, recipe in self.recipes.items():
+            self.clients[name] = self._open(name, recipe)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _open(self, name: str, recipe: Recipe) -> TrainedClient:
+        job = prepare_client(recipe)
+        settings, sources = recipe.federated, list[HandedWork]()
+        forms = FederationForms.of(
+            learning_shapes(recipe, job.shape),
+            travel_dtype(recipe),
+            settings.compress,
+            settings.compress_back,
+        )
+
+        def opened(kept: ClientState, say: Callable[[str], object]) -> HandedWork:
+            sources.append(HandedWork(name, forms, kept, settings.clip))
+            return sources[0]
+
+        job = replace(job, open_source=opened)
+        mesh = Mesh.single(torch.device(device_type(recipe)))
+        guard = QuietGuard(self.folder / name)
+        loop = open_loop(job, mesh, guard, self._stack)
+        loader: Any = loop.loader
+        return TrainedClient(job, loop, loader, sources[0])
+
+    def names(self) -> Sequence[str]:
+        return [*self.clients]
+
+    def samples(self, client: str) -> int:
+        return self.clients[client].job.samples
+
+    def train(
+        self, work: Sequence[AssignedWork], version: int, parameters: Differences, sent: Mapping[str, Differences],
+        step: ClientStep,
+    ) -> list[LocalResult]:  # fmt: skip
+        results = []
+        for client, steps in work:
+            order = WorkOrder(
+                f"{client}-{version}",
+                version,
+                steps,
+                parameters,
+                sent,
+                step.beta,
+                step.control,
+            )
+            answer = self.clients[client].work(order)
+            results.append(
+                LocalResult(
+                    answer.difference, answer.steps, answer.samples, answer.rates, answer.loss, answer.extra
+                )
+            )  # fmt: skip
+        return results
+
+    def settle(self, client: str, accepted: bool) -> None:
+        self.clients[client].source.settle(accepted)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: dict(each.source.kept.groups) for name, each in self.clients.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, groups in state.items():
+            self.clients[name].source.kept.groups = dict(groups)
+
+
+def replayed_model(
+    server: Recipe, run: Path, clients: Mapping[str, Recipe], folder: Path
+) -> dict[str, T]:
+    """Return the model to which a virtual clock comes with the events that the server in ``run`` has recorded.
+
+    ``server``: the server's recipe. ``clients``: the recipe of each client by name. ``folder``: where their runs are
+    written.
+    """
+    from weft.federated.server_job import prepare_server
+
+    job = prepare_server(server)
+    mesh = Mesh.single(torch.device(device_type(server)))
+    built = build_for_training(
+        job.shape, mesh, job.recipe, _values(job.recipe, job.shape)
+    )
+    start = gathered_parameters(built.state, mesh, learning_shapes(server, job.shape))
+    settings = server.federated
+    policy = find("federation-policy", settings.policy).implementation(settings)
+    with TrainedCohort(clients, folder) as cohort:
+        clock = VirtualClock(policy, start, cohort)
+        clock.replay(read_events(run))
+    return dict(clock.parameters)
+
+
+def _values(recipe: Recipe, shape: Any) -> Any:
+    if recipe.model.origin is None:
+        return None
+    from weft.checkpoint.weights import starting_values
+
+    return starting_values(recipe, shape)

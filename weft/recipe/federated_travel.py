@@ -1,0 +1,139 @@
+"""Settings of ``[federated]`` about what travels between a real server and its clients, and what is believed."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from weft.errors import UsageError
+from weft.recipe.compressor_word import compressor_of
+from weft.recipe.host_section import HostSection
+
+
+class FederatedTravel(HostSection):
+    """Settings of a real server and its clients."""
+
+    join: str = Field(
+        "",
+        description="The file with the invitation of the server that this run is a client of; weft client sets it.",
+    )
+    name: str = Field(
+        "",
+        max_length=64,
+        description="Name of this client at the server; weft client sets it.",
+    )
+    compress: str = Field(
+        "none",
+        description=(
+            "Compression of what clients send, as in sync.compress. What a message loses is added to the client's next "
+            "one."
+        ),
+    )
+    compress_back: str = Field(
+        "none",
+        description=(
+            "Compression of the model's changes that clients are sent after their first whole model. What a message "
+            "loses comes with a later one."
+        ),
+    )
+    average: Literal["factors", "product"] = Field(
+        "factors",
+        description=(
+            "What is averaged of adapters: their two factors each by itself, or the product of the factors, which the "
+            "server then factorises again."
+        ),
+    )
+    moments: Literal["new", "kept"] = Field(
+        "new",
+        description=(
+            "Whether a client's optimizer begins every work with new moments, so that work given out again is the same "
+            "work, or with those of its last work."
+        ),
+    )
+    secure: bool = Field(
+        False,
+        description=(
+            "Mask clients' updates in pairs, so that the server sees the sum of a round alone. Needs a policy with "
+            "rounds, and at least 2 clients in each."
+        ),
+    )
+    clip: NonNegativeFloat = Field(
+        0.0,
+        description="Norm to which the difference of a client is scaled down; 0: no limit.",
+    )
+    noise: NonNegativeFloat = Field(
+        0.0,
+        description=(
+            "Standard deviation of the noise on the model's changes, as a multiple of 'clip' times the largest weight "
+            "of a client (differential privacy of clients); 0: none."
+        ),
+    )
+    delta: float = Field(
+        1e-5,
+        gt=0,
+        lt=1,
+        description="Probability with which the epsilon of differential privacy may not hold.",
+    )
+    largest: NonNegativeFloat = Field(
+        100.0,
+        description=(
+            "Updates are refused whose norm per step is more than so many times the median of the last ones; 0: none."
+        ),
+    )
+    grace: PositiveFloat = Field(
+        30.0,
+        description="Seconds for which a client whose connection broke may come back to its work.",
+    )
+
+    @property
+    def asks(self) -> dict[str, str]:
+        """The techniques of a step that these settings ask for, by setting."""
+        asked = {}
+        if getattr(self, "listen", ""):
+            asked["listen"] = "federated-server"
+        if self.join:
+            asked["join"] = "federated-client"
+        if self.join and not self.client_step_is_plain:
+            asked["policy"] = "corrected-gradients"
+        return asked
+
+    @property
+    def client_step_is_plain(self) -> bool:
+        """Whether the policy leaves the gradients of clients as they are."""
+        from weft.registry import find
+
+        implementation = find(
+            "federation-policy", getattr(self, "policy", "fedavg")
+        ).implementation
+        return bool(implementation(self).client_step.is_plain)
+
+    @model_validator(mode="after")
+    def _travels(self) -> Self:
+        for field in ("compress", "compress_back"):
+            try:
+                compressor_of(getattr(self, field))
+            except UsageError as error:
+                raise ValueError(f"federated.{field}: {error}") from None
+        if self.noise and not self.clip:
+            raise ValueError(
+                "federated.noise protects nobody while a client's difference may have any size; set federated.clip"
+            )
+        if self.noise and not self.client_step_is_plain:
+            raise ValueError(
+                f"federated.noise: policy {getattr(self, 'policy', '')!r} sends clients what it has computed from "
+                "differences without noise; use another policy, such as 'fedavg'"
+            )
+        if self.secure and self.compress != "none":
+            raise ValueError(
+                f"federated.secure sums masked integers, and federated.compress = {self.compress!r} makes no integers "
+                "that add up; leave one of them out"
+            )
+        return self
+
+
+#: Settings that a client's own recipe may not change, as server and clients must agree on them.
+AGREED = (
+    "policy", "rounds", "steps", "rate", "weights", "compress", "compress_back", "average", "secure", "clip", "noise",
+    "delta",
+)  # fmt: skip

@@ -1,0 +1,23 @@
+"""Samples of federated training: a client's own, a server's changes of the model, or a virtual clock's clients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.recipe import Recipe
+    from weft.train.setup import Job
+
+
+@register("samples", "federated")
+def federated_samples(recipe: Recipe) -> Job:
+    """Check ``recipe``, which has the section ``[federated]``, and open its job."""
+    if recipe.federated.join:
+        from weft.federated.client_job import prepare_client
+
+        return prepare_client(recipe)
+    from weft.federated.server_job import prepare_server
+
+    return prepare_server(recipe)
