@@ -124,7 +124,11 @@ class ServerJob(Job):
         host, _, port = self.recipe.federated.listen.rpartition(":")
         secret = new_server_secret()
         if (folder / INVITATION_FILE).exists():
-            secret = read_server_invitation(str(folder / INVITATION_FILE)).secret
+            earlier = read_server_invitation(str(folder / INVITATION_FILE))
+            secret = earlier.secret
+            port = (
+                str(earlier.port) if port == "0" else port
+            )  # where clients look for it
         encrypt = self.recipe.resilience.encrypt
         if os.environ.get("WEFT_INVITATION"):
             from weft.net.endpoint import process_endpoint
