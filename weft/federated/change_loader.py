@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.federated.client_sessions import public_numbers
 from weft.federated.federation_server import FederationServer, ServedChange
 from weft.federated.plain_tensors import load_values, save_values
 from weft.federated.privacy_budget import PrivacyBudget, difference_norm
@@ -112,13 +111,13 @@ class ChangeLoader:
             )
             record["epsilon"] = self.budget.epsilon()
             record["delta"] = self.budget.delta
-        sessions = [
-            each.session for each in self.server.clients.values() if each.session
-        ]
+        reports, traffic = served.reports, self.server.sessions.traffic
         self.recorder.log(
-            "federated", clients=list(change.clients), weights=list(change.weights), staleness=list(served.staleness),
-            seconds=list(served.seconds), time=self.server.now, loss=served.loss,
-            traffic=[public_numbers(session) for session in sessions], **record,
+            "federated", clients=list(change.clients), weights=list(change.weights),
+            staleness=[r.staleness for r in reports], seconds=[r.seconds for r in reports],
+            steps=[r.steps for r in reports], began=[r.began for r in reports], arrived=[r.arrived for r in reports],
+            time=self.server.now, bytes=traffic.down + traffic.up, down=traffic.down, up=traffic.up,
+            loss=served.loss, **record,
         )  # fmt: skip
         return served.loss, difference_norm(self._difference)
 

@@ -22,6 +22,7 @@ def dialler(where: str, encrypt: Any) -> Callable[[Head], SealedConnection]:
     from weft.net.sockets import own_address
 
     invitation = read_server_invitation(where)
+    encrypt = "always" if invitation.encrypted else encrypt
     if invitation.host.startswith("peer:"):
         from weft.peers.rendezvous import join_peers
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from weft.federated.federation_frames import BEAT_S, LONGEST_NAME, SILENT_S
 from weft.federated.server_invitation import CHANNEL
@@ -34,7 +34,7 @@ class ClientSession:
         ``key``: text by which the server knows the client again.
         ``hello``: what the client says of itself.
         ``working``: token of the work that the client does, empty if it does none.
-        ``sent``, ``received``: bytes of frames so far.
+        ``traffic``: counts the bytes of all connections.
         ``over``: set when nothing more comes from the client or goes to it.
     """
 
@@ -43,8 +43,7 @@ class ClientSession:
     hello: Head
     connection: SealedConnection
     working: str = ""
-    sent: int = 0
-    received: int = 0
+    traffic: SessionTraffic = field(default_factory=lambda: SessionTraffic())
     over: threading.Event = field(default_factory=threading.Event)
     _outbox: queue.Queue[tuple[Head, Sequence[memoryview]] | None] = field(
         default_factory=queue.Queue
@@ -72,9 +71,17 @@ class ClientSession:
                     self.over.wait(DRAIN_S)
                     break
                 head, views = letter
-                self.sent += self.connection.send(head, views)
+                self.traffic.down += self.connection.send(head, views)
         self.connection.close()
         self.over.set()
+
+
+@dataclass
+class SessionTraffic:
+    """Bytes that have travelled to clients (``down``) and come from them (``up``), of all connections so far."""
+
+    down: int = 0
+    up: int = 0
 
 
 class SessionEvent(NamedTuple):
@@ -110,6 +117,7 @@ class ClientSessions:
         self.endpoint, self.most, self.offer, self.check = endpoint, most, offer, check
         self.events: queue.Queue[SessionEvent] = queue.Queue()
         self.refused: queue.Queue[str] = queue.Queue()
+        self.traffic = SessionTraffic()
         self._lock = threading.Lock()
         self.known: dict[str, str] = {}
         endpoint.refused = lambda host, why: self.refused.put(
@@ -140,12 +148,8 @@ class ClientSessions:
                 connection.drain(DRAIN_S)
             return connection.close()
         session = ClientSession(
-            str(name),
-            str(hello["key"]),
-            hello,
-            connection,
-            str(hello.get("working", "")),
-        )
+            str(name), str(hello["key"]), hello, connection, str(hello.get("working", "")), self.traffic
+        )  # fmt: skip
         session.send({"kind": "welcome"})
         sender = threading.Thread(
             target=session.post, name="weft-client-post", daemon=True
@@ -156,7 +160,7 @@ class ClientSessions:
         try:
             while True:
                 frame = connection.receive(self._room, SILENT_S)
-                session.received += frame.payload.nbytes
+                self.traffic.up += frame.payload.nbytes
                 kind = frame.head.get("kind")
                 if kind == "bye":
                     raise WireBroken("it has left")
@@ -199,8 +203,3 @@ class ClientSessions:
                 f"it sends {size:,} bytes, and this run's largest update has {self.most:,}"
             )
         return memoryview(bytearray(size))
-
-
-def public_numbers(session: ClientSession) -> dict[str, Any]:
-    """Return figures of a connection for the run's records."""
-    return {"client": session.name, "sent": session.sent, "received": session.received}

@@ -7,12 +7,13 @@ import queue
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from weft.errors import WeftError
+from weft.federated.adapter_products import AdapterProducts
 from weft.federated.client_sessions import ClientSession, ClientSessions, SessionEvent
 from weft.federated.client_work import WorkOrder
 from weft.federated.federation_events import EventLog
@@ -57,6 +58,7 @@ class GivenWork:
         ``steps``: number of its local steps.
         ``since``: time at which it was given out.
         ``cohort``: the secure sum that it belongs to; None if there is none.
+        ``base``: the parameters with which it began, as the client has them.
     """
 
     token: str
@@ -64,6 +66,7 @@ class GivenWork:
     steps: int
     since: float
     cohort: SecureCohort | None = None
+    base: Named = field(default_factory=dict)
 
 
 @dataclass
@@ -90,11 +93,18 @@ class ClientRecord:
 
 
 class WorkReport(NamedTuple):
-    """What a client says of its last work: mean ``loss``; ``staleness`` of its update; ``seconds`` that it took."""
+    """What the server knows of a client's last work.
+
+    ``loss``: mean loss of its steps. ``staleness``: that of its update. ``seconds``: its duration as measured there.
+    ``steps``: number of its steps. ``began`` and ``arrived``: when it was given out and answered.
+    """
 
     loss: float = math.nan
     staleness: int = 0
     seconds: float = 0.0
+    steps: int = 0
+    began: float = 0.0
+    arrived: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,14 +114,12 @@ class ServedChange:
     Attributes:
         ``change``: the change.
         ``loss``: mean loss of the clients' local steps, weighted like their updates.
-        ``staleness``: staleness of each update.
-        ``seconds``: duration of each client's work as the client measured it.
+        ``reports``: what is known of the work of each of its clients.
     """
 
     change: ModelChange
     loss: float
-    staleness: tuple[int, ...]
-    seconds: tuple[float, ...]
+    reports: tuple[WorkReport, ...]
 
 
 class FederationServer:
@@ -120,7 +128,7 @@ class FederationServer:
     ``forms``: how tensors travel. ``judge``: refuses updates. ``say``: prints a line. ``patience``: seconds for which
     work may take, and for which the server waits while nobody is there. ``grace``: seconds for which a client whose
     connection broke may come back to its work. ``secure``: whether updates are masked. ``log``: takes all events.
-    ``began``: seconds of the run before this process.
+    ``began``: seconds of the run before this process. ``products``: averages products of adapters; None: their factors.
     """
 
     def __init__(
@@ -135,6 +143,7 @@ class FederationServer:
         grace: float,
         secure: bool = False,
         began: float = 0.0,
+        products: AdapterProducts | None = None,
     ) -> None:
         self.policy, self.sessions, self.forms, self.judge = (
             policy,
@@ -143,7 +152,7 @@ class FederationServer:
             judge,
         )
         self.log, self.say, self.patience, self.grace = log, say, patience, grace
-        self.secure = secure
+        self.secure, self.products = secure, products
         self.clients: dict[str, ClientRecord] = {}
         self.parameters: Named = {}
         self._reports: dict[str, WorkReport] = {}
@@ -373,6 +382,8 @@ class FederationServer:
         for tensors in extra.values():
             check_finite(tensors)
         difference = self.judge.accepted(difference, work.steps)
+        if self.products is not None:
+            difference = self.products.product_difference(difference, work.base)
         update = ClientUpdate(
             session.name, work.version, work.steps, numbers.samples, difference, numbers.seconds, numbers.rates,
             extra,
@@ -388,16 +399,20 @@ class FederationServer:
                 f"an update of client {session.name} on version {work.version} was dropped: {late}"
             )
         self._answered(record, session, token, taken, late)
-        return self._deliver(update, numbers.loss)
+        return self._deliver(update, numbers.loss, work.since)
 
-    def _deliver(self, update: ClientUpdate, loss: float) -> ModelChange | None:
-        """Hand an update to the policy."""
+    def _deliver(
+        self, update: ClientUpdate, loss: float, began: float
+    ) -> ModelChange | None:
+        """Hand an update to the policy. ``began``: when its work was given out."""
         staleness = self.policy.version - update.version
         accepted = self.policy.expects(update)
         self._note(
             "update", update.client, update.version, update.steps, update.samples, update.seconds, accepted, staleness
         )  # fmt: skip
-        self._reports[update.client] = WorkReport(loss, staleness, update.seconds)
+        self._reports[update.client] = WorkReport(
+            loss, staleness, update.seconds, update.steps, began, self.now
+        )
         return self.policy.on_update(update, staleness, self.now)
 
     def _answered(
@@ -488,7 +503,8 @@ class FederationServer:
         cohort.arrived[name] = torch.frombuffer(
             bytearray(event.payload), dtype=torch.int64
         )
-        self._reports[name] = WorkReport(numbers.loss, 0, numbers.seconds)
+        began = record.work.since if record.work else self.now
+        self._reports[name] = WorkReport(numbers.loss, began=began)
         self._masked[name] = ClientUpdate(
             name,
             numbers.version,
@@ -539,8 +555,10 @@ class FederationServer:
             changes = []
             for name in arrived:
                 update = self._masked.pop(name)
-                loss = self._reports[name].loss
-                changes.append(self._deliver(_with(update, mean), loss))
+                report = self._reports[name]
+                changes.append(
+                    self._deliver(_with(update, mean), report.loss, report.began)
+                )
             return next((change for change in changes if change is not None), None)
         return None
 
@@ -607,6 +625,8 @@ class FederationServer:
         if record.session is not None:  # else it gets its work anew if it comes back
             head, views = self._encoded(record, order)
             record.session.send(head, views)
+        record.work.base = record.view or self.parameters
+        record.view = dict(record.view)
 
     def _encoded(
         self, record: ClientRecord, order: WorkOrder
@@ -638,18 +658,18 @@ class FederationServer:
     # --- records ---
 
     def _served(self, change: ModelChange) -> ServedChange:
+        if self.products is not None:
+            difference = self.products.factor_difference(
+                change.difference, self.parameters
+            )
+            change = replace(change, difference=difference)
         reports = [self._reports.get(name, WorkReport()) for name in change.clients]
         total = sum(change.weights) or 1.0
         loss = (
             sum(w * r.loss for w, r in zip(change.weights, reports, strict=True))
             / total
         )
-        return ServedChange(
-            change,
-            loss,
-            tuple(r.staleness for r in reports),
-            tuple(r.seconds for r in reports),
-        )
+        return ServedChange(change, loss, tuple(reports))
 
     def _complain(self) -> None:
         """Say whom the server waits for, and end the wait if nobody is there for too long."""

@@ -12,7 +12,7 @@ from weft.errors import UsageError
 
 #: The channel between server and clients, and the file of the run with the invitation.
 CHANNEL, INVITATION_FILE = "federation", "invitation"
-_FORM = r"weft-server://([0-9a-f]{64})@(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+|peer:[0-9a-z]+):(\d{1,5})"
+_FORM = r"weft-server(-encrypted)?://([0-9a-f]{64})@(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+|peer:[0-9a-z]+):(\d{1,5})"
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,17 @@ class ServerInvitation:
         ``host``: host of the server as clients reach it.
         ``port``: port of the server.
         ``secret``: text that only the server and invited clients have.
+        ``encrypted``: whether the server accepts encrypted connections alone.
     """
 
     host: str
     port: int
     secret: str = field(repr=False)
+    encrypted: bool = False
 
     def __str__(self) -> str:
-        return f"weft-server://{self.secret}@{self.host}:{self.port}"
+        scheme = "weft-server-encrypted" if self.encrypted else "weft-server"
+        return f"{scheme}://{self.secret}@{self.host}:{self.port}"
 
     @property
     def where(self) -> str:
@@ -56,12 +59,14 @@ def read_server_invitation(text: str) -> ServerInvitation:
                 f"begins with weft-server://, or the file {INVITATION_FILE} of the server's run"
             ) from None
     match = re.fullmatch(_FORM, text.strip())
-    if not match or not 0 < int(match[3]) < 65536:
+    if not match or not 0 < int(match[4]) < 65536:
         raise UsageError(
             "this is not the invitation of a server: it begins with weft-server:// and is one whole line, which `weft "
             "train` prints for a recipe with federated.listen"
         )
-    return ServerInvitation(match[2].strip("[]"), int(match[3]), match[1])
+    return ServerInvitation(
+        match[3].strip("[]"), int(match[4]), match[2], bool(match[1])
+    )
 
 
 def keep_invitation(folder: Path, invitation: ServerInvitation) -> Path:

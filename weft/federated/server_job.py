@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weft.data.loader import Corpus, open_data, tokenizer_of_data
 from weft.data.order import Order
 from weft.errors import UsageError
+from weft.federated.adapter_products import AdapterProducts
 from weft.federated.change_loader import ChangeLoader, remembered
 from weft.federated.client_sessions import ClientSessions
 from weft.federated.federated_facts import (
@@ -36,7 +37,7 @@ from weft.federated.server_invitation import (
 )
 from weft.federated.update_judge import UpdateJudge
 from weft.registry import find
-from weft.train.setup import Job, completed_job
+from weft.train.setup import Job, completed_job, model_shape
 
 if TYPE_CHECKING:
     from weft.checkpoint.run_state import Progress
@@ -102,6 +103,7 @@ class ServerJob(Job):
         server = FederationServer(
             policy, sessions, forms, judge, EventLog(folder, memory.get("events", 0)), recorder.event,
             settings.patience, settings.grace, settings.secure, memory.get("seconds", 0.0),
+            AdapterProducts.of(shapes) if settings.average == "product" else None,
         )  # fmt: skip
         loader = ChangeLoader(
             server, mesh, built.state, shapes, budget, recorder, interrupted, kept, self.recipe.train.batch,
@@ -140,7 +142,7 @@ class ServerJob(Job):
             endpoint = Endpoint(host, int(port), encrypt)
         address, number = endpoint.address
         shown = host if address in ("0.0.0.0", "::") else address
-        return endpoint, ServerInvitation(shown, number, secret)
+        return endpoint, ServerInvitation(shown, number, secret, encrypt == "always")
 
 
 def _saved_steps(folder: Path) -> set[int]:
@@ -167,6 +169,8 @@ def prepare_server(recipe: Recipe) -> ServerJob:
             f"{recipe.layout.world}; leave the layout to the clients"
         )
     check_rounds(recipe)
+    if settings.average == "product":
+        AdapterProducts.of(learning_shapes(recipe, model_shape(recipe)))
     if settings.noise:
         opacus_accountant()
     if settings.secure:

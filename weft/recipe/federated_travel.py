@@ -124,6 +124,13 @@ class FederatedTravel(HostSection):
                 f"federated.noise: policy {getattr(self, 'policy', '')!r} sends clients what it has computed from "
                 "differences without noise; use another policy, such as 'fedavg'"
             )
+        if self.average == "product" and (
+            self.secure or self.noise or not self.client_step_is_plain
+        ):
+            raise ValueError(
+                "federated.average = 'product' needs each client's factors as they are; leave out federated.secure and "
+                "federated.noise, and use a policy that leaves clients' gradients as they are, such as 'fedavg'"
+            )
         if self.secure and self.compress != "none":
             raise ValueError(
                 f"federated.secure sums masked integers, and federated.compress = {self.compress!r} makes no integers "
