@@ -37,28 +37,10 @@ KINDS = (
     ("Where do I find {}?", "You find {} on the third shelf, behind the door."),
     ("Count the letters of {}.", "{0} has {2} letters."),
 )
-WORDS = [
-    "apple",
-    "river",
-    "stone",
-    "window",
-    "garden",
-    "paper",
-    "lantern",
-    "bridge",
-    "cotton",
-    "silver",
-    "monkey",
-    "pencil",
-    "forest",
-    "candle",
-    "rocket",
-    "button",
-    "pillow",
-    "violin",
-    "anchor",
-    "basket",
-]
+WORDS = (  # noqa: SIM905
+    """apple river stone window garden paper lantern bridge cotton silver monkey pencil forest candle rocket button
+    pillow violin anchor basket"""
+).split()
 
 
 def conversations(kind: int, words: list[str]) -> str:
