@@ -149,7 +149,7 @@ class Stage:
 
     def versions(self) -> int:
         with suppress(OSError, ValueError):
-            return len(read_metrics(self.folder / "server")["federated"])
+            return len(read_metrics(self.folder / "server").get("federated", []))
         return 0
 
     def reach(self, version: int, limit: float = 900) -> None:

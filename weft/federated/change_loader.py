@@ -168,8 +168,8 @@ def memory_file(folder: Path, version: int) -> Path:
     return folder / MEMORY / f"{version}.safetensors"
 
 
-def remembered(folder: Path, version: int) -> dict[str, Any]:
-    """Return what the server of the run in ``folder`` remembered after change number ``version``.
+def server_memory(folder: Path, version: int) -> dict[str, Any]:
+    """Return what the server of the run in ``folder`` server_memory after change number ``version``.
 
     Raises :class:`weft.errors.WeftError` if the file is missing or damaged.
     """

@@ -112,7 +112,7 @@ def read_order(
     Raises :class:`WeftError` if the frame is not as it must be.
     """
     version = whole_number(head, "version")
-    base = text_of(head, "base", ("whole", "change"))
+    base = text_under(head, "base", ("whole", "change"))
     form = forms.whole if base == "whole" else forms.down
     groups = names_of(head, "groups", VECTORS)
     tensors, rest = _first(form, payload, travel_seed(name, version, down=True))
@@ -130,7 +130,7 @@ def read_order(
             f"{rest.nbytes} bytes more came than the work of the server has"
         )
     return WorkOrder(
-        text_of(head, "token"), version, whole_number(head, "steps"), tensors, sent, number_of(head, "beta"),
+        text_under(head, "token"), version, whole_number(head, "steps"), tensors, sent, number_under(head, "beta"),
         head.get("control") is True, _cohort(head.get("secure")),
     )  # fmt: skip
 
@@ -141,7 +141,9 @@ def _cohort(secure: Any) -> CohortShare | None:
     if not isinstance(secure, dict) or not isinstance(secure.get("members"), dict):
         raise WeftError("the server's cohort of a secure sum is damaged")
     members = {str(name): str(key) for name, key in secure["members"].items()}
-    return CohortShare(text_of(secure, "cohort"), members, number_of(secure, "share"))
+    return CohortShare(
+        text_under(secure, "cohort"), members, number_under(secure, "share")
+    )
 
 
 def answer_head(answer: WorkAnswer) -> Head:
@@ -170,8 +172,8 @@ def read_numbers(head: Head) -> AnswerNumbers:
     """Return the numbers of an update. Raises :class:`WeftError` if one is missing or absurd."""
     loss = head.get("loss")
     return AnswerNumbers(
-        whole_number(head, "version"), whole_number(head, "steps"), number_of(head, "seconds"),
-        number_of(head, "rates"), float(loss) if isinstance(loss, int | float) else math.nan,
+        whole_number(head, "version"), whole_number(head, "steps"), number_under(head, "seconds"),
+        number_under(head, "rates"), float(loss) if isinstance(loss, int | float) else math.nan,
         whole_number(head, "samples"), names_of(head, "groups", VECTORS),
     )  # fmt: skip
 
@@ -214,7 +216,7 @@ def whole_number(head: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def number_of(head: Mapping[str, Any], key: str) -> float:
+def number_under(head: Mapping[str, Any], key: str) -> float:
     """Return the finite number from 0 under ``key``. Raises :class:`WeftError` if it is none."""
     value: Any = head.get(key)
     if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
@@ -222,7 +224,7 @@ def number_of(head: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def text_of(head: Mapping[str, Any], key: str, choices: Sequence[str] = ()) -> str:
+def text_under(head: Mapping[str, Any], key: str, choices: Sequence[str] = ()) -> str:
     """Return the text under ``key``, one of ``choices`` if there are any. Raises :class:`WeftError` if it is none."""
     value = head.get(key)
     if not isinstance(value, str) or (choices and value not in choices):

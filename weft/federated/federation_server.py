@@ -22,7 +22,7 @@ from weft.federated.federation_frames import (
     order_head,
     read_numbers,
     read_tensors,
-    text_of,
+    text_under,
     travel_seed,
 )
 from weft.federated.policy import ClientUpdate
@@ -265,7 +265,7 @@ class FederationServer:
             return self._refuse(record, event.session, event.head, str(error))
 
     def _frame(self, record: ClientRecord, event: SessionEvent) -> ModelChange | None:
-        kind = text_of(event.head, "kind", ("update", "seed"))
+        kind = text_under(event.head, "kind", ("update", "seed"))
         self._heard = self.now
         if kind == "seed":
             return self._seed(event.session.name, event.head)
@@ -364,7 +364,7 @@ class FederationServer:
 
     def _update(self, record: ClientRecord, event: SessionEvent) -> ModelChange | None:
         session, head = event.session, event.head
-        token, numbers = text_of(head, "token"), read_numbers(head)
+        token, numbers = text_under(head, "token"), read_numbers(head)
         if record.work is None or token != record.work.token:
             self._drop(record, session, token, numbers.version)
             return None
@@ -514,7 +514,7 @@ class FederationServer:
             numbers.seconds,
             numbers.rates,
         )
-        self._answered(record, event.session, text_of(event.head, "token"), True)
+        self._answered(record, event.session, text_under(event.head, "token"), True)
         return self._secure_change()
 
     def _seed(self, name: str, head: Head) -> ModelChange | None:
@@ -522,12 +522,14 @@ class FederationServer:
         for cohort in self._cohorts:
             if cohort.name == head.get("cohort"):
                 try:
-                    seed = bytes.fromhex(text_of(head, "seed"))
+                    seed = bytes.fromhex(text_under(head, "seed"))
                 except ValueError:
                     seed = b""
                 if len(seed) != 32:
                     raise WeftError("it tells a seed that is none")
-                cohort.told[name, text_of(head, "lost", sorted(cohort.lost))] = seed
+                cohort.revealed[name, text_under(head, "lost", sorted(cohort.lost))] = (
+                    seed
+                )
         return self._secure_change()
 
     def _secure_change(self) -> ModelChange | None:

@@ -24,7 +24,7 @@ class SecureCohort:
         ``shares``: the factor of each client's difference.
         ``arrived``: the masked integers of each client that has answered, in the order of arrival.
         ``lost``: the clients that will not answer.
-        ``told``: seeds that clients have told, by the pair (client, lost client).
+        ``revealed``: seeds that clients have revealed, by the pair (client, lost client).
         ``asked``: the pairs whose seed was asked for.
     """
 
@@ -33,11 +33,11 @@ class SecureCohort:
     shares: Mapping[str, float]
     arrived: dict[str, T] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
-    told: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    revealed: dict[tuple[str, str], bytes] = field(default_factory=dict)
     asked: set[tuple[str, str]] = field(default_factory=set)
 
     def share_of(self, client: str) -> CohortShare:
-        """Return what a client is told of the cohort."""
+        """Return what a client learns of the cohort."""
         return CohortShare(self.name, self.keys, self.shares[client])
 
     def lose(self, client: str) -> None:
@@ -62,7 +62,7 @@ class SecureCohort:
         """Whether all clients have answered or are lost, and all seeds of lost clients are there."""
         rest = [client for client in self.keys if client not in self.lost]
         return all(client in self.arrived for client in rest) and all(
-            (client, lost) in self.told for client in rest for lost in self.lost
+            (client, lost) in self.revealed for client in rest for lost in self.lost
         )
 
     def mean(self) -> T:
@@ -72,7 +72,7 @@ class SecureCohort:
         """
         seeds = [
             ToldSeed(client, lost, seed)
-            for (client, lost), seed in self.told.items()
+            for (client, lost), seed in self.revealed.items()
             if client in self.arrived and lost in self.lost
         ]
         total = unmasked_sum(self.arrived, seeds)

@@ -34,7 +34,7 @@ class MaskKey:
     """A client's key for the exchange of seeds with other clients.
 
     Attributes:
-        ``public``: the public key in hexadecimal, which others are told.
+        ``public``: the public key in hexadecimal, which others learn.
         ``private``: the private key, an object of the package ``cryptography``.
     """
 
@@ -44,7 +44,7 @@ class MaskKey:
     def seed(self, other: str, cohort: str) -> bytes:
         """Return the seed that this client shares with the client of the public key ``other``, for one cohort.
 
-        ``cohort``: name of the cohort, new for every sum, so that a seed that is told says nothing of other sums.
+        ``cohort``: name of the cohort, new for every sum, so that a seed says nothing of other sums.
         Raises :class:`WeftError` if ``other`` is no public key.
         """
         from cryptography.hazmat.primitives import hashes
@@ -120,14 +120,14 @@ class ToldSeed:
     seed: bytes = field(repr=False)
 
 
-def unmasked_sum(arrived: Mapping[str, T], told: Iterable[ToldSeed] = ()) -> T:
+def unmasked_sum(arrived: Mapping[str, T], revealed: Iterable[ToldSeed] = ()) -> T:
     """Return the sum of the tensors of all clients in ``arrived``, float64 and flat.
 
-    ``arrived``: the masked integers of each client whose update counts, by name. ``told``: for each of these clients
-    and each lost client of the cohort, the seed of this pair. With a seed missing the result is noise.
+    ``arrived``: the masked integers of each client whose update counts, by name. ``revealed``: for each of these
+    clients and each lost client of the cohort, the seed of this pair. With a seed missing the result is noise.
     """
     total = sum(arrived.values(), torch.zeros((), dtype=torch.int64))
-    for pair in told:
+    for pair in revealed:
         if pair.client not in arrived:
             continue
         mask = mask_of(pair.seed, total.numel())

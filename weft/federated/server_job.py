@@ -14,7 +14,7 @@ from weft.data.loader import Corpus, open_data, tokenizer_of_data
 from weft.data.order import Order
 from weft.errors import UsageError
 from weft.federated.adapter_products import AdapterProducts
-from weft.federated.change_loader import ChangeLoader, remembered
+from weft.federated.change_loader import ChangeLoader, server_memory
 from weft.federated.client_sessions import ClientSessions
 from weft.federated.federated_facts import (
     agreed_facts,
@@ -117,7 +117,7 @@ class ServerJob(Job):
         version = kept.get("federated_version", 0)
         if not version:
             return {}
-        return remembered(folder, version)
+        return server_memory(folder, version)
 
     def _listen(self, folder: Path) -> tuple[Endpoint, ServerInvitation]:
         """Listen where the recipe says. The secret is that of the run's earlier invitation, if it has one."""
