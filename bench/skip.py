@@ -37,7 +37,7 @@ from weft.schedule.draw import ticks
 from weft.schedule.kinds import kind_of
 from weft.schedule.simulate import Costs, Simulation, simulate
 from weft.schedule.skip import plan_paths, stage_lengths
-from weft.schedule.stages import assign_stages, routes
+from weft.schedule.stages import assign_stages, make_table, routes
 from weft.shapes.shape import shape_of
 
 ROOT = Path(__file__).parents[1]
@@ -260,7 +260,8 @@ def about(more: dict[str, Any]) -> dict[str, Any]:
         update={"vocab": int(recipe.data.tokenizer.partition(":")[2])}
     )
     layout, length = recipe.layout, recipe.data.seq_len
-    stages = assign_stages(shape, layout, layout.pp, length)
+    table = make_table(layout, 2 * layout.pp, shape, length)
+    stages = assign_stages(shape, layout, table, length)
     paths = routes(shape, layout, recipe.rows_per_pass(layout)[1], length)
     mean = sum(map(len, paths)) / len(paths)
     _, layer, head = shape_of(shape).forward_flops(length)

@@ -47,6 +47,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "secondary that does not divide": ("shard=3,secondary=2", ""),
     "experts that do not fold": ("ep=2", ""),
     "shares of other ranks": ("tp=2,tp_shares=2:1:1", ""),
+    "speeds of other stages": ("pp=2", "layout.stage_speeds=[1,2,3]"),
     "tp settings without tp": ("tp_shares=auto", ""),
     "sum in training": ("tp=2,sum=auto", ""),
     "moments nearer than the weights": ("", "memory.weights=host memory.moments=device"),

@@ -12,10 +12,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.started import PRELOAD
 from weft.api import be_rank
+from weft.models.transformer import Transformer
 from weft.observe.run_metrics import FILE, Record, read_metrics
 from weft.prove.pool import fork_server
 from weft.recipe import Recipe
@@ -30,7 +32,8 @@ HUNG = 240
 
 
 def _be(
-    rank: int, world: int, port: int, recipe: Recipe, out: str, joins: bool, row_s: float, gate: int | None
+    rank: int, world: int, port: int, recipe: Recipe, out: str, joins: bool, row_s: float, gate: int | None,
+    layer_s: float = 0.0,
 ) -> None:  # fmt: skip
     gc.freeze()  # what the server has imported need not be looked at again
     os.environ |= rank_environment(rank, world, 1)
@@ -41,6 +44,8 @@ def _be(
     _pass_as_told(
         row_s, None if joins else gate, Path(f"{out}.gate"), Path(f"{out}.{rank}.rows")
     )
+    if layer_s:
+        _layers_take(layer_s)
     with open(f"{out}.{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -84,6 +89,24 @@ def _pass_as_told(row_s: float, gate: int | None, opened: Path, rows: Path) -> N
     step.pass_loss = told
 
 
+def _layers_take(layer_s: float) -> None:
+    """From now on every layer of this process sleeps so long in forward and as long in backward."""
+    plain = Transformer.run_block
+
+    def slept(grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(layer_s)
+        return grad
+
+    def run(model: Any, i: int, x: Any, *rest: Any) -> Any:
+        time.sleep(layer_s)
+        y = plain(model, i, x, *rest)
+        if y.requires_grad:
+            y.register_hook(slept)
+        return y
+
+    Transformer.run_block = run  # type: ignore[method-assign]
+
+
 def _note_when_let_in(note: Path) -> None:
     """Make the file when this process has been let in to islands that went on without its own."""
     plain = IslandParty.come
@@ -108,9 +131,11 @@ class Ranks:
         out: Path,
         row_s: Sequence[float] = (0.0,),
         gate: int | None = None,
+        layer_s: Sequence[float] = (0.0,),
     ) -> None:
         # Forking from a server that has imported PyTorch starts a rank in milliseconds.
         context = fork_server((*PRELOAD, __name__))
+        self._layer_s = layer_s
         self.recipe, self.out, self._context, self._row_s, self._gate = (
             recipe,
             out,
@@ -128,6 +153,7 @@ class Ranks:
         )
         for rank in range(count):
             row_s = self._row_s[min(len(self.processes), len(self._row_s) - 1)]
+            layer_s = self._layer_s[min(len(self.processes), len(self._layer_s) - 1)]
             where = f"{folder or self.out}{'+' * joins}"
             given = (
                 rank,
@@ -138,6 +164,7 @@ class Ranks:
                 joins,
                 row_s,
                 self._gate,
+                layer_s,
             )
             self.processes.append(
                 self._context.Process(target=_be, args=given, daemon=True)
@@ -204,10 +231,13 @@ class Ranks:
 
 @contextmanager
 def ranks(
-    recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,), gate: int | None = None
-) -> Iterator[Ranks]:
-    """The ranks of a run in the folder ``out``; none is left at the end."""
-    started = Ranks(recipe, out, row_s, gate)
+    recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,), gate: int | None = None,
+    layer_s: Sequence[float] = (0.0,),
+) -> Iterator[Ranks]:  # fmt: skip
+    """The ranks of a run in the folder ``out``; none is left at the end. ``layer_s``: seconds that each sleeps in a
+    layer, forward and backward.
+    """
+    started = Ranks(recipe, out, row_s, gate, layer_s)
     try:
         yield started
     finally:

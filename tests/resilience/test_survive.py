@@ -85,6 +85,35 @@ def test_a_lost_rank_costs_a_step_and_nothing_else(
     assert [lost["number"] for lost in views[1]["lost"]] == [rank]
 
 
+@pytest.mark.slow(15)
+@pytest.mark.parametrize(("layout", "gone", "made"), [
+    ("dp=4", [1], []),
+    # the sums over replicas, in the group of each place in a replica, and nothing within a replica
+    ("dp=3,tp=2", [2, 3], ["mesh_dp 0 4"]),
+])  # fmt: skip
+def test_a_lost_replica_leaves_all_other_groups_and_the_model(
+    corpus: str,
+    whole: dict[int, float],
+    tmp_path: Path,
+    layout: str,
+    gone: list[int],
+    made: list[str],
+) -> None:
+    out = tmp_path / "run"
+    with ranks(job(corpus, layout), out) as run:
+        run.step(3)
+        for rank in gone:
+            run.signal(rank, signal.SIGKILL)
+        run.end(lost=gone)
+        views = run.records("view")
+    assert losses(out) == pytest.approx(whole, rel=1e-10)
+    assert recorded_once(out) == list(range(1, STEPS + 1))
+    first, *later = views
+    assert not first["edited"] and later[-1]["edited"]
+    assert [key for key in later[-1]["groups_made"] if "dp" not in key] == []
+    assert later[0]["groups_made"] == made, later
+
+
 @pytest.mark.slow
 def test_ranks_join_and_leave(corpus: str, tmp_path: Path) -> None:
     """Two ranks become four, three, by a file, and two, by a scheduler's signal; all that are left end well."""
@@ -170,6 +199,26 @@ def test_a_slow_rank_gets_less_to_do_or_is_left_out(
     assert rows[2][-1] <= 2 and all(
         sum(rows[2]) < 0.8 * sum(rows[rank]) for rank in (0, 1, 3)
     )
+
+
+@pytest.mark.soak
+def test_a_slow_stage_gets_fewer_layers(corpus: str, tmp_path: Path) -> None:
+    """The third stage of four takes three times as long for a layer, and gets fewer; losses are those of one device."""
+    out, alone = tmp_path / "run", tmp_path / "alone"
+    change = {
+        "train__steps": 36,
+        "train__micro_batch": 1,
+        "validation__every": 0,
+        "model__layers": 12,
+    }
+    train_job(prepare(job(corpus, "", **change)), Mesh.single(), alone)
+    wished = job(corpus, "pp=4", **change, resilience__actions="rebalance")
+    with ranks(wished, out, layer_s=(0.01, 0.01, 0.03, 0.01)) as run:
+        run.end()
+        views = run.records("view")
+    assert losses(out) == pytest.approx(losses(alone), rel=1e-10)
+    assert recorded_once(out) == list(range(1, 37))
+    assert len(views) > 1 and views[-1]["stage_speeds"][2] < 0.6
 
 
 @pytest.mark.soak

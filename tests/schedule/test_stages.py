@@ -1,6 +1,7 @@
 """Stages hold every layer once, in order, and the slowest is as fast as any cut can make it."""
 
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.recipe import ModelShape
 from weft.schedule.partition import partition
-from weft.schedule.stages import assign_stages, cut_stages
+from weft.schedule.stages import assign_stages, cut_stages, make_table
 
 WORK = st.floats(0, 8, allow_subnormal=False).map(lambda x: round(x, 3))
 
@@ -70,8 +71,23 @@ def test_stages_hold_every_layer_once(
 
 def test_stages_that_are_always_run_are_shorter() -> None:
     shape = ModelShape(layers=24, embed=64, heads=4, vocab=64)
+    layout = Layout(pp=6, skip=0.25)
     counts = [
         len(stage.layers)
-        for stage in assign_stages(shape, Layout(pp=6, skip=0.25), 6, 64)
+        for stage in assign_stages(shape, layout, make_table(layout, 12, shape, 64), 64)
     ]
     assert max(counts[0], counts[-1]) < min(counts[1:-1])
+
+
+@pytest.mark.parametrize(("change", "counts"), [
+    ({}, [4, 4, 4, 4]), ({"stage_speeds": (1, 1, 0.5, 1)}, [5, 5, 2, 4]),
+    # both stages of a rank are slow
+    ({"schedule": "zb-v", "stage_speeds": (1, 1, 0.5, 1)}, [2, 2, 1, 2, 3, 1, 3, 2]),
+])  # fmt: skip
+def test_slow_ranks_of_a_pipeline_get_fewer_layers(
+    change: dict[str, Any], counts: list[int]
+) -> None:
+    shape = ModelShape(layers=16, embed=64, heads=4, vocab=64)
+    layout = Layout(pp=4, **change)
+    stages = assign_stages(shape, layout, make_table(layout, 8, shape, 64), 64)
+    assert [len(stage.layers) for stage in stages] == counts

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import (
     Field,
+    PositiveFloat,
     PositiveInt,
     ValidationInfo,
     field_validator,
@@ -135,6 +136,13 @@ class Layout(Section):
             "How linear attention gets the state of earlier tokens from other ranks of cp: "
             "'gather' exchanges the states of all ranks at once, 'pass' hands a running state"
             " from rank to rank."
+        ),
+    )
+    stage_speeds: tuple[PositiveFloat, ...] = Field(
+        (),
+        description=(
+            "Relative speeds of the ranks of a pipeline, for example [1, 0.5]: slow ranks get fewer layers. Left out: "
+            "all are equally fast."
         ),
     )
     schedule: str = Field(
@@ -525,6 +533,10 @@ LAYOUT_RULES: tuple[Rule[AskedLayout], ...] = (
     Rule("shares of other ranks", "layout",
          lambda a: a.layout.tp_shares != "auto" and len(a.layout.tp_shares) not in (0, a.layout.tp),
          "tp_shares has {0.share_count} shares, and tp = {0.layout.tp}", "give one for each rank of tp"),
+    Rule("speeds of other stages", "layout",
+         lambda a: len(a.layout.stage_speeds) not in (0, a.layout.pp if a.layout.pp > 1 else 0),
+         "layout.stage_speeds = {0.layout.stage_speeds} is about ranks of a pipeline, and pp = {0.layout.pp}",
+         "give one for each rank of pp"),
     Rule("tp settings without tp", "layout",
          lambda a: a.layout.tp == 1 and bool(a.layout.tp_shares or a.layout.sum),
          "tp_shares and sum are about ranks of tp, and tp = 1", "set tp, or leave them out"),

@@ -123,6 +123,10 @@ class Mesh:
         live = axis_groups(layout, device, rank_table(layout))
         return cls(layout, device, *live, island, islands, island_store)
 
+    def become(self, other: Mesh) -> None:
+        """Take over everything of ``other``, so that whoever holds this mesh has its groups and its place."""
+        vars(self).update(vars(other))
+
     def size(self, *axes: str) -> int:
         """Return the number of ranks along ``axes`` together.
 

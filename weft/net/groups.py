@@ -1,13 +1,17 @@
 """Process groups. All are created here, so that no rank waits longer in any of them than in the default group."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+#: Returns the group of some world ranks, this rank among them, with a name. Where views of a run follow each other, its
+#: only entry has groups of earlier views (:mod:`weft.net.kept_groups`). Without an entry each group is made anew.
+keepers: list[Callable[[Sequence[int], str], dist.ProcessGroup]] = []
 
 
 def limit() -> timedelta | None:
@@ -23,17 +27,19 @@ def limit() -> timedelta | None:
     return timeout
 
 
-def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+def new_group(ranks: Sequence[int], name: str, unique: str = "") -> dist.ProcessGroup:
     """Create the process group of the world ranks ``ranks``. Exactly these ranks must call this function.
 
-    ``name``: description of the group.
+    ``name``: description of the group. ``unique``: a text that no other group has; by default it is derived from the
+    number of groups of just these ranks.
     """
     # PyTorch hashes how many groups the process is in, which differs between ranks, so that they would wait for groups
     # of different names. How many groups of just these ranks there are is the same on all of them.
     members, c10d = sorted(ranks), dist.distributed_c10d
     known = c10d._world.pg_group_ranks.values()
     count = sum(sorted(of_group) == members for of_group in known)
-    hashed = hashlib.sha1(f"{members} {count}".encode(), usedforsecurity=False)
+    unique = unique or f"{members} {count}"
+    hashed = hashlib.sha1(unique.encode(), usedforsecurity=False)
     named = mock.patch.object(c10d, "_hash_ranks_to_str", lambda _: hashed.hexdigest())
     with named:
         group = dist.new_group(
@@ -55,9 +61,13 @@ def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
     own_group = world
     for members in ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist():
         # ranks that are not in it take part too, as NCCL splits a communicator
-        if len(members) < world.size():
+        if len(members) == world.size():
+            continue
+        if not keepers:
             group = dist.new_group(members, limit(), group_desc=f"mesh_{name}")
             own_group = group if own in members else own_group
+        elif own in members:
+            own_group = keepers[-1](members, f"mesh_{name}")
     return own_group
 
 

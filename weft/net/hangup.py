@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 #: Seconds between two passes while a hung up thread is on its way out, as it may make further connections.
@@ -70,7 +70,8 @@ def _connections() -> Iterator[dict[int, socket.socket]]:
             copy.close()
 
 
-def _inodes() -> set[int]:
+def connections_now() -> set[int]:
+    """Return the inodes of this process's present TCP connections."""
     with _connections() as connections:
         return set(connections)
 
@@ -82,18 +83,28 @@ class HangUp:
     has appeared in this process since it was created, except sockets given to :func:`spare`. Call ``hang_up()`` in any
     thread. Call ``close()`` when no thread waits in any of the groups any more; nothing is shut after that. ``stuck``:
     function that is called in another thread if the main thread keeps waiting although the connections are shut.
+    ``kept``: connections, by inode, of groups that are older than this object. ``everything`` (attribute): whether the
+    connections of all groups were shut.
     """
 
-    def __init__(self, stuck: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, stuck: Callable[[], None] = lambda: None, kept: Collection[int] = ()
+    ) -> None:
         self._stuck = stuck
-        self._before = _inodes()
+        self._before = connections_now() - {*kept}
+        self.everything = False
         self._over = threading.Event()
         self._hung, self._shutting = threading.Lock(), threading.Lock()
 
-    def hang_up(self) -> None:
-        """Shut all connections of process groups, and those that are made until :meth:`close`. Returns at once."""
+    def hang_up(self, whole: Collection[int] = (), patience: float = 0.0) -> None:
+        """Shut all connections of process groups, and those that are made until :meth:`close`. Returns at once.
+
+        ``whole``: connections, by inode, of groups that have lost no rank. Waits in these groups may end by themselves,
+        and they are shut only after ``patience`` seconds.
+        """
         if self._over.is_set() or not self._hung.acquire(blocking=False):
             return
+        self._whole, self._until = {*whole}, time.monotonic() + patience
         self._shut()
         threading.Thread(target=self._again, name="weft-hangup", daemon=True).start()
 
@@ -119,6 +130,10 @@ class HangUp:
                 # meanwhile, and what was found may be the next view's
                 if self._over.is_set():
                     return
+                if time.monotonic() < self._until and self._whole:
+                    chosen -= self._whole
+                else:
+                    self.everything = True
                 for inode in chosen:
                     with suppress(OSError):  # not connected any more
                         connections[inode].shutdown(socket.SHUT_RD)

@@ -107,7 +107,7 @@ def hold_stages(shape: ModelShape, mesh: Mesh, seq_len: int) -> HeldStages:
     """
     layout = mesh.layout
     table = make_table(layout, 2 * mesh.size("pp"), shape, seq_len)
-    cut = stages = assign_stages(shape, layout, table.stages, seq_len)
+    cut = stages = assign_stages(shape, layout, table, seq_len)
     if layout.takes_turns:
         table, stages = with_turns(table, cut, layout), layer_stages(cut)
     holders = tuple(table.holders(s) for s in range(table.stages))

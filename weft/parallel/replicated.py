@@ -106,6 +106,13 @@ class Parcels:
                     partial(_arrived, owner, weakref.ref(parcel))
                 )
 
+    def regroup(self, group: dist.ProcessGroup) -> None:
+        """Sum over ``group`` from now on. Sums that were under way in the group before are forgotten."""
+        self.group, self.next = group, len(self.ordered)
+        for parcel in self.ordered:
+            parcel.work = parcel.joined = None
+            parcel.launched, parcel.missing = True, 0
+
     def restart(self) -> None:
         """Begin again with the first parcel."""
         self.next = 0

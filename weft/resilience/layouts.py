@@ -39,8 +39,8 @@ NEAR = 1.25
 WEIGHTS = {"dp": 1, "shard": 1, "pp": 2, "cp": 3, FOLDED: 3, "tp": 4}
 #: Settings that may fall back to their default, in this order; none of them changes what is computed.
 SETTINGS = {
-    "layout": ("tp_shares", "order", "secondary", "ulysses", "virtual", "skip", "vocab_barriers", "parts",
-               "overlap_least", "overlap", "lsh_residual", "lsh",
+    "layout": ("tp_shares", "stage_speeds", "order", "secondary", "ulysses", "virtual", "skip", "vocab_barriers",
+               "parts", "overlap_least", "overlap", "lsh_residual", "lsh",
                "dispatch", "placement", "schedule", "context"),
     "optimizer": ("pairs", "post_validation"),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Hooks around the steps of a run that survives the loss of ranks: copies of the state, records, slow ranks."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -14,12 +14,15 @@ from weft.checkpoint.lease import Lease
 from weft.checkpoint.levels import levels_of
 from weft.checkpoint.run_state import Progress
 from weft.layout.mesh import Mesh, from_all
+from weft.net.kept_groups import KeptGroups
 from weft.observe import trace
+from weft.parallel.build import Built
 from weft.parallel.state import State
 from weft.recipe import Recipe
 from weft.resilience.life import Life
 from weft.resilience.membership import Membership
 from weft.resilience.recover import Recovery, restore
+from weft.resilience.replica_edit import KeptModel, kept_model
 from weft.resilience.roster import asked_to_leave, write_roster
 from weft.resilience.slow_ranks import SlowRanks
 from weft.resilience.snapshots import Snapshots, why_none
@@ -56,6 +59,9 @@ class RankGuard(Watching):
         ``run``: the run's folder and storages; None before it is opened.
         ``snapshots``: copies of the state in memory. Those of the previous view are kept until the present view has its
             own.
+        ``groups``: the process groups that this rank has made.
+        ``kept``: model and state of the last view that built them, if the next view can go on with them.
+        ``edited``: whether the present view goes on with them.
         ``recovery``: copies in memory from which the present view continues; None if the view continues from a
             checkpoint, or begins the run.
         ``slow``: slow ranks and the reaction to them.
@@ -78,6 +84,7 @@ class RankGuard(Watching):
     ) -> None:
         super().__init__(out, resume)
         self.recipe, self.received, self.life = recipe, received, life
+        self.groups = KeptGroups()
         self.limit = timedelta(seconds=recipe.train.timeout)
         self.run: Run | None = None
         self.snapshots: list[Snapshots] = []
@@ -87,6 +94,8 @@ class RankGuard(Watching):
         self.seconds: dict[str, float] = {}
         self.since = time.monotonic()
         self.longest_step = 0.0  # seconds
+        self.kept: KeptModel | None = None
+        self.edited = False
         self._known: set[int] = set()  # all members so far
         self._looked = 0.0  # when this rank last looked who is asked to leave
 
@@ -187,6 +196,22 @@ class RankGuard(Watching):
         self.seconds["recover_s"] = time.monotonic() - begun
         return Resumed(replace(self.recovery.progress), [str(self.recovery)])
 
+    def build(
+        self, job: Job, mesh: Mesh, recorder: Recorder, make: Callable[[], Built]
+    ) -> Built:
+        kept = self.kept
+        self.edited = (
+            kept is not None
+            and self.recovery is not None
+            and kept.fits(job.recipe, mesh)
+        )
+        if kept is not None and self.edited:
+            return kept.edit(job.recipe, mesh, recorder)
+        self.kept = None  # before there is memory for another
+        built = make()
+        self.kept = kept_model(job, mesh, built)
+        return built
+
     def begin(
         self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder
     ) -> None:
@@ -228,13 +253,18 @@ class RankGuard(Watching):
                 if len(joined) > 1
                 else "1 rank has joined"
             )
+        speeds = mesh.layout.stage_speeds
+        if speeds and not view.first:
+            texts = ", ".join(f"{speed:.2g}" for speed in speeds)
+            recorder.event(f"stages get layers by their speeds, {texts}")
         lost = [
             {"number": gone.member.number, "rank": gone.rank, "why": gone.why}
             for gone in view.lost
         ]
         recorder.log(
             "view", epoch=view.epoch, ranks=len(numbers), layout=str(mesh.layout), lost=lost, joined=joined,
-            **self.seconds,
+            edited=self.edited, stage_speeds=speeds, groups_made=[str(key) for key in self.groups.created],
+            groups_kept=len(self.groups.reused), **self.seconds,
         )  # fmt: skip
         self._known |= set(numbers)
 

@@ -26,6 +26,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.net import lost
 from weft.net.endpoint import process_endpoint
+from weft.net.groups import keepers
 from weft.net.hangup import HangUp
 from weft.net.lost import PeerLost
 from weft.net.sockets import own_address
@@ -36,6 +37,7 @@ from weft.resilience.meeting import exchange_addresses
 from weft.resilience.membership import Membership
 from weft.resilience.rank_guard import RankGuard
 from weft.resilience.recover import FACT, newest_recovery
+from weft.resilience.replica_edit import recipe_of_replicas
 from weft.resilience.roster import Roster
 from weft.resilience.views import NEWCOMER, Address, LeftOut, View
 from weft.run.failure import report_failure
@@ -52,6 +54,8 @@ CONNECT = timedelta(seconds=5)
 #: A rank that is alive, but does not agree on the next view, is left out after the time of so many steps, and after so
 #: many seconds: gloo may never return from a collective, and a rank that is left out by mistake comes back.
 ABSENT, ABSENT_S = 3, 15.0
+#: Seconds in which ranks that have lost no peer come to the end of what they exchange, so that their groups can stay.
+DRAIN_S = 0.5
 #: The signal by which a scheduler takes a rank away.
 LEAVE = signal.SIGUSR2
 
@@ -137,6 +141,8 @@ def rank_party(
     )
     party.membership = party.guard.membership = membership
     lost.watch.append(lambda: membership.why)
+    if party.device == "cpu":  # groups of NCCL are not kept
+        keepers.append(party.guard.groups.group)
     # after the present step
     signal.signal(LEAVE, lambda number, frame: membership.leave())
     try:
@@ -198,6 +204,7 @@ class RankParty:
         return {
             "store": (own, store.port),
             "slow": self.guard.slow.factors,
+            "groups": self.guard.groups.facts(),
             FACT: copies,
         }
 
@@ -248,7 +255,7 @@ class RankParty:
         present = guard.view.members[:world]
         layout = guard.slow.layout_for(recipe.layout, present)
         recipe = recipe.model_copy(update={"layout": layout})
-        self._hang_up = HangUp(self.end_stuck)
+        self._hang_up = HangUp(self.end_stuck, guard.groups.connections())
         if membership.why:
             raise PeerLost(membership.why)
         self.join_groups(world, self.device)
@@ -275,13 +282,14 @@ class RankParty:
         trace.end_tracing()
         if broken:
             # a run that loses no rank imports neither; leaving the groups takes longer
-            for module in ("weft.resilience.layouts", "weft.checkpoint.reshard"):
+            for module in self._modules_of_recovery():
                 Thread(target=import_module, args=(module,), daemon=True).start()
             if hang_up is not None:
-                hang_up.hang_up()
+                self._break_off(hang_up)
         gc.collect()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            shut = hang_up is not None and hang_up.everything
+            self.guard.groups.set_aside(self.membership.lost, shut)
         if hang_up is not None:
             hang_up.close()
         if self.recipe.train.compile:
@@ -296,15 +304,17 @@ class RankParty:
         ``job``: the checked recipe and its model's shape. If the ranks are too few, or have too little memory, save the
         state in their memory as a checkpoint, and raise :class:`WeftError`.
         """
-        from weft.resilience.layouts import recipe_for
-
         members, least = self.guard.view.members, self.recipe.resilience.min_ranks
         try:
             if len(members) < least:
                 raise WeftError(
                     f"{len(members)} ranks are left, and resilience.min_ranks = {least}"
                 )
-            recipe = recipe_for(self.recipe, job.shape, len(members))
+            recipe = recipe_of_replicas(self.recipe, job.shape, len(members))
+            if recipe is None:
+                from weft.resilience.layouts import recipe_for
+
+                recipe = recipe_for(self.recipe, job.shape, len(members))
             machine = self.membership.me.machine
             check_memory(
                 recipe, job.shape, sum(member.machine == machine for member in members)
@@ -357,6 +367,11 @@ class RankParty:
             backend, store=dist.PrefixStore(f"weft/view-{view.epoch}", store), rank=self.rank, world_size=world,
             timeout=self.limit, device_id=index,
         )  # fmt: skip
+        numbers = [member.number for member in view.members]
+        said = [facts.get("groups", {}) for facts in view.facts]
+        self.guard.groups.enter(
+            view.epoch, numbers[:world], dict(zip(numbers, said, strict=True))
+        )
 
     def wait_for_place(self) -> NoReturn:
         """Wait until the present view ends, because its layout has no use for this rank.
@@ -373,9 +388,23 @@ class RankParty:
         ``why``: the reason in words.
         """
         if self._hang_up is not None:
-            self._hang_up.hang_up()
+            self._break_off(self._hang_up)
         for copies in list(self.guard.snapshots):
             copies.break_off()
+
+    def _modules_of_recovery(self) -> Iterator[str]:
+        """Yield the names of modules that the next view will need, as far as its number of ranks is known by now."""
+        yield "weft.checkpoint.reshard"
+        left = len(self.guard.view.members) - len(self.membership.lost)
+        if self.job is None or not recipe_of_replicas(
+            self.recipe, self.job.shape, left
+        ):
+            yield "weft.resilience.layouts"
+
+    def _break_off(self, hang_up: HangUp) -> None:
+        """Shut the connections of groups that have lost a rank, and after :data:`DRAIN_S` those of all others."""
+        whole = self.guard.groups.connections(self.membership.lost)
+        hang_up.hang_up(whole, DRAIN_S)
 
     def end_stuck(self) -> None:
         """End this process, because its main thread waits in a collective that nothing ends.

@@ -44,6 +44,8 @@ class SlowRanks:
 
         ``job``: the checked recipe; ``members``: members of the run, by rank; ``layout``: the present layout.
         """
+        if layout.stage_speeds:
+            return _shares_of_layers(job, layout)
         speeds = replace(job, speeds=self.speeds(members)).batch_speeds(layout)
         if not speeds:
             return {}
@@ -57,19 +59,34 @@ class SlowRanks:
         }
 
     def layout_for(self, layout: Layout, members: Sequence[Member]) -> Layout:
-        """Return ``layout`` with settings under which ranks of ``ep`` exchange tokens equally often, although slow ones
-        get fewer rows.
+        """Return ``layout`` with settings for ranks of unequal speeds. They do not change what is computed.
 
-        How often they do is else a matter of a rank's tokens: of their bytes (``layout.pieces = 0``), and of the parts
-        in which they compute (``layout.overlap``). Neither changes what is computed. ``members``: members of the run,
-        by rank.
+        A pipeline that is the only replica has no samples to deal anew, so that its layers are: ``layout.stage_speeds``
+        has the speed of the slowest rank of each stage. With ``ep``, slow ranks get fewer rows, and ranks exchange
+        tokens equally often. How often they do is else a matter of a rank's tokens: of their bytes (``layout.pieces =
+        0``), and of the parts in which they compute (``layout.overlap``). ``members``: members of the run, by rank.
         """
+        if layout.pp > 1 and layout.size(*BATCH_AXES) == 1:
+            return layout.model_copy(
+                update={"stage_speeds": self._stage_speeds(layout, members)}
+            )
         if layout.ep == 1 or len(set(self.speeds(members))) < 2:
             return layout
         equal: dict[str, object] = {"pieces": layout.pieces or 1}
         if layout.weaves:
             equal |= {"overlap": "", "parts": 0}
         return layout.model_copy(update=equal)
+
+    def _stage_speeds(
+        self, layout: Layout, members: Sequence[Member]
+    ) -> tuple[float, ...]:
+        """Return the speed of each rank of the pipeline, times that in the recipe; () if all are alike."""
+        given = layout.stage_speeds or (1.0,) * layout.pp
+        speeds = [*given]
+        for rank, speed in enumerate(self.speeds(members[: layout.world])):
+            stage = Place.of(layout, rank).rank("pp")
+            speeds[stage] = min(speeds[stage], given[stage] * speed)
+        return tuple(speeds) if len(set(speeds)) > 1 else ()
 
     def begin(self, watch: DelayWatch) -> None:
         """Ignore what ``watch`` has measured so far. Only later measurements lead to an action."""
@@ -110,3 +127,21 @@ class SlowRanks:
             abs(slow[n] / known[n] - 1) > UNLIKE for n in known
         ):
             self.factors, self.rebalance = slow, True
+
+
+def _shares_of_layers(job: Job, layout: Layout) -> dict[int, float]:
+    """Return each rank's work, relative to the mean, in a layout whose stages are cut by the speeds of their ranks."""
+    from weft.schedule.stages import assign_stages, make_table
+    from weft.shapes.shape import shape_of
+
+    length = job.recipe.data.seq_len
+    table = make_table(layout, 2 * layout.pp, job.shape, length)
+    first, layer, last = shape_of(job.shape).forward_flops(length)
+    work = [0.0] * layout.pp
+    for number, stage in enumerate(assign_stages(job.shape, layout, table, length)):
+        ends = first * stage.embedding + last * stage.head
+        for rank in table.holders(number):
+            work[rank] += len(stage.layers) * layer + ends
+    mean = sum(work) / len(work)
+    places = [Place.of(layout, rank).rank("pp") for rank in range(layout.world)]
+    return {rank: work[place] / mean for rank, place in enumerate(places)}

@@ -58,16 +58,20 @@ def cut_stages(
 
 
 def assign_stages(
-    shape: ModelShape, layout: Layout, stages: int, seq_len: int
+    shape: ModelShape, layout: Layout, table: Table, seq_len: int
 ) -> tuple[Stage, ...]:
-    """Assign layers to ``stages`` stages such that the stage with most work has as little as possible.
+    """Assign layers to the stages of ``table`` such that the slowest stage is as fast as possible.
 
-    Work is counted in floating-point operations. ``shape``: the model; ``seq_len``: tokens of a sequence. If
-    ``layout.skip`` is set, microbatches skip some stages, but never the first and the last. These two then get less
-    work.
+    Work is counted in floating-point operations, and with ``layout.stage_speeds`` ranks differ in how many they do in a
+    time. ``shape``: the model; ``seq_len``: tokens of a sequence. If ``layout.skip`` is set, microbatches skip some
+    stages, but never the first and the last. These two then get less work.
     """
     first, layer, last = shape_of(shape).forward_flops(seq_len)
-    speeds = stage_lengths(stages, layout.skip) if layout.skip else None
+    stages = table.stages
+    speeds = stage_lengths(stages, layout.skip) if layout.skip else [1.0] * stages
+    if layout.stage_speeds:
+        for s in range(stages):
+            speeds[s] *= min(layout.stage_speeds[rank] for rank in table.holders(s))
     ends = not (layout.vocab_barriers or layout.takes_turns)
     return cut_stages(shape.layers, stages, layer, first, last, ends, speeds)
 
@@ -96,7 +100,7 @@ def modelled_costs(
 
     The memory of a stage is its number of layers; ``shape``: the model; ``seq_len``: tokens of a sequence.
     """
-    stages = assign_stages(shape, layout, table.stages, seq_len)
+    stages = assign_stages(shape, layout, table, seq_len)
     look_up, layer, output = shape_of(shape).forward_flops(seq_len)
 
     def stage_times(stage: Stage) -> Times:
@@ -148,5 +152,5 @@ def routes(
     computes. ``seq_len``: tokens of a sequence.
     """
     table = make_table(layout, microbatches, shape, seq_len)
-    stages = assign_stages(shape, layout, table.stages, seq_len)
+    stages = assign_stages(shape, layout, table, seq_len)
     return [tuple(i for s in path for i in stages[s].layers) for path in table.paths]

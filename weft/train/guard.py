@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from weft.train.runs import Resumed, Run, open_run, resume_run
 
 if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
+    from weft.parallel.build import Built
     from weft.parallel.state import State
     from weft.recipe import Recipe
     from weft.sync.presence import Presence
@@ -58,6 +59,12 @@ class Guard:
     def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
         """Load into ``state`` the checkpoint from which the run continues; a new run loads none. Collective."""
         return resume_run(run, job, state, mesh)
+
+    def build(
+        self, job: Job, mesh: Mesh, recorder: Recorder, make: Callable[[], Built]
+    ) -> Built:
+        """Return the model and its state, which ``make`` builds. ``recorder``: writes the run's records."""
+        return make()
 
     @contextmanager
     def presence(self, mesh: Mesh, recipe: Recipe) -> Iterator[Presence | None]:

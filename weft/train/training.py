@@ -130,7 +130,9 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
 
         notes.append(measured_line(mesh.layout, mesh.device, job.shape.heads))
     recorder = Recorder(job, mesh, run.folder)
-    built = build_state(job, mesh, run, recorder)
+    built = guard.build(
+        job, mesh, recorder, lambda: build_state(job, mesh, run, recorder)
+    )
     model, state = built
     resumed = guard.fill(run, job, state, mesh)
     progress = resumed.progress

@@ -1,0 +1,153 @@
+"""Process groups that outlive a view of a run, because none of their ranks is lost.
+
+PyTorch destroys all groups with the default group, and a new view needs a new default group. A group whose members all
+go on is therefore taken out of PyTorch's tables before, and put back under the members' new ranks. Its connections stay
+(ElasWave, 2025, edits communicators in place). Before a group is used again its members compare how many collectives
+each has begun in it. A group in which the numbers differ, or whose connections were shut, is made anew by all.
+
+The tables are private to PyTorch, which can split and shrink groups of NCCL alone. Groups of NCCL are not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.net.groups import new_group
+from weft.net.hangup import connections_now
+
+c10d = dist.distributed_c10d
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """What a process group is known by in all views: ``name``, and the ``members`` by their numbers, in rank order."""
+
+    name: str
+    members: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {' '.join(map(str, self.members))}"
+
+
+@dataclass
+class KeptGroup:
+    """A process group of this rank.
+
+    Attributes:
+        ``group``: the group itself.
+        ``connections``: its connections, by inode.
+        ``entries``: what PyTorch's tables have of the group while it is out of them, by the table's name.
+    """
+
+    group: dist.ProcessGroup
+    connections: set[int]
+    entries: dict[str, Any] = field(default_factory=dict)
+
+
+class KeptGroups:
+    """The process groups that this rank has made, apart from the default group of a view.
+
+    Attributes:
+        ``members``: numbers of the members of the present view, in the order of their ranks.
+        ``created``, ``reused``: keys of the groups made in the present view, and of those from earlier views.
+    """
+
+    #: PyTorch's tables with an entry for each group.
+    TABLES = ("pg_map", "pg_names", "pg_backend_config", "pg_to_tag")
+    #: Groups in which single messages travel, which nothing counts.
+    MESSAGES = ("mesh_pp",)
+
+    def __init__(self) -> None:
+        self.members: Sequence[int] = ()
+        self.created: list[GroupKey] = []
+        self.reused: list[GroupKey] = []
+        self._epoch = 0
+        self._kept: dict[GroupKey, KeptGroup] = {}
+        self._usable: set[GroupKey] = set()
+
+    def group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        """Return the group of the world ranks ``ranks``, which include this rank. It is made if none was kept.
+
+        Exactly these ranks call this function. ``name``: what distinguishes the group from others of these ranks.
+        """
+        key = GroupKey(name, tuple(self.members[rank] for rank in sorted(ranks)))
+        if key in self._usable:
+            self.reused.append(key)
+            return self._kept[key].group
+        before = connections_now()
+        group = new_group(ranks, name, f"{key} {self._epoch}")
+        self._kept[key] = KeptGroup(group, connections_now() - before)
+        self._usable.add(key)
+        self.created.append(key)
+        return group
+
+    def connections(self, lost: Collection[int] = ()) -> set[int]:
+        """Return the inodes of the connections of all groups that have none of the members ``lost``."""
+        return {
+            inode
+            for key, kept in self._kept.items()
+            if not set(lost) & set(key.members)
+            for inode in kept.connections
+        }
+
+    def set_aside(self, lost: Collection[int], broken: bool) -> None:
+        """Destroy the default group, and the groups that have lost a member. All other groups are set aside.
+
+        ``lost``: numbers of the lost members. ``broken``: whether the connections of all groups were shut, so that
+        none can be kept.
+        """
+        gone = [
+            key
+            for key in self._kept
+            if set(lost) & set(key.members)
+            or (len(key.members) > 1 and (broken or key.name in self.MESSAGES))
+        ]
+        for key in gone:
+            dist.destroy_process_group(self._kept.pop(key).group)
+        for kept in self._kept.values():
+            tables = {name: getattr(c10d._world, name) for name in self.TABLES}
+            kept.entries = {
+                name: table.pop(kept.group) for name, table in tables.items()
+            }
+            c10d._world.pg_group_ranks.pop(kept.group)
+        dist.destroy_process_group()
+        self._usable, self.created, self.reused = set(), [], []
+
+    def facts(self) -> dict[str, int]:
+        """Return how many collectives this rank has begun in each group that it has set aside, by the group's key."""
+        return {
+            # which PyTorch's own description of the class leaves out
+            str(key): kept.group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            for key, kept in self._kept.items()
+        }
+
+    def enter(
+        self, epoch: int, members: Sequence[int], facts: Mapping[int, dict[str, int]]
+    ) -> None:
+        """Enter a view, whose default group exists. Groups of its members that agree can be used again.
+
+        ``epoch``: number of the view. ``members``: numbers of its members, by rank. ``facts``: what each of them has
+        said (:meth:`facts`).
+        """
+        self._epoch, self.members = epoch, members
+        rank_of = {number: rank for rank, number in enumerate(members)}
+        for key, kept in list(self._kept.items()):
+            said = [facts.get(number, {}).get(str(key)) for number in key.members]
+            if None in said or len(set(said)) > 1 or not {*key.members} <= {*members}:
+                self._kept.pop(key).group.shutdown()
+                continue
+            for name, entry in kept.entries.items():
+                getattr(c10d._world, name)[kept.group] = entry
+            ranks = [rank_of[number] for number in key.members]
+            # under new ranks, in the same order within the group
+            numbered = {rank: index for index, rank in enumerate(ranks)}
+            c10d._world.pg_group_ranks[kept.group] = numbered
+            c10d._world.tags_to_pg.setdefault(kept.entries["pg_to_tag"], []).append(
+                kept.group
+            )
+            c10d._register_process_group(kept.group.group_name, kept.group)
+            self._usable.add(key)

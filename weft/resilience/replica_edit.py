@@ -1,0 +1,117 @@
+"""A view that only loses or gains whole replicas: its layout is known at once, and the model of a rank stays.
+
+Ranks of other layouts look for the best layout among all, and build a model for it (:mod:`weft.resilience.layouts`).
+Where only ``dp`` changes, each rank that goes on computes with the same part of the model as before, beside fewer or
+more replicas. Its groups are edited (:mod:`weft.net.kept_groups`); the model and its state, which is filled from the
+copies in memory in either case, get the new groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from weft.layout.axes import LIVE_AXES
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
+from weft.parallel.build import Built
+from weft.parallel.replicated import Parcels, ReplicaUnit
+from weft.parallel.state import Unit
+from weft.recipe import ModelShape, Recipe
+from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
+from weft.recipe.step_techniques import asked_techniques
+from weft.train.recorder import Recorder
+from weft.train.setup import Job
+
+
+def recipe_of_replicas(recipe: Recipe, shape: ModelShape, ranks: int) -> Recipe | None:
+    """Return ``recipe`` with another number of replicas (``dp``), such that its layout has exactly ``ranks`` ranks.
+
+    Returns None if no number of replicas does it, or if a rule forbids the layout. ``shape``: shape of the model, with
+    all its layers.
+    """
+    layout = recipe.layout
+    of_replica = layout.world // layout.dp
+    if layout.dp == 1 or ranks % of_replica or layout.island > 1:
+        return None
+    try:
+        other = Layout(**layout.model_dump() | {"dp": ranks // of_replica})
+        edited = recipe.model_copy(update={"layout": other})
+        refuse_conflicts(AskedRecipe(**dict(edited), shape=shape))
+    except ValueError:
+        return None
+    return edited
+
+
+@dataclass
+class KeptModel:
+    """The model and state of a rank, and the mesh on which they were built.
+
+    Attributes:
+        ``recipe``: the recipe with which they were built.
+        ``mesh``: the mesh, which is edited with the model.
+        ``built``: the model and its state.
+        ``parcels``: sums the gradients over the replicas.
+    """
+
+    recipe: Recipe
+    mesh: Mesh
+    built: Built
+    parcels: Parcels
+
+    def fits(self, recipe: Recipe, mesh: Mesh) -> bool:
+        """Return whether this rank holds the same part of the model on ``mesh``, with the same groups inside a replica.
+
+        ``recipe``: the recipe of the new view.
+        """
+        before, inside = self.mesh, [axis for axis in LIVE_AXES if axis != "dp"]
+        same = recipe.layout.model_copy(update={"dp": before.layout.dp})
+        return (
+            self.recipe == recipe.model_copy(update={"layout": same})
+            and mesh.device_mesh is not None
+            and all(before.rank(axis) == mesh.rank(axis) for axis in inside)
+            and all(before.group(axis) is mesh.group(axis) for axis in inside)
+        )
+
+    def edit(self, recipe: Recipe, mesh: Mesh, recorder: Recorder) -> Built:
+        """Give model and state the groups and the place of ``mesh``. What an unfinished step has left is forgotten.
+
+        ``recorder``: records the passes of the next steps.
+        """
+        model, state = self.built
+        self.recipe = recipe
+        self.mesh.become(mesh)
+        self.parcels.regroup(mesh.group("dp"))
+        model.hooks = replace(model.hooks, passed=recorder.passes)
+        state.clear_gradients()
+        state.due.clear()
+        for held in state.held:
+            held.placement = at = mesh.place.hold(held.logical)
+            held.slots = {
+                name: replace(part, replica=at.replica, replicas=at.replicas)
+                for name, part in held.slots.items()
+            }
+        return self.built
+
+
+def kept_model(job: Job, mesh: Mesh, built: Built) -> KeptModel | None:
+    """Return ``built`` as a model that can be edited; None if an edit would miss something that knows the groups.
+
+    That is so if the state is divided among ranks or rests elsewhere, if stages of a pipeline, a compiler or a
+    technique of the step took part in building it, or if there is a single replica.
+    """
+    recipe, state = job.recipe, built.state
+    units = [unit for unit in state.units if isinstance(unit, ReplicaUnit)]
+    plain = all(type(unit) in (ReplicaUnit, Unit) for unit in state.units)
+    asked = AskedRecipe(**dict(recipe), shape=job.shape)
+    if (
+        not units
+        or not plain
+        or type(built.model) is not Transformer
+        or mesh.layout.balance
+        or recipe.train.compile
+        or recipe.memory.away
+        or any(asked_techniques(asked))
+    ):
+        return None
+    return KeptModel(recipe, mesh, built, units[0].parcels)
