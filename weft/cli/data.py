@@ -121,6 +121,68 @@ def preview_command(
     return 0
 
 
+@app.command("split")
+def split_command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA",
+            help="A .jsonl file, a folder of texts, an .npz file of arrays, or sklearn:digits.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder with a file for each client.")
+    ],
+    clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 5,
+    by: Annotated[
+        str,
+        typer.Option(
+            metavar="even|dirichlet|classes|natural",
+            help="How samples are divided, as in federated.partition.",
+        ),
+    ] = "even",
+    alpha: Annotated[
+        float, typer.Option(help="Parameter of --by dirichlet; small: clients differ.")
+    ] = 0.5,
+    classes: Annotated[
+        int, typer.Option(min=1, help="Classes of each client with --by classes.")
+    ] = 2,
+    label: Annotated[
+        str, typer.Option(metavar="FIELD", help="Field of a record with its class.")
+    ] = "label",
+    group: Annotated[
+        str,
+        typer.Option(
+            metavar="FIELD",
+            help="Field of a record with its group, for --by natural; of texts their folder.",
+        ),
+    ] = "folder",
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> int:
+    """Divide data among the clients of a federated experiment, a file for each."""
+    from weft.errors import nearest
+    from weft.federated.split_data import split_data
+
+    kinds = ("even", "dirichlet", "classes", "natural")
+    if by not in kinds:
+        raise UsageError(f"--by {by!r} is not possible; {nearest(by, kinds)}")
+    if alpha <= 0:
+        raise UsageError(f"--alpha {alpha:g} is not above 0; give a larger one")
+    shares = split_data(
+        source, out, clients, by, label=label, group=group, alpha=alpha, classes=classes, seed=seed
+    )  # type: ignore[arg-type]  # fmt: skip
+    if as_json:
+        rows = [share._asdict() | {"file": str(share.file)} for share in shares]
+        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        return 0
+    print_table(
+        ("file", "samples", "classes"),
+        [(str(share.file), f"{share.samples:,}", share.class_text) for share in shares],
+    )
+    return 0
+
+
 @app.command("who")
 def who_command(
     names: Annotated[

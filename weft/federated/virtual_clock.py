@@ -17,6 +17,7 @@ from weft.federated.policy import ClientUpdate
 
 if TYPE_CHECKING:
     from weft.federated.client_cohort import ClientCohort, LocalResult
+    from weft.federated.fresh_updates import FreshUpdates
     from weft.federated.policy import (
         AssignedWork,
         Differences,
@@ -103,6 +104,7 @@ class VirtualClock:
         ``now``: the virtual time in seconds.
         ``events``: all that has happened.
         ``last``: the last update of each client that the policy has taken.
+        ``fresh``: makes stale updates fresh; None to take them as they are.
         ``on_change``: is called after every change of the model.
     """
 
@@ -127,6 +129,7 @@ class VirtualClock:
         self._doing: dict[str, _Doing] = {}
         self._joined = False
         self.last: dict[str, FederationEvent] = {}
+        self.fresh: FreshUpdates | None = None
 
     def run(self, changes: int, seconds: float = 0.0) -> None:
         """Run until the model has been changed ``changes`` times in all, or ``seconds`` of virtual time are over.
@@ -191,6 +194,7 @@ class VirtualClock:
             },
             "policy": self.policy.state_dict(),
             "cohort": self.cohort.state_dict(),
+            "fresh": self.fresh.state_dict() if self.fresh is not None else {},
             "joined": self._joined,
             "last": {client: vars(event) | {} for client, event in self.last.items()},
         }  # fmt: skip
@@ -213,6 +217,8 @@ class VirtualClock:
         }
         self.policy.load_state_dict(state["policy"])
         self.cohort.load_state_dict(state["cohort"])
+        if self.fresh is not None:
+            self.fresh.load_state_dict(state["fresh"])
 
     def _replay_start(self, event: FederationEvent) -> None:
         """Give out work as the server did; the first of several at one time gives out all of them."""
@@ -294,6 +300,9 @@ class VirtualClock:
         self.cohort.settle(client, accepted)
         if accepted:
             self.last[client] = self.events[-1]
+        if accepted and self.fresh is not None:
+            update = self.fresh.refreshed(update, staleness, self.parameters)
+            self.fresh.forget_models({doing.version for doing in self._doing.values()})
         self._apply(self.policy.on_update(update, staleness, self.now))
 
     def _tick(self) -> None:
@@ -315,6 +324,8 @@ class VirtualClock:
         work = self.policy.ready(self.now)
         for batch in _equal_steps(work):
             version = self.policy.version
+            if self.fresh is not None:
+                self.fresh.keep_model(version, self.parameters)
             results = self.cohort.train(
                 batch, version, self.parameters, self.policy.sent(), self.policy.client_step
             )  # fmt: skip

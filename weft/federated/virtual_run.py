@@ -25,6 +25,7 @@ from weft.federated.array_classifier import ArrayClassifier
 from weft.federated.classifier_cohort import ClassifierCohort, ClassifierScore
 from weft.federated.client_partition import Partition, draw_partition
 from weft.federated.combined_updates import combine_as_asked
+from weft.federated.federation_page import write_federation_page
 from weft.federated.labelled_samples import read_labelled
 from weft.federated.plain_tensors import load_values, save_values
 from weft.federated.simulated_speeds import SimulatedSpeeds
@@ -86,6 +87,13 @@ class SimulatedFederation:
         self.traffic = TrafficCount(parameters)
         self.close = combine_as_asked(policy, settings)
         self.clock = VirtualClock(policy, parameters, self.cohort, self.speeds)
+        if settings.fresh == "inversion":
+            from weft.federated.fresh_updates import FreshUpdates
+
+            values = self.cohort.features
+            self.clock.fresh = FreshUpdates(
+                net, settings.fresh_after, recipe.optimizer.lr, float(values.min()), float(values.max())
+            )  # fmt: skip
 
     def score(self) -> dict[str, float]:
         """Return loss and accuracy of the model on all clients' samples and, if there are some, on those of nobody."""
@@ -207,6 +215,7 @@ def virtual_job(
         _refresh(simulation, state, files)
         recorder.log("score", **simulation.score())
         checkpoints.finish(save=True)
+        recorder.event(f"page {write_federation_page(run.folder)}")
         interrupted = signals[-1] if signals else 0
         return Outcome(run.folder, checkpoints.last, progress, [], interrupted)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.registry import check_name
+from weft.registry import check_name, find
 
 #: Sections that mean something beside simulated clients, and of ``[train]`` and ``[optimizer]`` the settings that do.
 BESIDE_SIMULATION = (
@@ -25,6 +25,12 @@ def check_beside_federated(recipe: Any) -> None:
         raise ValueError(
             f"federated.aggregator = 'process' keeps updates and sums of three levels within fan_in + 1, and "
             f"federated.fan_in = {federated.fan_in}; set it to 3 or more"
+        )
+    plain = find("federation-policy", federated.policy).implementation(federated).client_step.is_plain  # fmt: skip
+    if federated.fresh == "inversion" and not plain:
+        raise ValueError(
+            f"federated.fresh = 'inversion' looks for plain local steps, and clients of policy {federated.policy!r} "
+            "correct their gradients; leave one of them out"
         )
     if federated.aggregate != "mean" and federated.fan_in:
         raise ValueError(

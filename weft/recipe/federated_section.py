@@ -85,6 +85,16 @@ class Federated(FederatedTravel):
             "memory (fan_in of at least 3)."
         ),
     )
+    fresh: Literal["none", "inversion"] = Field(
+        "none",
+        description=(
+            "What becomes of stale updates of simulated clients. 'inversion': the server looks for data that would "
+            "give the update, and trains on them from its present model; it thereby reconstructs clients' data in part."
+        ),
+    )
+    fresh_after: PositiveInt = Field(
+        5, description="Staleness from which on an update is treated so."
+    )
     patience: PositiveFloat = Field(
         600.0,
         description=(
