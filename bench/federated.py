@@ -2,7 +2,8 @@
 
 Parts: `policies` (policy x speeds x partition: time to a loss, waits, staleness), `momentum` (FedAvg-M and SCAFFOLD-M
 at equal rounds), `tree` (sums through shared memory against pickled pipes), `clients` (1,000 simulated clients),
-`fresh` (stale updates made fresh). Each part writes its figures to bench/results/federated.json, beside those of the others.
+`fresh` (stale updates made fresh). Each part writes its figures to bench/results/federated.json, beside those of
+the others.
 Times of `tree` and `clients` are those of a quiet machine. `--quick` is small, and writes nothing.
 """
 
