@@ -7,7 +7,7 @@ from typing import Any
 from weft.federated.federation_page import (
     client_lanes,
     client_rows,
-    curve,
+    drawn_curve,
     federation_page,
     staleness_bars,
 )
@@ -48,7 +48,7 @@ def test_the_page_escapes_names_and_draws_both_curves() -> None:
 
 def test_a_run_without_changes_has_a_page() -> None:
     assert "not changed twice" in federation_page({"run": [{"recipe": {}}]})
-    assert curve("x", [1.0], [2.0]).path == ""
+    assert drawn_curve("x", [1.0], [2.0]).path == ""
 
 
 def test_a_real_run_without_arrivals_has_a_page() -> None:

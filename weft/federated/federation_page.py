@@ -91,10 +91,12 @@ def federation_page(records: Records) -> str:
     # a real server records what each client has sent and received
     known_bytes = all("bytes" in change for change in changes)
     losses = [change["loss"] for change in changes]
-    curves = [curve("Loss over time, seconds", [c["time"] for c in changes], losses)]
+    curves = [
+        drawn_curve("Loss over time, seconds", [c["time"] for c in changes], losses)
+    ]
     if known_bytes:
         sent = [change["bytes"] for change in changes]
-        curves.append(curve("Loss over bytes sent and received", sent, losses))
+        curves.append(drawn_curve("Loss over bytes sent and received", sent, losses))
     last = changes[-1] if changes else {}
     updates = sum(len(change["clients"]) for change in changes)
     tiles = [
@@ -121,7 +123,9 @@ def federation_page(records: Records) -> str:
     )
 
 
-def curve(title: str, xs: Sequence[float], ys: Sequence[float | None]) -> DrawnCurve:
+def drawn_curve(
+    title: str, xs: Sequence[float], ys: Sequence[float | None]
+) -> DrawnCurve:
     """Return the curve through the points ``xs``, ``ys``; points without a value are left out."""
     points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
     if len(points) < 2:
