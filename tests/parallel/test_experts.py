@@ -575,6 +575,9 @@ def test_slow_options_are_seldom_tried() -> None:
     assert turn(times, 3.5, 1.0, 1.3, 1.05) == ([0, 1, 2, 3], False)
     assert turn(times, inf, 1.0, 1.3, 1.05) == ([1, 2, 3], False)
     assert turn(times, inf, 1.0, 1.3, 0.9) == ([1, 2, 3], False)
+    assert turn(times, inf, 1.0, inf, 0.95) == ([1, 3], False)
+    assert turn(times, inf, 1.0, inf, 0.95) == ([1, 3], False)
+    # after six turns at most 1.1 times
     assert turn(times, inf, 1.0, inf, 0.95) == ([1, 3], True)
     assert times.chosen == 3 and times.known == [3.5, 1.0, 1.3, 0.9]
     # an earlier run's times: no trials, and after more and more passes only of those that are near

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 
 #: How many times slower than the fastest an option may be after each turn of a round to be tried again. The first pass
-#: with an option is slow, so that little follows from it.
-LEFT_OUT = (3.0, 1.5, 1.2, 1.1)
+#: with an option is slow, so that little follows from it. Options that are nearly as fast cost little to try, and take
+#: more passes to tell apart.
+LEFT_OUT = (3.0, 1.5, 1.3, 1.2, 1.15, 1.1, 1.05, 1.03)
 #: Options that were at most so many times slower than the fastest are tried again in the first rounds that follow, and
 #: in all others.
 NEAR = (1.5, 1.5, 1.25)
