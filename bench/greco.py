@@ -34,8 +34,8 @@ from weft.train.step import accumulate, clear_gradients, train_step
 T = torch.Tensor
 
 RESULTS = Path(__file__).parent / "results" / "greco.json"
-WORDS = ("topk:0.01", "topk:0.1", "randk:0.1", "powersgd:4", "int6")
-RUNS = ("topk:0.01", "powersgd:4", "int6")
+WORDS = ("topk:0.01", "topk:0.1", "randk:0.1", "powersgd:4", "int6", "int4")
+RUNS = ("topk:0.01", "powersgd:4", "int4")
 
 
 def tensors(steps: int = 20) -> dict[str, dict[str, T]]:

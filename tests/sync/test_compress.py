@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil, prod
 from threading import Barrier
+from unittest import mock
 
 import hypothesis.extra.numpy as arrays
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import UsageError, WeftError
+from weft.sync import rounded
 from weft.sync.compress import build_compressor, encode_with_feedback
 from weft.sync.compressor import Compressor
 
@@ -95,6 +98,23 @@ def test_unbiased_ones_are_right_on_average(
     assert square(mean - x) <= 16 * compressor.error(shape) / count * square(
         x
     ) + 1e-12 * square(x)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+@given(tensors())
+@settings(max_examples=20, deadline=None)
+def test_fewer_bits_lose_less_than_the_tensor_and_less_than_without_clipping(
+    bits: int, x: T
+) -> None:
+    """What L-GreCo may choose for a tensor where nobody can name it: 2 and 3 bits, whose scale clips the largest."""
+    compressor = replace(build_compressor("int4"), bits=bits)
+    lost = square(decoded(compressor, x, 0) - x)
+    assert lost <= compressor.error(x.shape) * square(x) * (1 + 1e-5)
+    assert compressor.error(x.shape) < 1
+    payload = compressor.encode(x, 0)
+    assert sum(part.nbytes for part in payload) == bytes_of(f"int{bits}", x.shape, 4)
+    with mock.patch.object(rounded, "SHARES", (1.0,)):
+        assert lost <= square(decoded(compressor, x, 0) - x) * (1 + 1e-6)
 
 
 def test_contractive_ones_are_biased() -> None:

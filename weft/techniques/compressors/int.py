@@ -44,4 +44,4 @@ class Integers(Rounded):
         return cls(unbiased=argument == "random", bits=int(word[3:]))
 
     def alternatives(self, shape: Sequence[int]) -> list[Compressor]:
-        return [self, *(replace(self, bits=bits) for bits in range(4, 9))]
+        return [self, *(replace(self, bits=bits) for bits in range(2, 9))]
