@@ -255,11 +255,15 @@ class Recipe(Section):
 
     @property
     def islands_come_and_go(self) -> bool:
-        """Whether the run goes on when islands are lost. Islands that average gradients in every step cannot."""
+        """Whether the run goes on when islands are lost. Not so without rounds.
+
+        Islands that average gradients in every step cannot go on either.
+        """
         return (
             self.resilience.survive
             and self.layout.island > 1
             and not self.sync.of_gradients
+            and self.sync.method.in_rounds
         )
 
     def batch_layout(self, layout: Layout) -> Layout:

@@ -9,7 +9,7 @@ the vectors sent, over the islands that took part. :mod:`weft.train.islands` dec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.errors import UsageError
 
@@ -37,6 +37,8 @@ class SyncMethod:
         ``in_pairs``: whether islands exchange in random pairs, whatever ``sync.partner`` says.
         ``in_fragments``: whether parameters can be exchanged in fragments, and answers applied ``sync.delay`` steps
             later.
+        ``in_rounds``: whether all islands take part in every round, so that one that is lost can be left out. If not,
+            the method brings a phase of its own (:meth:`filler`), and losing an island ends the run.
         ``is_mean``: whether islands continue with the mean of their parameters. Islands that agree in every step can
             then exchange gradients instead.
     """
@@ -48,9 +50,24 @@ class SyncMethod:
     in_pairs: ClassVar[bool] = False
     in_fragments: ClassVar[bool] = False
     is_mean: ClassVar[bool] = False
+    in_rounds: ClassVar[bool] = True
 
     def __init__(self, settings: Sync) -> None:
         self.settings = settings
+
+    def initial(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return what the slot ``name`` of a parameter with these ``values`` begins with: zeros, or a copy of them.
+
+        A copy if it is the slot ``anchor``.
+        """
+        return values.clone() if name == "anchor" else values.new_zeros(values.shape)
+
+    def filler(self, context: Any) -> Any:
+        """Return the object that fills the phase after a step, for a method without rounds.
+
+        ``context``: the :class:`weft.train.step.StepContext` of the run, whose ``presence`` is set.
+        """
+        raise NotImplementedError
 
     def sent(self, theta: torch.Tensor, slots: Slots) -> torch.Tensor:
         """Return the vector that an island sends at the end of a round.

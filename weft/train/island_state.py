@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from weft.parallel.state import Held, State
     from weft.recipe import Sync
     from weft.sync.streams import Streams
+    from weft.sync.sync_method import SyncMethod
 
 T = torch.Tensor
 
@@ -49,16 +50,17 @@ def compressors(how: Sync) -> tuple[Compressor, Compressor]:
 def add_slots(state: State, how: Sync) -> None:
     """Add the slots that islands need (:func:`slots_of`) to every trained parameter.
 
-    A slot is a tensor kept for each parameter, in float32 or the parameter's type if wider. The slot ``anchor`` starts
-    as a copy of the parameter, all others as zeros. Nothing is added if islands exchange gradients in place of
-    parameters. ``how``: the recipe's section ``[sync]``.
+    A slot is a tensor kept for each parameter, in float32 or the parameter's type if wider. The method says what it
+    starts with: most start the slot ``anchor`` as a copy of the parameter, all others as zeros. Nothing is added if
+    islands exchange gradients in place of parameters. ``how``: the recipe's section ``[sync]``.
     """
     if how.of_gradients:
         return
+    method: SyncMethod = how.method
     for h in state.learning:
         here = h.local.detach().to("cpu", wider(h.local), copy=True)
         for name in slots_of(how):
-            h.slots[name] = h.part(here if name == "anchor" else torch.zeros_like(here))
+            h.slots[name] = h.part(method.initial(name, here))
 
 
 def values_of(h: Held, slot: str) -> T:

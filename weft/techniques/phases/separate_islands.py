@@ -23,6 +23,10 @@ class SeparateIslandsTechnique(StepTechnique):
     def fill(self, context: StepContext, recipe: Recipe) -> PhaseFiller | None:
         if context.presence is None:
             return None
+        method = recipe.sync.method
+        if not method.in_rounds:
+            filler: PhaseFiller = method.filler(context)
+            return filler
         from weft.train.islands import Apart
 
         return Apart(context, context.presence, recipe.sync)

@@ -1,0 +1,96 @@
+"""DADAO: islands that exchange with one neighbour at a time, when a clock says so, and never in rounds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, PositiveFloat
+
+from weft.registry import register
+from weft.section import Section
+from weft.sync.sync_method import SyncMethod
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.recipe import Sync
+    from weft.sync.simulated_round import Round
+
+
+class DADAOSettings(Section):
+    """Recipe settings of DADAO."""
+
+    condition: PositiveFloat = Field(
+        8.0,
+        description=(
+            "Condition number for which DADAO is set: the largest curvature of the loss over"
+            " the smallest. The larger, the longer it averages what it learns."
+        ),
+    )
+    stride: PositiveFloat = Field(
+        1.0,
+        description=(
+            "Length of DADAO's steps, in steps of the optimizer. With SGD at rate lr, the"
+            " paper's constants are those of a largest curvature of 1 / (4 x stride x lr)."
+        ),
+    )
+    exchanges: float = Field(
+        0.0,
+        ge=0,
+        description=(
+            "Exchanges over all links together, in the time in which an island takes 'every'"
+            " steps. 0: as many as the paper's theory asks for on these links."
+        ),
+    )
+
+
+@register(
+    "sync",
+    "dadao",
+    settings=DADAOSettings,
+    draws={"condition": (2.0, 8.0), "exchanges": (0.0, 1.5)},
+    title="DADAO: accelerated gossip without rounds, over random links at random times",
+    paper="Nabli & Oyallon 2023",
+    recipe="islands.toml --layout island=4 --set sync.compress=none --set sync.update=dadao",
+    proof="tests/techniques/test_dadao.py",
+    figure="equal to a simulation to 1e-10",
+)
+class DADAO(SyncMethod):
+    """Gives every island a state of six vectors, which moves by a linear differential equation between events.
+
+    Events are of two kinds. After ``sync.every`` steps of the optimizer, what these have changed counts as a gradient.
+    Between, a Poisson clock that all islands draw from the same seed says which two islands exchange one vector. The
+    two wait for each other and nobody else does.
+
+    The slots are the rows of the paper's state: ``anchor`` its ``x``, ``ahead`` its ``x~``, ``dual`` and ``dual_ahead``
+    its ``y`` and ``y~``, ``pull`` and ``pull_ahead`` its ``z`` and ``z~``. Parameters count from where they began,
+    which is where ``y + nu x`` is zero.
+    """
+
+    slots = ("anchor", "ahead", "dual", "dual_ahead", "pull", "pull_ahead")
+    shared = ()
+    partners = ("all", "ring", "graph")
+    in_pairs = True
+    in_rounds = False
+
+    def __init__(self, settings: Sync) -> None:
+        super().__init__(settings)
+        self.own = settings.own(DADAOSettings)
+
+    def initial(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        if name in ("anchor", "ahead"):
+            return values.clone()
+        if name in ("dual", "dual_ahead"):
+            return values * -(1 / (8 * self.own.condition * self.own.stride))
+        return values.new_zeros(values.shape)
+
+    def filler(self, context: Any) -> Any:
+        from weft.techniques.sync.dadao.exchanging import Unsynchronised
+
+        return Unsynchronised(context, self.settings, self.own)
+
+    def simulate(self, at: Round) -> None:
+        from weft.techniques.sync.dadao.reference import simulate_interval
+
+        if at.is_due:
+            simulate_interval(at, self.own)

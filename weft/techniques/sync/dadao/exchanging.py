@@ -1,0 +1,146 @@
+"""The phase after a step of an island that exchanges with one neighbour at a time, without rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.sync.replicas import replicas_of
+from weft.sync.streams import IslandLost
+from weft.techniques.sync.dadao import DADAO
+from weft.techniques.sync.dadao.dynamics import Dynamics, LinkExchange, X
+from weft.train.island_state import flat_values, keep_values
+from weft.train.step import PhaseFiller
+
+if TYPE_CHECKING:
+    from weft.recipe import Sync
+    from weft.techniques.sync.dadao import DADAOSettings
+    from weft.train.step import StepContext
+    from weft.train.step_values import StepResult
+
+T = torch.Tensor
+
+#: Gradients that all islands still take when one is asked to end; the island that is ahead may have taken one since.
+LAST = 3
+
+
+class Unsynchronised(PhaseFiller):
+    """Fills the phase after a step: counts a gradient every ``sync.every`` steps, and exchanges with neighbours.
+
+    ``context``: what the phases of a step work on. ``how``: the recipe's section ``[sync]``. ``own``: DADAO's settings.
+    """
+
+    def __init__(self, context: StepContext, how: Sync, own: DADAOSettings) -> None:
+        assert context.presence is not None
+        self.context, self.presence, self.how = context, context.presence, how
+        self.streams = self.presence.streams
+        self.steps, self.stops, self.exchanged = context.begun, False, 0
+        self.held = context.state.learning
+        self.replicas = replicas_of(self.held, context.mesh)
+        self.dynamics = Dynamics.of(own, how, self.streams.islands)
+        self._tell("taken", self.steps // how.every)
+
+    def after(
+        self, results: list[StepResult], finish: Callable[[], list[StepResult]]
+    ) -> list[StepResult]:
+        self.steps += 1
+        due = self.steps % self.how.every == 0
+        if due:
+            results += finish()
+        results = self._without_stop(results)
+        if due:
+            self.context.before_update()
+            self.context.state.expose()
+            self.learn_and_exchange(self.steps // self.how.every)
+            self.context.state.release()
+            results = self._with_stop(results, self.steps // self.how.every)
+        return results
+
+    def end(self, results: list[StepResult]) -> list[StepResult]:
+        return self._without_stop(results)
+
+    @torch.no_grad()
+    def learn_and_exchange(self, gradients: int) -> None:
+        """Count gradient number ``gradients`` of this island, and go through its exchanges up to the next one."""
+        # [6, n]
+        state = torch.stack([flat_values(self.held, name) for name in DADAO.slots])
+        self.dynamics.learn(state, state[X] - flat_values(self.held))
+        now, island = 0.0, self.streams.island
+        for event in self.dynamics.clock(gradients):
+            if island in event.islands:
+                state, now = self._moved(state, event.time - now), event.time
+                difference = self._difference(state, event, gradients)
+                if difference is not None:
+                    self.dynamics.pull(state, difference)
+                    self.exchanged += 1
+        state = self._moved(state, 1 - now)
+        for name, values in zip(DADAO.slots, state, strict=True):
+            keep_values(name, self.held, values)
+        keep_values("", self.held, state[X])
+
+    def _moved(self, state: T, time: float) -> T:
+        return self.dynamics.flow(time).to(state.dtype) @ state
+
+    def _difference(self, state: T, event: LinkExchange, gradients: int) -> T | None:
+        """Return what this island sends in an exchange minus what the other one does; None if that one has ended."""
+        other, tag = (
+            event.partner_of(self.streams.island),
+            f"{gradients}/{event.number}",
+        )
+        whole = self.dynamics.sent(state)
+        part = whole[self.replicas.part(whole.numel())].contiguous()
+        if self._ended(other, gradients):
+            return None
+        self.streams.send(other, tag, part)
+        try:
+            came = self.streams.receive(other, tag, part.dtype)
+        except IslandLost:
+            if self._ended(other, gradients):
+                return None
+            raise
+        self.streams.flush()
+        return self.replicas.whole(part - came, whole.numel())
+
+    def summary(self) -> str:
+        sent = (self.streams.sent + self.streams.around) / 2**20
+        return (
+            f"island {self.streams.island} exchanged {self.exchanged} times, with one island at a time; this rank has "
+            f"sent {sent:.3g} MiB to others"
+        )
+
+    def news(self) -> list[str]:
+        return self.presence.take_news()
+
+    def _without_stop(self, results: list[StepResult]) -> list[StepResult]:
+        """Return ``results`` with all requests to end the run cleared, and remember whether there was one."""
+        self.stops = self.stops or any(result.stop for result in results)
+        return [result._replace(stop=False) for result in results]
+
+    def _with_stop(self, results: list[StepResult], gradients: int) -> list[StepResult]:
+        """Let all islands end after the same gradient, if one of them is asked to end."""
+        self._tell("taken", gradients)
+        if self.stops:
+            store, count = self.streams.shared, self.streams.islands
+            assert store is not None
+            taken = [int(store.get(f"weft/dadao/taken/{i}")) for i in range(count)]
+            self.presence.request_stop(max(taken) + LAST)
+        ends = self.presence.stop_round()
+        if results and ends is not None and ends <= gradients:
+            self._tell("ended", gradients)
+            results[-1] = results[-1]._replace(stop=True)
+        return results
+
+    def _tell(self, what: str, gradients: int) -> None:
+        """Say at the store how many gradients this island has taken, so far or in all."""
+        if self.streams.shared is not None and self.streams.place == 0:
+            name = f"weft/dadao/{what}/{self.streams.island}"
+            self.streams.shared.set(name, str(gradients))
+
+    def _ended(self, island: int, gradients: int) -> bool:
+        """Return whether ``island`` was asked to end before the exchanges after gradient number ``gradients``."""
+        store, name = self.streams.shared, f"weft/dadao/ended/{island}"
+        if store is None or not store.check([name]):
+            return False
+        return int(store.get(name)) < gradients
