@@ -16,6 +16,7 @@ from weft.cli.cluster_engine import engine_command
 from weft.cli.data import app as data
 from weft.cli.doctor import doctor_command
 from weft.cli.eval import eval_command
+from weft.cli.experts import experts_command
 from weft.cli.export import export_command
 from weft.cli.generate import generate_command
 from weft.cli.new import new_command
@@ -94,6 +95,7 @@ for command in (
     engine_command,
     top_command,
     eval_command,
+    experts_command,
     report_command,
     doctor_command,
     export_command,

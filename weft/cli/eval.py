@@ -69,19 +69,20 @@ def eval_command(
     opened = open_tasks(tasks, asked.tokenizer, checkpoint)
     answers = {task.name: asked.answered(task) for task in opened}
     loss = None if held_out is None else asked.held_out_loss(held_out)
-    names = [*(["ensemble"] if members else []), *asked.names]
+    several = len(asked.models) > 1  # further ones, or the experts of a set
+    names = [*(["ensemble"] if several else []), *asked.names]
     if as_json:
         shown: dict[str, Any] = {}
         for task, (first, *each) in answers.items():
             shown[task] = asdict(first) | {"accuracy": first.accuracy}
-            if members:
+            if several:
                 shown[task]["members"] = [
                     {"model": name, **asdict(a), "accuracy": a.accuracy}
                     for name, a in zip(asked.names, each, strict=True)
                 ]
         if loss is not None:
             shown["held-out"] = {"loss": loss.joint, "labels": loss.labels}
-            if members:
+            if several:
                 shown["held-out"]["members"] = [
                     {"model": name, "loss": each}
                     for name, each in zip(asked.names, loss.members, strict=True)
@@ -95,11 +96,11 @@ def eval_command(
             for name, a in zip(names, each, strict=True)
         ]  # fmt: skip
         columns = ("task", "model", "questions", "right", "accuracy", "loss")
-        if not members:
+        if not several:
             columns, rows = columns[:1] + columns[2:], [r[:1] + r[2:] for r in rows]  # type: ignore[assignment, misc]
         print_table(columns, rows)
     if loss is not None:
-        losses = (loss.joint, *loss.members) if members else (loss.joint,)
+        losses = (loss.joint, *loss.members) if several else (loss.joint,)
         print_table(
             ("held-out loss", "model"),
             [(f"{each:.4f}", name) for name, each in zip(names, losses, strict=True)],

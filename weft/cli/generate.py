@@ -176,9 +176,10 @@ def generate_command(
     from weft.generate.best_answer import Verifier
     from weft.generate.cache_policy import cache_policy_of, check_alone
     from weft.generate.drafter import check_ahead, drafter_for
-    from weft.generate.engine import BUDGET, Engine
+    from weft.generate.engine import BUDGET
     from weft.generate.keys_at_rest import RestingKeys, rest_keys
     from weft.generate.leader import follow_leader
+    from weft.generate.open_engine import engine_class
     from weft.generate.sampling import Sampling
     from weft.generate.start import as_rank, launch_ranks, leads, mesh_for
     from weft.generate.text_options import TextOptions
@@ -186,6 +187,11 @@ def generate_command(
     from weft.layout.layout import Layout
     from weft.memory.heap import use_huge_pages
     from weft.models.products import read_only
+    from weft.train.expert_set import (
+        open_experts,
+        read_expert_set,
+        refuse_beside_experts,
+    )
 
     if [prompt, prompt_file, prompts].count(None) != 2:
         raise UsageError(
@@ -218,6 +224,13 @@ def generate_command(
         raise UsageError(
             "--keys-in is for texts that no other text sees; leave out --workers and --paths"
         )
+    if read_expert_set(checkpoint) is not None:
+        refuse_beside_experts(checkpoint, {
+            "--layout": spread.world > 1, "--draft": draft, "--prompts": prompts, "--keys-in": keys_in,
+            "--workers": workers, "--paths": paths, "--cache-policy": cache_policy != "none",
+            "--weights": weights != "float", "--layers-in": layers_in, "--neurons-in": neurons_in,
+            "--experts-in": experts_in,
+        })  # fmt: skip
     if system is not None and not chat:
         raise UsageError("--system is for --chat, whose template says where it belongs")
     if prompts is not None:
@@ -262,14 +275,18 @@ def generate_command(
         messages = [{"role": "system", "content": system}, *messages]
     with as_rank(spread, device) as device:
         resting = elsewhere.parts(weights)
-        model, files, _ = open_model(
-            checkpoint,
-            device,
-            warn,
-            ema,
-            mesh_for(spread, device, checkpoint),
-            lift_of(resting),
-        )
+        experts = open_experts(checkpoint, device, warn, ema)
+        if experts:
+            model, files = experts.models[0], experts.files
+        else:
+            model, files, _ = open_model(
+                checkpoint,
+                device,
+                warn,
+                ema,
+                mesh_for(spread, device, checkpoint),
+                lift_of(resting),
+            )
         read_only(model, weights)
         if device == "cpu":
             use_huge_pages()
@@ -295,7 +312,7 @@ def generate_command(
         budget = CHUNK * spread.cp if spread.cp > 1 else BUDGET
         drafter = drafter_for(draft, model, warn, ahead, early_layer)
         with closing(
-            Engine(
+            engine_class(experts)(
                 model,
                 budget=budget,
                 drafter=drafter,

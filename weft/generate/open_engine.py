@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,12 @@ from weft.models.products import NARROW, read_only
 from weft.models.transformer import Transformer
 from weft.run.signals import leave_signals_to_others
 from weft.shapes.carried_files import context_length
+from weft.train.expert_set import (
+    OpenedExperts,
+    open_experts,
+    read_expert_set,
+    refuse_beside_experts,
+)
 
 #: The share of the free memory that the cache may fill.
 SHARE = 0.4
@@ -293,9 +300,13 @@ def open_engine(
     spread = options.spread
     mesh = mesh_for(spread, device, options.checkpoint)
     parts = options.elsewhere.parts(options.weights)
-    model, files, _ = open_model(
-        options.checkpoint, device, warn, options.ema, mesh, lift_of(parts)
-    )
+    experts = _experts_of(options, device, warn)
+    if experts:
+        model, files = experts.models[0], experts.files
+    else:
+        model, files, _ = open_model(
+            options.checkpoint, device, warn, options.ema, mesh, lift_of(parts)
+        )
     if leads():
         tell_about(parts, warn)
     if model.shape.output == "score":
@@ -311,7 +322,7 @@ def open_engine(
         leave_signals_to_others()  # also those that come when it has ended
         follow_leader(model)
         return None
-    engine = Engine(
+    engine = engine_class(experts)(
         model,
         options.cache or None,
         options.budget,
@@ -361,6 +372,36 @@ def open_engine(
     resting = members if options.resident else {}
     engine.record_steps()
     return OpenedEngine(engine, files, cache, others, family, resting, kept)
+
+
+def engine_class(experts: OpenedExperts | None) -> Callable[..., Engine]:
+    """Return what builds the engine of a model, or of several ``experts`` that write together."""
+    if experts is None:
+        return Engine
+    from weft.generate.expert_engine import ExpertEngine
+
+    return partial(ExpertEngine, experts)
+
+
+def _experts_of(
+    options: EngineOptions, device: str, warn: Callable[[str], None]
+) -> OpenedExperts | None:
+    """Open the experts of a set; None if the options name a single model.
+
+    Raises :class:`UsageError` for options of what a set has not.
+    """
+    if read_expert_set(options.checkpoint) is None:
+        return None
+    refused = {
+        "--layout": options.spread.world > 1, "--phases": options.phases != "one", "--adapters": options.adapters,
+        "--models": options.models, "--lend": options.lend, "--draft": options.draft,
+        "--host-cache": options.host_cache, "--cache-folder": options.cache_folder,
+        "--weights": options.weights != "float", "--cache-policy": options.cache_policy != NONE,
+        "--keys-in": options.keys_in, "--layers-in": options.layers_in, "--neurons-in": options.neurons_in,
+        "--invariant": options.invariant,
+    }  # fmt: skip
+    refuse_beside_experts(options.checkpoint, refused)
+    return open_experts(options.checkpoint, device, warn, options.ema)
 
 
 def _opened_scorer(

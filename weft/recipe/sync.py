@@ -30,7 +30,7 @@ class Sync(HostSection):
         description=(
             "Which islands an island exchanges with: all others ('all'), its two neighbours "
             "in a ring ('ring'), a random partner in each round ('pairs'), or those that "
-            "'graph' links it to ('graph'). 'ring' and 'graph' need update = 'average'."
+            "'graph' links it to ('graph'). 'ring' and 'graph' need update = 'average' or 'dadao'."
         ),
     )
     graph: tuple[tuple[int, int], ...] = Field(
@@ -47,7 +47,8 @@ class Sync(HostSection):
             "mean; 'nesterov': momentum on their mean change (DiLoCo); 'streaming': the same "
             "for one fragment of the model after another; 'eager': the same with the others' "
             "changes of the last round; 'co2': momentum on all changes of the last round; "
-            "'noloco': momentum on the mean change of two random islands."
+            "'noloco': momentum on the mean change of two random islands; 'dadao': no rounds, "
+            "but two islands at a time, when a random clock says so."
         ),
     )
     fragments: PositiveInt = Field(

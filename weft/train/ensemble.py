@@ -17,6 +17,7 @@ import torch
 from weft.data.batch import IGNORE
 from weft.models.fused import times
 from weft.models.numbers import wide
+from weft.train.expert_join import evidence_before, joined_log_probabilities
 from weft.train.score import scores_of, text_loader
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from weft.data.tasks import Score, Text
     from weft.layout.mesh import Mesh
     from weft.models.transformer import Transformer
+    from weft.train.expert_join import ExpertRouter
 
 T = torch.Tensor
 
@@ -51,8 +53,13 @@ class TokenOutputs:
 
 
 @torch.no_grad()
-def token_outputs(model: Transformer, batch: Batch) -> TokenOutputs:
-    """Return what ``model``, which is whole on this device, says about the labelled tokens of ``batch``, in order."""
+def token_outputs(
+    model: Transformer, batch: Batch, every: bool = False
+) -> TokenOutputs:
+    """Return what ``model``, which is whole on this device, says about the labelled tokens of ``batch``, in order.
+
+    ``every``: of all tokens of the batch, not of those with labels only.
+    """
     kept: list[TokenOutputs] = []
 
     def keep(
@@ -64,7 +71,7 @@ def token_outputs(model: Transformer, batch: Batch) -> TokenOutputs:
         mesh: Mesh,
         counts: T | None = None,
     ) -> T:
-        rows = (labels != IGNORE).nonzero()[:, 0]
+        rows = ((labels != IGNORE) | every).nonzero()[:, 0]
         kept.append(TokenOutputs(hidden[rows], weight))
         return hidden.new_zeros((), dtype=torch.float64)
 
@@ -73,13 +80,46 @@ def token_outputs(model: Transformer, batch: Batch) -> TokenOutputs:
     return kept[0]
 
 
+def expert_log_weights(
+    models: Sequence[Transformer], batch: Batch, router: ExpertRouter
+) -> T:
+    """Return the logarithms of the weights that ``router`` gives the experts for each labelled token of ``batch``.
+
+    The result is ``[labelled, experts]``. The router's evidence is what each of ``models`` has made of the document so
+    far, labelled or not.
+    """
+    tokens = batch.tokens.flatten()
+    following = tokens.roll(-1)
+    chunk, columns = models[0].loss_chunk, []
+    for model in models:
+        said = token_outputs(model, batch, every=True)
+        logs = [
+            said.log_probabilities(rows).gather(1, following[rows, None])[:, 0]
+            for rows in _chunks(len(tokens), chunk)
+        ]
+        columns.append(torch.cat(logs).double())
+    ends = batch.cu_seqlens[1:].to(tokens.device)
+    documents = torch.bucketize(
+        torch.arange(len(tokens), device=tokens.device), ends, right=True
+    )
+    evidence = evidence_before(torch.stack(columns, dim=1), documents)
+    return router.log_weights(evidence[batch.labels.flatten() != IGNORE])
+
+
 def joint_log_probabilities(
-    outputs: Sequence[TokenOutputs], rows: slice, average: Average
+    outputs: Sequence[TokenOutputs],
+    rows: slice,
+    average: Average,
+    log_weights: T | None = None,
 ) -> T:
     """Return the logarithms of the ensemble's probabilities at ``rows``, ``[rows, vocab]``.
 
     ``outputs``: those of all members for the same batch. ``average``: whether probabilities or logits are averaged.
+    ``log_weights``: a router's weights for all rows, ``[all rows, members]``; None: all members count alike.
     """
+    if log_weights is not None:
+        logs = [each.log_probabilities(rows) for each in outputs]
+        return joined_log_probabilities(logs, log_weights[rows])
     members = torch.stack([each.log_probabilities(rows) for each in outputs])
     if len(members) == 1:
         return members[0]
@@ -99,10 +139,12 @@ def ensemble_scores(
     texts: Sequence[Text],
     average: Average = "probabilities",
     room: int = 1024,
+    router: ExpertRouter | None = None,
 ) -> list[Score]:
     """Compute the log-probability of each text's continuation by an ensemble, as :func:`weft.train.score.scores`.
 
     ``models``: the members, whole on one device, with the same tokens. ``room``: number of tokens in a row.
+    ``router``: how much each counts in each text; None: all count alike.
     """
     if not texts:
         return []
@@ -117,12 +159,13 @@ def ensemble_scores(
             batch = batch.to(mesh.device)
             assert batch.weights is not None
             outputs = [token_outputs(model, batch) for model in models]
+            log_weights = expert_log_weights(models, batch, router) if router else None
             labels = batch.labels.flatten()
             learned = (labels != IGNORE).nonzero()[:, 0]
             # of each label, the number of its text from 1 stands in place of a weight
             numbers = batch.weights.flatten()[learned].long() - 1
             for rows in _chunks(len(learned), models[0].loss_chunk):
-                joint = joint_log_probabilities(outputs, rows, average)
+                joint = joint_log_probabilities(outputs, rows, average, log_weights)
                 target = joint.gather(1, labels[learned[rows], None])[:, 0]
                 likeliest = target >= joint.amax(-1)
                 scored = torch.stack((target.double(), likeliest.double()), dim=1)
@@ -147,21 +190,24 @@ def ensemble_loss(
     models: Sequence[Transformer],
     steps: Iterable[Sequence[Batch]],
     average: Average = "probabilities",
+    router: ExpertRouter | None = None,
 ) -> EnsembleLoss:
     """Return the losses of an ensemble and of its members over all labels of ``steps``, each of which counts once.
 
     ``models``: the members, whole on one device, with the same tokens. ``steps``: batches of each step.
+    ``router``: how much each counts in each document; None: all count alike.
     """
     device = models[0].mesh.device
     totals = torch.zeros(1 + len(models), dtype=torch.float64, device=device)
     count = 0
     for batch in (each.to(device) for batches in steps for each in batches):
         outputs = [token_outputs(model, batch) for model in models]
+        log_weights = expert_log_weights(models, batch, router) if router else None
         labels = batch.labels.flatten()
         labels = labels[labels != IGNORE]
         count += len(labels)
         for rows in _chunks(len(labels), models[0].loss_chunk):
-            joint = joint_log_probabilities(outputs, rows, average)
+            joint = joint_log_probabilities(outputs, rows, average, log_weights)
             every = [joint, *(each.log_probabilities(rows) for each in outputs)]
             chosen = torch.stack(
                 [logs.gather(1, labels[rows, None])[:, 0] for logs in every]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weft.data.files import TABLES, format_of
 from weft.data.loader import Loader, open_data
@@ -14,10 +14,13 @@ from weft.data.tasks import Answered, OpenTask
 from weft.errors import UsageError
 from weft.recipe.data_section import Data, Source
 from weft.train.ensemble import Average, EnsembleLoss, ensemble_loss, ensemble_scores
+from weft.train.expert_join import ExpertRouter
+from weft.train.expert_set import read_expert_set
 from weft.train.score import scores
 
 if TYPE_CHECKING:
     from weft.checkpoint.address import Where
+    from weft.checkpoint.model import OpenedModel
     from weft.data.tokenizer import Tokenizer
     from weft.models.transformer import Transformer
 
@@ -37,6 +40,7 @@ class EnsembleMembers:
         ``tokenizer``: their tokenizer.
         ``context``: number of tokens that all of them were trained to read.
         ``average``: what is averaged over them.
+        ``router``: how much each counts in each document, for experts; None: all count alike.
     """
 
     names: tuple[str, ...]
@@ -44,13 +48,16 @@ class EnsembleMembers:
     tokenizer: Tokenizer
     context: int
     average: Average
+    router: ExpertRouter | None = None
 
     def answered(self, task: OpenTask) -> list[Answered]:
         """Return how the ensemble answers ``task``, and then how each member does. One model alone is one result."""
         asked = [partial(scores, model, None, model.mesh) for model in self.models]
         results = [task.answered(each) for each in asked]
         if len(self.models) > 1:
-            joint = partial(ensemble_scores, self.models, average=self.average)
+            joint = partial(
+                ensemble_scores, self.models, average=self.average, router=self.router
+            )
             results.insert(0, task.answered(joint))
         return [each for each in results if each is not None]
 
@@ -70,7 +77,41 @@ class EnsembleMembers:
         mesh = self.models[0].mesh
         loader = Loader(order, mesh.layout, 0, 0, ROWS, ROWS, 1, self.context)
         steps = map(loader.step, range(0, order.total or 0, ROWS))
-        return ensemble_loss(self.models, filter(None, steps), self.average)
+        return ensemble_loss(
+            self.models, filter(None, steps), self.average, self.router
+        )
+
+
+class AlikeModels(NamedTuple):
+    """Opened models whose ids mean the same tokens, and their tokenizer."""
+
+    models: tuple[OpenedModel, ...]
+    tokenizer: Tokenizer
+
+
+def open_alike(
+    places: Sequence[Where], device: str, warn: Callable[[str], None], ema: bool = False
+) -> AlikeModels:
+    """Open the models at ``places``, whose ids must mean the same tokens.
+
+    ``device``, ``warn`` and ``ema`` are arguments of :func:`weft.checkpoint.model.open_model`. Raises
+    :class:`UsageError` for models with other tokens than the first one.
+    """
+    from weft.checkpoint.model import open_model, tokenizer_of
+
+    opened = [open_model(place, device, warn, ema) for place in places]
+    tokenizers = [
+        tokenizer_of(each.files, place)
+        for each, place in zip(opened, places, strict=True)
+    ]
+    vocabularies = [each.model.shape.vocab for each in opened]
+    for name, tokenizer, vocab in zip(places, tokenizers, vocabularies, strict=True):
+        if not tokenizers[0].has_ids_of(tokenizer) or vocab != vocabularies[0]:
+            raise UsageError(
+                f"{name} has other tokens than {places[0]}, so that their probabilities cannot be averaged; give "
+                "models with the same tokenizer"
+            )
+    return AlikeModels(tuple(opened), tokenizers[0])
 
 
 def open_members(
@@ -82,32 +123,25 @@ def open_members(
 ) -> EnsembleMembers:
     """Open the models at ``places``, which are those of an ensemble if they are several.
 
+    A single place may also be a set of experts (:mod:`weft.train.expert_set`), which its router joins.
+
     ``device``, ``warn`` and ``ema`` are arguments of :func:`weft.checkpoint.model.open_model`. Raises
     :class:`UsageError` for models with other tokens than the first one, and for a model that is given twice.
     """
-    from weft.checkpoint.model import open_model, tokenizer_of
-
+    router: ExpertRouter | None = None
+    if len(places) == 1 and (experts := read_expert_set(places[0])) is not None:
+        places, router = experts.places, experts.router
     names = tuple(map(str, places))
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(
             f"{twice} is given twice; members of an ensemble are different models"
         )
-    opened = [open_model(place, device, warn, ema) for place in places]
-    tokenizers = [
-        tokenizer_of(each.files, place)
-        for each, place in zip(opened, places, strict=True)
-    ]
-    vocabularies = [each.model.shape.vocab for each in opened]
-    for name, tokenizer, vocab in zip(names, tokenizers, vocabularies, strict=True):
-        if not tokenizers[0].has_ids_of(tokenizer) or vocab != vocabularies[0]:
-            raise UsageError(
-                f"{name} has other tokens than {names[0]}, so that their probabilities cannot be averaged; give models "
-                "with the same tokenizer"
-            )
+    opened = open_alike(places, device, warn, ema)
     return EnsembleMembers(
         names,
-        tuple(each.model for each in opened),
-        tokenizers[0],
-        min(each.length or CONTEXT for each in opened),
+        tuple(each.model for each in opened.models),
+        opened.tokenizer,
+        min(each.length or CONTEXT for each in opened.models),
         average,
+        router,
     )

@@ -1,0 +1,141 @@
+"""A set of experts in a folder: which trained models they are, and how much each counts before anything is seen.
+
+The folder has a file ``experts.json``, which ``weft experts`` writes::
+
+    {"experts": [{"name": "code", "path": "code"}, {"name": "prose", "path": "prose"}], "prior": [1, 1], "top": 0}
+
+A path is relative to the folder, or any name under which ``weft generate`` finds a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import UsageError
+from weft.train.expert_join import BayesRouter
+
+if TYPE_CHECKING:
+    from weft.checkpoint.address import Where
+    from weft.data.tokenizer import Tokenizer
+    from weft.models.transformer import Transformer
+
+FILE = "experts.json"
+
+
+@dataclass(frozen=True)
+class ExpertSet:
+    """Trained experts by name, and the router that joins them.
+
+    Attributes:
+        ``folder``: where the set is.
+        ``names``: the experts' names.
+        ``places``: where each of the trained models is.
+        ``router``: says how much each expert counts in a document.
+    """
+
+    folder: Path
+    names: tuple[str, ...]
+    places: tuple[str, ...]
+    router: BayesRouter
+
+
+@dataclass(frozen=True)
+class OpenedExperts:
+    """The models of an :class:`ExpertSet` on a device, whose ids mean the same tokens.
+
+    ``files``: contents of the files beside the first model's weights, by name.
+    """
+
+    models: tuple[Transformer, ...]
+    files: dict[str, bytes]
+    tokenizer: Tokenizer
+    router: BayesRouter
+
+
+def write_expert_set(
+    folder: Path, names: Sequence[str], prior: Sequence[float], top: int = 0
+) -> None:
+    """Write the file of a set whose experts are in folders of these ``names`` in ``folder``."""
+    experts = [{"name": name, "path": name} for name in names]
+    values = {"experts": experts, "prior": [*prior], "top": top}
+    (folder / FILE).write_text(json.dumps(values, indent=1) + "\n")
+
+
+def read_expert_set(where: Where) -> ExpertSet | None:
+    """Read the set of experts in the folder ``where``; None if it is no folder with such a set.
+
+    Raises :class:`UsageError` for a file that is no set of experts.
+    """
+    folder = Path(str(where))
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    try:
+        tree = json.loads(file.read_text())
+        entries = [(str(each["name"]), str(each["path"])) for each in tree["experts"]]
+        prior = tuple(float(x) for x in tree.get("prior") or [1.0] * len(entries))
+        top = int(tree.get("top", 0))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"{file} is no set of experts ({type(error).__name__}: {error}); write it again with weft experts"
+        ) from None
+    wrong = _fault([name for name, _ in entries], prior, top)
+    if wrong:
+        raise UsageError(f"{file}: {wrong}")
+    places = tuple(
+        str(folder / path) if (folder / path).exists() else path for _, path in entries
+    )
+    names = tuple(name for name, _ in entries)
+    return ExpertSet(folder, names, places, BayesRouter(prior, top))
+
+
+def _fault(names: Sequence[str], prior: Sequence[float], top: int) -> str:
+    """Return what is wrong with a set of these experts, or an empty string."""
+    if not names:
+        return "it lists no expert; list at least one"
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        return f"two experts are named {twice!r}; give each a name of its own"
+    if len(prior) != len(names):
+        return f"'prior' has {len(prior)} weights for {len(names)} experts; give one for each"
+    if not all(isfinite(x) and x >= 0 for x in prior) or not any(prior):
+        return f"'prior' = {[*prior]}: weights are 0 or more, and one is above 0"
+    if not 0 <= top <= len(names):
+        return f"'top' = {top} of {len(names)} experts; 0 stands for all"
+    return ""
+
+
+def open_experts(
+    where: Where, device: str, warn: Callable[[str], None], ema: bool = False
+) -> OpenedExperts | None:
+    """Open the experts of the set ``where``; None if it is no set, but a single model.
+
+    ``device``, ``warn`` and ``ema`` are arguments of :func:`weft.checkpoint.model.open_model`. Raises
+    :class:`UsageError` for experts whose ids mean other tokens.
+    """
+    experts = read_expert_set(where)
+    if experts is None:
+        return None
+    from weft.train.ensemble_members import open_alike
+
+    opened = open_alike(experts.places, device, warn, ema)
+    models: list[Any] = [each.model for each in opened.models]
+    return OpenedExperts(
+        tuple(models), opened.models[0].files, opened.tokenizer, experts.router
+    )
+
+
+def refuse_beside_experts(where: Where, options: dict[str, Any]) -> None:
+    """Raise :class:`UsageError` for the first of ``options`` that is given, as a set of experts has no such thing.
+
+    ``options``: by the option's name, whether it is given.
+    """
+    for option, given in options.items():
+        if given:
+            raise UsageError(
+                f"{where} is a set of experts, which are whole models on one device; leave out {option}"
+            )
