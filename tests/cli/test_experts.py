@@ -12,7 +12,7 @@ from weft.train.expert_set import read_expert_set
 
 SHARED = [
     "layout.island=1", "layout.shard=1", "sync.update=average", "sync.every=1", "sync.compress=none",
-    "data.kind=jsonl", "data.seq_len=64", "train.batch=4", "optimizer.lr=1e-2", "model.heads=2",
+    "data.seq_len=64", "train.batch=4", "optimizer.lr=1e-2", "model.heads=2",
 ]  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def documents(path: Path, alphabet: str) -> str:
             text += alphabet[at % len(alphabet)]
         lines.append(json.dumps({"text": text}) + "\n")
     path.write_text("".join(lines))
-    return f"data.path={path}"
+    return f"data.kind=jsonl data.path={path}"
 
 
 @pytest.mark.slow(60)
