@@ -12,8 +12,8 @@ from weft.errors import UsageError
 from weft.train.expert_join import (
     BayesRouter,
     evidence_before,
-    joined,
     joined_log_probabilities,
+    joined_outputs,
 )
 from weft.train.expert_set import read_expert_set, write_expert_set
 
@@ -70,14 +70,14 @@ def test_outputs_of_any_shape_are_joined_by_weights_of_each_sample() -> None:
     weights /= weights.sum(1, keepdim=True)
     weights[0] = torch.tensor([0.0, 1.0, 0.0])
     outputs[0][0] = torch.nan  # of no weight in that sample
-    together = joined(outputs, weights)
+    together = joined_outputs(outputs, weights)
     assert torch.equal(together[0], outputs[1][0])
     for sample in range(1, 4):
         each = sum(w * x[sample] for w, x in zip(weights[sample], outputs, strict=True))
         assert torch.allclose(together[sample], torch.as_tensor(each))
     logs = [torch.randn(4, 7, generator=random).log_softmax(-1) for _ in range(3)]
     joint = joined_log_probabilities(logs, weights.log())
-    assert torch.allclose(joint.exp(), joined([x.exp() for x in logs], weights))
+    assert torch.allclose(joint.exp(), joined_outputs([x.exp() for x in logs], weights))
 
 
 @pytest.mark.parametrize(

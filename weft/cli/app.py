@@ -16,7 +16,7 @@ from weft.cli.cluster_engine import engine_command
 from weft.cli.data import app as data
 from weft.cli.doctor import doctor_command
 from weft.cli.eval import eval_command
-from weft.cli.experts import experts_command
+from weft.cli.experts_command import experts_command
 from weft.cli.export import export_command
 from weft.cli.generate import generate_command
 from weft.cli.new import new_command

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from weft.data.files import TABLES, format_of
 from weft.data.loader import Loader, open_data
 from weft.data.tasks import Answered, OpenTask
 from weft.errors import UsageError
 from weft.recipe.data_section import Data, Source
+from weft.train.alike_models import open_alike
 from weft.train.ensemble import Average, EnsembleLoss, ensemble_loss, ensemble_scores
 from weft.train.expert_join import ExpertRouter
 from weft.train.expert_set import read_expert_set
@@ -20,7 +21,6 @@ from weft.train.score import scores
 
 if TYPE_CHECKING:
     from weft.checkpoint.address import Where
-    from weft.checkpoint.model import OpenedModel
     from weft.data.tokenizer import Tokenizer
     from weft.models.transformer import Transformer
 
@@ -80,38 +80,6 @@ class EnsembleMembers:
         return ensemble_loss(
             self.models, filter(None, steps), self.average, self.router
         )
-
-
-class AlikeModels(NamedTuple):
-    """Opened models whose ids mean the same tokens, and their tokenizer."""
-
-    models: tuple[OpenedModel, ...]
-    tokenizer: Tokenizer
-
-
-def open_alike(
-    places: Sequence[Where], device: str, warn: Callable[[str], None], ema: bool = False
-) -> AlikeModels:
-    """Open the models at ``places``, whose ids must mean the same tokens.
-
-    ``device``, ``warn`` and ``ema`` are arguments of :func:`weft.checkpoint.model.open_model`. Raises
-    :class:`UsageError` for models with other tokens than the first one.
-    """
-    from weft.checkpoint.model import open_model, tokenizer_of
-
-    opened = [open_model(place, device, warn, ema) for place in places]
-    tokenizers = [
-        tokenizer_of(each.files, place)
-        for each, place in zip(opened, places, strict=True)
-    ]
-    vocabularies = [each.model.shape.vocab for each in opened]
-    for name, tokenizer, vocab in zip(places, tokenizers, vocabularies, strict=True):
-        if not tokenizers[0].has_ids_of(tokenizer) or vocab != vocabularies[0]:
-            raise UsageError(
-                f"{name} has other tokens than {places[0]}, so that their probabilities cannot be averaged; give "
-                "models with the same tokenizer"
-            )
-    return AlikeModels(tuple(opened), tokenizers[0])
 
 
 def open_members(

@@ -1,7 +1,7 @@
 """The join of experts that were trained apart: a list of what each says, and a router's weights for each sample.
 
-:func:`joined` is the whole of it, whatever experts say: predictions of a diffusion model, or probabilities of tokens.
-What differs is the router. That of :class:`BayesRouter` is not trained: after some tokens of a document, an expert
+:func:`joined_outputs` is the whole of it, whatever experts say: predictions of a diffusion model, or probabilities of
+tokens. What differs is the router. That of :class:`BayesRouter` is not trained: after some tokens of a document, an expert
 counts by how likely it has made those, times its prior (Li et al. 2022, branch-train-merge; Gururangan et al. 2023).
 """
 
@@ -50,7 +50,7 @@ class BayesRouter:
         return posterior.masked_fill(posterior < least, -torch.inf).log_softmax(-1)
 
 
-def joined(outputs: Sequence[T], weights: T) -> T:
+def joined_outputs(outputs: Sequence[T], weights: T) -> T:
     """Return the mean of the experts' ``outputs``, each ``[samples, ...]``, with a router's weights for each sample.
 
     ``weights``: ``[samples, experts]``, which add up to 1 for each sample. An expert without weight may have outputs
@@ -62,7 +62,9 @@ def joined(outputs: Sequence[T], weights: T) -> T:
 
 
 def joined_log_probabilities(logs: Sequence[T], log_weights: T) -> T:
-    """Return the logarithms of the experts' joint probabilities, ``[samples, vocab]``; :func:`joined` in logarithms.
+    """Return the logarithms of the experts' joint probabilities, ``[samples, vocab]``.
+
+    This is :func:`joined_outputs` of the probabilities, computed in logarithms.
 
     ``logs``: each expert's log-probabilities ``[samples, vocab]``. ``log_weights``: ``[samples, experts]``.
     """

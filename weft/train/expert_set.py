@@ -120,7 +120,7 @@ def open_experts(
     experts = read_expert_set(where)
     if experts is None:
         return None
-    from weft.train.ensemble_members import open_alike
+    from weft.train.alike_models import open_alike
 
     opened = open_alike(experts.places, device, warn, ema)
     models: list[Any] = [each.model for each in opened.models]

@@ -90,7 +90,7 @@ class DADAO(SyncMethod):
         return Unsynchronised(context, self.settings, self.own)
 
     def simulate(self, at: Round) -> None:
-        from weft.techniques.sync.dadao.reference import simulate_interval
+        from weft.techniques.sync.dadao.simulated_interval import simulate_interval
 
         if at.is_due:
             simulate_interval(at, self.own)
