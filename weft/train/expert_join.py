@@ -1,8 +1,9 @@
 """The join of experts that were trained apart: a list of what each says, and a router's weights for each sample.
 
 :func:`joined_outputs` is the whole of it, whatever experts say: predictions of a diffusion model, or probabilities of
-tokens. What differs is the router. That of :class:`BayesRouter` is not trained: after some tokens of a document, an expert
-counts by how likely it has made those, times its prior (Li et al. 2022, branch-train-merge; Gururangan et al. 2023).
+tokens. What differs is the router. That of :class:`BayesRouter` is not trained: after some tokens of a document, an
+expert counts by how likely it has made those, times its prior (Li et al. 2022, branch-train-merge; Gururangan et al.
+2023).
 """
 
 from __future__ import annotations
