@@ -39,9 +39,9 @@ def run(update: str, rate: float, steps: int) -> dict[str, float]:
         ]  # fmt: skip
         if update == "dadao":
             settings += ["sync.condition=1.0", "optimizer.betas=[0.7, 0.95]"]
-        words = [sys.executable, "-m", "weft", "train", "islands", "--layout", "island=4", "--out", str(out)]  # fmt: skip
+        words = [sys.executable, "-m", "weft", "train", "islands", "--layout", "island=4"]  # fmt: skip
         ended = subprocess.run(
-            [*words, *(x for s in settings for x in ("--set", s))],
+            [*words, "--out", str(out), *(x for s in settings for x in ("--set", s))],
             capture_output=True,
             text=True,
         )

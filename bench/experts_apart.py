@@ -75,10 +75,11 @@ def measured(
         path = folder / f"{domain}.jsonl"
         words += ["--expert", f"{domain} data.path={path} {' '.join(size)}"]
     rows = weft("experts", "islands", *words, "--out", str(folder / name))
+    asked = ("eval", "--checkpoint", str(folder / name), "--held-out")
     losses = {
-        domain: weft("eval", "--checkpoint", str(folder / name), "--held-out", str(folder / f"{domain}-held.jsonl"))["held-out"]
+        domain: weft(*asked, str(folder / f"{domain}-held.jsonl"))["held-out"]
         for domain in sizes
-    }  # fmt: skip
+    }
     labels = sum(each["labels"] for each in losses.values())
     both = sum(each["loss"] * each["labels"] for each in losses.values()) / labels
     flops = sum(row["flops"] for row in rows)
