@@ -224,8 +224,10 @@ def errors(run: str, count: int) -> list[dict[str, Any]]:
 # --- real links -------------------------------------------------------------------------------------------------------
 
 #: Sizes of the model of the links: a layer's keys travel about as long as the layer computes.
-LINKED = {"layers": 8, "embed": 128, "heads": 4, "ffn": 512}
-TABLES = ("exact", "distrifusion", "pcpp:part=0.25", "pipefusion:patches=4")
+LINKED = {"layers": 8, "embed": 64, "heads": 2, "ffn": 128}
+TABLES = ("exact", "distrifusion", "pcpp:part=0.25", "pipefusion:patches=2")
+#: Samples of a batch.
+SAMPLES = 64
 
 
 def be_rank(rank: int, ranks: int, address: str, rounds: int, out: str) -> None:
@@ -244,17 +246,17 @@ def be_rank(rank: int, ranks: int, address: str, rounds: int, out: str) -> None:
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
-    settings = {"size": (32, 32), "channels": 4, "classes": 4, "zero": False}
+    settings = {"size": (16, 16), "channels": 4, "classes": 4, "zero": False}
     shape = ModelShape(kind="diffusion", **LINKED, settings=settings)
     torch.manual_seed(0)
     denoiser = Denoiser(parallelize(shape, Mesh.single(), Train()).model.eval())  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in denoiser.model.parameters():
-            parameter.normal_(0, 0.05)
+            parameter.normal_(0, 0.15)
     dist.init_process_group(
         "gloo", init_method=f"tcp://{address}:29563", rank=rank, world_size=ranks
     )
-    request = SampleRequest(torch.arange(2), steps=20)
+    request = SampleRequest(torch.arange(SAMPLES) % 4, steps=10)
     samplings = {
         word: TableSampling(denoiser, request, NamedTable(word, ranks))
         for word in TABLES

@@ -21,7 +21,7 @@ U = declare_kind(Kind("sU", "velocity and update of latents", "#f0a021", paramet
 O = declare_kind(Kind("sO", "a finished block", "#9333ea", parameters=False))
 
 #: Names of values. ``OPEN`` is a layer that has projected and not yet attended; it stays on its rank.
-HIDDEN, OPEN, VELOCITY = "h", "open", "v"
+HIDDEN, OPEN = "h", "open"
 
 
 class TokenPiece(NamedTuple):
@@ -62,7 +62,6 @@ class SamplingActions:
         self._latents: dict[tuple[int, int], dict[tuple[int, int], None]] = defaultdict(
             dict
         )
-        self._guides: set[tuple[int, int]] = set()
         #: the row of an action, by its microbatch and stage
         self.rows: dict[tuple[int, int], DenoisingRow] = {}
         for row in source.rows:
@@ -101,8 +100,6 @@ class SamplingActions:
                 self._latents[row.step, block][0, self.source.blocks[block]] = None
             if last and row.step + 1 == self.source.steps:
                 self._latents[row.step + 1, block][0, self.source.blocks[block]] = None
-        if last and row.step:
-            self._guides.update((row.step - 1, guide) for guide in row.guides)
 
     def key_value(self, step: int, layer: int, key: KeyBlock) -> Value:
         """Return the name of the keys and values of ``key``, computed in ``step`` at ``layer``."""
@@ -154,23 +151,13 @@ class SamplingActions:
 
     def _update(self, row: DenoisingRow, hidden: Value, own: list[Value]) -> Action:
         source, m, rank = self.source, hidden.microbatch, row.rank
-        guides = [
-            Value(VELOCITY, source.layers, self.number(row.step - 1, guide))
-            for guide in row.guides
-            if row.step
-        ]
         fresh = [
             self.latent_value(row.step + 1, block, first, end, rank)
             for block in row.queries
             for first, end in self._latents[row.step + 1, block]
         ]
-        fresh += [
-            Value(VELOCITY, source.layers, self.number(row.step, block))
-            for block in row.queries
-            if (row.step, block) in self._guides
-        ]
-        reads = (hidden, *own, *guides)
-        return Action(rank, U, source.layers - 1, m, (), reads, tuple(fresh))
+        at = (rank, U, source.layers - 1, m)
+        return Action(*at, (), (hidden, *own), tuple(fresh))
 
     def _finished(self) -> dict[int, list[int]]:
         """Return the blocks that rank 0 takes over before a row, by the row's index.

@@ -118,9 +118,6 @@ def _check_row(name: str, table: SamplingTable, row: DenoisingRow) -> None:
             raise SamplingTableError(
                 f"{what} does not attend to all fresh keys of its own block {block}"
             )
-    for guide in row.guides:
-        if not 0 <= guide < count or guide in row.queries:
-            raise SamplingTableError(f"{what} cannot be guided by block {guide}")
 
 
 def _check_order(lowered: Table) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from weft.diffusion.sampling_actions import HIDDEN, OPEN, VELOCITY, A, E, K, U, piece_of
+from weft.diffusion.sampling_actions import HIDDEN, OPEN, A, E, K, U, piece_of
 from weft.diffusion.sampling_check import RunnableTable
 from weft.diffusion.sampling_table import DenoisingRow
 from weft.schedule.actions import Action, Value
@@ -88,17 +88,14 @@ def seen_tokens(runnable: RunnableTable, row: DenoisingRow) -> float:
 def value_bytes(
     runnable: RunnableTable, sizes: DenoiserSizes
 ) -> Callable[[Value], float]:
-    """Return a function from a value to its bytes: of keys and values, latents, hidden states and velocities."""
-    actions, blocks = runnable.actions, runnable.source.blocks
+    """Return a function from a value to its bytes: of keys and values, latents and hidden states."""
+    actions = runnable.actions
 
     @cache
     def of(value: Value) -> float:
         piece = piece_of(value)
         if value.name == OPEN:
             return 0.0
-        if value.name == VELOCITY:
-            tokens = blocks[value.microbatch % actions.count]
-            return float(tokens * sizes.values * sizes.rows * sizes.bytes)
         if value.name == HIDDEN:
             tokens = denoised_tokens(runnable, actions.row_writing(value))
             return float(tokens * sizes.width * sizes.rows * sizes.bytes)

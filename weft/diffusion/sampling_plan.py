@@ -78,10 +78,10 @@ def planned_tables(
             plans.append(PlannedTable(word, refused=str(error)))
             continue
         simulation = simulated_sampling(whole.runnable, sampled_sizes(whole), device)
-        error = float("nan")
+        lost = float("nan")
         if exact is not None:
             samples = TableSampling(denoiser, few, named, frames, dropped).as_threads()
-            error = float((samples - exact).norm() / exact.norm())
+            lost = float((samples - exact).norm() / exact.norm())
         plans.append(
             PlannedTable(
                 word,
@@ -89,7 +89,7 @@ def planned_tables(
                 sum(bytes_between(whole.runnable, sampled_sizes(whole)).values()),
                 max(simulation.peaks),
                 whole.runnable.source.synchronous(),
-                error,
+                lost,
             )
         )
     return sorted(plans, key=lambda plan: (bool(plan.refused), plan.seconds))

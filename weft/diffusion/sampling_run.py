@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from weft.diffusion.sampling_actions import VELOCITY, A, E, K, N, O, U, piece_of
+from weft.diffusion.sampling_actions import A, E, K, N, O, U, piece_of
 from weft.diffusion.sampling_check import RunnableTable
 from weft.diffusion.sampling_table import DenoisingRow
 from weft.schedule.actions import Action, Value
@@ -101,9 +101,6 @@ def value_specs(
 
     def spec(value: Value) -> Specs:
         piece = piece_of(value)
-        if piece is None and value.name == VELOCITY:
-            tokens = blocks[value.microbatch % actions.count]
-            return [((source.batch, tokens, source.values), source.dtype)]
         if piece is None:
             row = actions.row_writing(value)
             tokens = sum(blocks[block] for block in row.queries)
@@ -310,14 +307,10 @@ class _Walk:
         row = self.actions.row_of(action)
         _, prepared = self._prepare(row)
         hidden, *latents = (self.held.values[value] for value in action.reads)
-        guides = latents[len(row.queries) :]
-        latents = latents[: len(row.queries)]
         velocity = self.denoiser.final(hidden, prepared)
         sizes = [self.table.blocks[block] for block in row.queries]
         # the tokens that have joined are of another block's latents
         velocity = velocity[:, velocity.shape[1] - sum(sizes) :]
-        if guides:
-            raise NotImplementedError
         for block, z, v in zip(row.queries, latents, velocity.split(sizes, dim=1), strict=True):  # fmt: skip
             memory = self.memories.setdefault((block,), {})
             fresh = self.sampler.update(z, v, row.step, memory)
@@ -325,9 +318,7 @@ class _Walk:
                 if value.microbatch % self.actions.count != block:
                     continue
                 piece = piece_of(value)
-                if piece is None:
-                    self.held.put(value, v)
-                    continue
+                assert piece is not None
                 whole = (piece.first, piece.end) == (0, fresh.shape[1])
                 part = fresh[:, piece.first : piece.end]
                 self.held.put(value, fresh if whole else part.contiguous())

@@ -54,7 +54,6 @@ class DenoisingRow(NamedTuple):
         ``layers``: the layers that are computed, in order.
         ``queries``: indices of the blocks whose tokens are computed together, in ascending order.
         ``keys``: what they attend to, their own keys included.
-        ``guides``: indices of the blocks whose predicted velocity of the step before guides this row's own.
     """
 
     step: int
@@ -62,7 +61,6 @@ class DenoisingRow(NamedTuple):
     layers: LayerRange
     queries: tuple[int, ...]
     keys: tuple[KeyBlock, ...]
-    guides: tuple[int, ...] = ()
 
 
 class SamplingTableError(WeftError):
@@ -152,8 +150,7 @@ class SamplingTable:
 
     def exact(self) -> bool:
         """Return whether the table computes what one device computes."""
-        guided = any(row.guides for row in self.rows)
-        return self.synchronous() == self.steps and self.window is None and not guided
+        return self.synchronous() == self.steps and self.window is None
 
 
 def whole_block(table_blocks: tuple[int, ...], block: int, age: int = 0) -> KeyBlock:
