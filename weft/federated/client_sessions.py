@@ -35,6 +35,7 @@ class ClientSession:
         ``hello``: what the client says of itself.
         ``working``: token of the work that the client does, empty if it does none.
         ``traffic``: counts the bytes of all connections.
+        ``patience``: seconds in which the client may read what was sent last.
         ``over``: set when nothing more comes from the client or goes to it.
     """
 
@@ -44,6 +45,7 @@ class ClientSession:
     connection: SealedConnection
     working: str = ""
     traffic: SessionTraffic = field(default_factory=lambda: SessionTraffic())
+    patience: float = DRAIN_S
     over: threading.Event = field(default_factory=threading.Event)
     _outbox: queue.Queue[tuple[Head, Sequence[memoryview]] | None] = field(
         default_factory=queue.Queue
@@ -53,8 +55,9 @@ class ClientSession:
         """Queue a frame for the client, and return at once."""
         self._outbox.put((head, views))
 
-    def close(self) -> None:
-        """End the connection, once what is queued is sent."""
+    def close(self, patience: float = DRAIN_S) -> None:
+        """End the connection, once what is queued is sent. ``patience``: seconds in which the client may read it."""
+        self.patience = patience
         self._outbox.put(None)
 
     def post(self) -> None:
@@ -68,7 +71,7 @@ class ClientSession:
                 if letter is None:
                     # so that what was sent last is read; the thread that receives sees when the client has gone
                     self.connection.socket.shutdown(SENDING)
-                    self.over.wait(DRAIN_S)
+                    self.over.wait(self.patience)
                     break
                 head, views = letter
                 self.traffic.down += self.connection.send(head, views)

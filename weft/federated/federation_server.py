@@ -7,6 +7,7 @@ import queue
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -192,14 +193,29 @@ class FederationServer:
 
     def end(self, why: str, parameters: Named | None = None) -> None:
         """Tell all clients that the run has ended, with the final model if there is one, and let them go."""
-        self.sessions.close()
         views: Sequence[memoryview] = ()
         if parameters:
             views = self.forms.whole.packed(parameters, 0).views
+
+        def part_with(session: ClientSession) -> None:
+            session.send({"kind": "end", "why": why}, views)
+            session.close(FLUSH_S)
+
         for record in self.clients.values():
             if record.session is not None:
-                record.session.send({"kind": "end", "why": why}, views)
-                record.session.close()
+                part_with(record.session)
+        # whoever is cut off now comes back, and hears of the end
+        deadline = time.monotonic() + self.grace
+        while (left := deadline - time.monotonic()) > 0 and any(
+            each.present and each.session is None for each in self.clients.values()
+        ):
+            with suppress(queue.Empty):
+                event = self.sessions.events.get(timeout=left)
+                record = self.clients.setdefault(event.session.name, ClientRecord())
+                if event.kind == "joined":
+                    record.session = event.session
+                    part_with(event.session)
+        self.sessions.close()
         self.flush()
 
     def pause(self) -> None:

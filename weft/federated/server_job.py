@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerJob(Job):
-    """A checked recipe with ``federated.listen``, whose steps are changes that clients bring."""
+    """A checked recipe with ``federated.listen``, whose steps are changes that clients bring.
+
+    Attributes:
+        ``open_sessions``: reaches clients in another way than at ``federated.listen``; None: there.
+    """
+
+    open_sessions: Callable[[FederationForms], Any] | None = field(
+        default=None, compare=False
+    )
 
     def steps(self, progress: Progress) -> int:
         """Return the number of changes of the whole run."""
@@ -90,16 +98,10 @@ class ServerJob(Job):
         forms = FederationForms.of(
             shapes, travel_dtype(self.recipe), settings.compress, settings.compress_back
         )
-        endpoint, invitation = self._listen(folder)
-        stack.callback(endpoint.close)
-        sessions = ClientSessions(
-            endpoint, invitation.secret, forms.most, offered_recipe(self),
-            lambda hello: disagreement(self.agreed, hello),
-        )  # fmt: skip
-        path = keep_invitation(folder, invitation)
-        recorder.event(
-            f"clients join at {invitation.where} with the invitation in {path}"
-        )
+        if self.open_sessions is not None:
+            sessions = self.open_sessions(forms)
+        else:
+            sessions = self._sessions(forms, folder, recorder, stack)
         server = FederationServer(
             policy, sessions, forms, judge, EventLog(folder, memory.get("events", 0)), recorder.event,
             settings.patience, settings.grace, settings.secure, memory.get("seconds", 0.0),
@@ -111,6 +113,26 @@ class ServerJob(Job):
         )  # fmt: skip
         stack.callback(loader.close)
         return loader
+
+    def _sessions(
+        self,
+        forms: FederationForms,
+        folder: Path,
+        recorder: RunRecords,
+        stack: ExitStack,
+    ) -> ClientSessions:
+        """Listen where the recipe says, and write the invitation."""
+        endpoint, invitation = self._listen(folder)
+        stack.callback(endpoint.close)
+        path = keep_invitation(folder, invitation)
+        sessions = ClientSessions(
+            endpoint, invitation.secret, forms.most, offered_recipe(self),
+            lambda hello: disagreement(self.agreed, hello),
+        )  # fmt: skip
+        recorder.event(
+            f"clients join at {invitation.where} with the invitation in {path}"
+        )
+        return sessions
 
     def _memory(self, kept: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Return what the server remembers of the run that it resumes; nothing for a new run."""

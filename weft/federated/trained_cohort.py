@@ -58,6 +58,7 @@ class HandedWork:
         ``clip``: largest norm of a difference; 0: none.
         ``order``: the next work.
         ``result``: the answer to the last work.
+        ``payload``: its difference as it travels.
     """
 
     name: str
@@ -68,6 +69,7 @@ class HandedWork:
     result: WorkAnswer | None = None
     left: Mapping[str, T] = field(default_factory=dict)
     taken: bool | None = None
+    payload: bytes = b""
 
     def join(self, about: Mapping[str, Any]) -> None:
         """Do nothing: whoever hands over work knows its clients."""
@@ -83,8 +85,9 @@ class HandedWork:
             difference, seed, self.kept.groups.get("left", {})
         )
         self.left, self.taken = packed.left, None
-        payload = memoryview(b"".join(packed.views))
-        self.result = replace(answer, difference=self.forms.up.unpacked(payload, seed))
+        self.payload = b"".join(packed.views)
+        arrives = self.forms.up.unpacked(memoryview(self.payload), seed)
+        self.result = replace(answer, difference=arrives)
 
     def settled(self, limit: float) -> bool | None:
         return self.taken
@@ -121,6 +124,31 @@ class TrainedClient:
         return self.source.result
 
 
+def open_client(
+    name: str, recipe: Recipe, folder: Path, stack: ExitStack
+) -> TrainedClient:
+    """Open a client of this process, without its first work.
+
+    ``name``: its name. ``recipe``: its recipe. ``folder``: the folder of its run; a run in it goes on. ``stack``:
+    closes what was opened.
+    """
+    job = prepare_client(recipe)
+    settings, sources = recipe.federated, list[HandedWork]()
+    forms = FederationForms.of(
+        learning_shapes(recipe, job.shape), travel_dtype(recipe), settings.compress, settings.compress_back
+    )  # fmt: skip
+
+    def opened(kept: ClientState, say: Callable[[str], object]) -> HandedWork:
+        sources.append(HandedWork(name, forms, kept, settings.clip))
+        return sources[0]
+
+    job = replace(job, open_source=opened)
+    mesh = Mesh.single(torch.device(device_type(recipe)))
+    loop = open_loop(job, mesh, QuietGuard(folder, "auto"), stack)
+    loader: Any = loop.loader
+    return TrainedClient(job, loop, loader, sources[0])
+
+
 class TrainedCohort:
     """Clients that train as real ones do; implements :class:`weft.federated.client_cohort.ClientCohort`.
 
@@ -134,32 +162,13 @@ class TrainedCohort:
 
     def __enter__(self) -> TrainedCohort:
         for name, recipe in self.recipes.items():
-            self.clients[name] = self._open(name, recipe)
+            self.clients[name] = open_client(
+                name, recipe, self.folder / name, self._stack
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-
-    def _open(self, name: str, recipe: Recipe) -> TrainedClient:
-        job = prepare_client(recipe)
-        settings, sources = recipe.federated, list[HandedWork]()
-        forms = FederationForms.of(
-            learning_shapes(recipe, job.shape),
-            travel_dtype(recipe),
-            settings.compress,
-            settings.compress_back,
-        )
-
-        def opened(kept: ClientState, say: Callable[[str], object]) -> HandedWork:
-            sources.append(HandedWork(name, forms, kept, settings.clip))
-            return sources[0]
-
-        job = replace(job, open_source=opened)
-        mesh = Mesh.single(torch.device(device_type(recipe)))
-        guard = QuietGuard(self.folder / name)
-        loop = open_loop(job, mesh, guard, self._stack)
-        loader: Any = loop.loader
-        return TrainedClient(job, loop, loader, sources[0])
 
     def names(self) -> Sequence[str]:
         return [*self.clients]
@@ -225,6 +234,26 @@ def replayed_model(
         clock = VirtualClock(policy, start, cohort)
         clock.replay(read_events(run))
     return dict(clock.parameters)
+
+
+def stored_model(server: Recipe, run: Path) -> dict[str, T]:
+    """Return the learning parameters of the newest checkpoint of the server's run, by name.
+
+    ``server``: the server's recipe. ``run``: the folder of its run.
+    """
+    from weft.checkpoint.address import open_storage
+    from weft.checkpoint.run_state import load_state
+    from weft.checkpoint.store import candidates, open_checkpoint
+    from weft.federated.server_job import prepare_server
+
+    job = prepare_server(server)
+    mesh = Mesh.single(torch.device(device_type(server)))
+    built = build_for_training(
+        job.shape, mesh, job.recipe, _values(job.recipe, job.shape)
+    )
+    places = candidates(open_storage(str(run / "checkpoints")))
+    load_state(open_checkpoint(places[0]), built.state)
+    return gathered_parameters(built.state, mesh, learning_shapes(server, job.shape))
 
 
 def _values(recipe: Recipe, shape: Any) -> Any:
