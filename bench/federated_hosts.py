@@ -189,7 +189,10 @@ class Stage:
 
     def end(self, limit: float = 900) -> None:
         for name, process in self.processes.items():
-            assert process.wait(limit) == 0, f"{name}: {self.said(name)[-3000:]}"
+            code = process.wait(limit)
+            # a client that comes back after the end finds nobody, and says so
+            late = name != "server" and " answer" in self.said(name).splitlines()[-1]
+            assert code == 0 or late, f"{name}: {self.said(name)[-3000:]}"
 
     def close(self) -> None:
         self.over.set()

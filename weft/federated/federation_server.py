@@ -166,9 +166,10 @@ class FederationServer:
         self.now = self._heard = began
         self._said_waiting = False
         self._cohorts: list[SecureCohort] = []
-        for name in (
-            policy.members
-        ):  # of an earlier process; whoever comes back gets its work anew
+        # those of an earlier process come back, get their work anew, and are waited for as long as after a cut
+        self._awaited = {n for n, member in policy.members.items() if member.present}
+        self._awaited_until = began + grace
+        for name in policy.members:
             self._leave(name)
 
     # --- what the loop of the server calls ---
@@ -605,6 +606,9 @@ class FederationServer:
 
     def _start(self) -> None:
         """Give out the work that begins now."""
+        self._awaited -= {name for name, each in self.clients.items() if each.present}
+        if self._awaited and self.now < self._awaited_until:
+            return
         work = self.policy.ready(self.now)
         if not work:
             return
