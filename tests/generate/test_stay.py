@@ -13,6 +13,7 @@ from weft.checkpoint.convert.routing import chosen_experts
 from weft.errors import UsageError
 from weft.generate.engine import Engine
 from weft.generate.leader import Leader, check_layout, follow_leader, mesh_of_rank
+from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY
 from weft.layout.layout import Layout
 from weft.models.transformer import Transformer
@@ -52,14 +53,15 @@ def mixture(layout: str, k: int, dispatch: str = "stay", **more: Any) -> Transfo
 
 
 def written_and_sent(layout: str, k: int, more: dict[str, Any]) -> Any:
-    """On the first rank: the tokens of each prompt, one text after the other; the rows that travelled, the exchanges of
-    each decode step, and the line for the user.
+    """On the first rank: tokens of each prompt, with ``k = 1`` one text after the other; the rows that travelled, the
+    exchanges of each decode step, the line for the user, and the tokens' log-probabilities.
     """
     model = mixture(layout, k, **more)
     if layout and dist.get_rank():
         follow_leader(model)
         return None
-    engine, exchanges, texts = Engine(model, ranks=bool(layout)), list[int](), []
+    engine, exchanges = Engine(model, ranks=bool(layout)), list[int]()
+    texts: list[Generation] = []
     calls, run, exchanged = [0], stay.StayingTokens.run, rows.exchanged_rows
 
     def counted(*given: Any) -> Any:
@@ -76,14 +78,17 @@ def written_and_sent(layout: str, k: int, more: dict[str, Any]) -> Any:
         patch.setattr(rows, "exchanged_rows", counted)
         patch.setattr(stay.StayingTokens, "run", counting)
         for prompt in PROMPTS:
-            text = engine.submit(prompt, NEW, GREEDY)[0]
-            engine.run()
-            texts.append(text.written)
+            texts += engine.submit(prompt, NEW, GREEDY, top=1)
+            if k == 1:
+                engine.run()
+        engine.run()
     reader = engine.reader
     sent = dict(reader.decode.travelled) if isinstance(reader, Leader) else {}
     line = engine.travel_summary()
     engine.close()
-    return texts, sent, exchanges, line
+    written = [text.written for text in texts]
+    scores = [p for text in texts for p, _ in text.log_probabilities]
+    return written, sent, exchanges, line, scores
 
 
 def walked(texts: list[list[int]], ranks: int) -> tuple[int, int]:
@@ -109,8 +114,9 @@ def walked(texts: list[list[int]], ranks: int) -> tuple[int, int]:
 
 def test_a_token_moves_once_for_a_layer_whose_expert_is_elsewhere(pool: Any) -> None:
     """One exchange per layer with experts and one of the context; rows as a walk over one device's choices says."""
-    (texts, sent, exchanges, line), *_ = pool.run(2, written_and_sent, "cp=2,ep=2", 1, {})  # fmt: skip
-    assert texts == written_and_sent("", 1, {})[0]
+    (texts, sent, exchanges, line, scores), *_ = pool.run(2, written_and_sent, "cp=2,ep=2", 1, {})  # fmt: skip
+    alone = written_and_sent("", 1, {})
+    assert texts == alone[0] and scores == pytest.approx(alone[4], rel=1e-10)
     moved, count = walked(texts, 2)
     layers = SHAPE["layers"] - 1
     rest = {"results": 0, "tokens": count, "layers": count * layers, "contexts": count}
@@ -125,8 +131,9 @@ def test_a_token_moves_once_for_a_layer_whose_expert_is_elsewhere(pool: Any) -> 
 ], ids=str)  # fmt: skip
 def test_several_experts_of_a_token(pool: Any, more: dict[str, Any]) -> None:
     """Results of other ranks' experts go where the token stays; also where an expert is cut over ranks."""
-    (texts, sent, exchanges, _), *_ = pool.run(4, written_and_sent, "cp=4,ep=4", 2, more)  # fmt: skip
-    assert texts == written_and_sent("", 2, more)[0]
+    (texts, sent, exchanges, _, scores), *_ = pool.run(4, written_and_sent, "cp=4,ep=4", 2, more)  # fmt: skip
+    alone = written_and_sent("", 2, more)
+    assert texts == alone[0] and scores == pytest.approx(alone[4], rel=1e-10)
     layers = SHAPE["layers"] - more.get("first_dense", 1)
     assert set(exchanges) == {2 * layers + 1}
     # a copy for each rank with an expert but the token's own, and a result for each but the next layer's
