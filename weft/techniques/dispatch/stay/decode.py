@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from weft.models.experts import Mixture
-from weft.models.paged import KeyValuePages, Reading, attending, slots
+from weft.models.paged import KeyValuePages, Pages, Reading, attending, slots
 from weft.models.rope import angles
 from weft.models.router import Choice
 from weft.models.spans import Span
@@ -56,8 +56,11 @@ class StayingTokens:
     tokens, and of their layers with experts.
     """
 
-    def __init__(self, model: Transformer, pages: Sequence[KeyValuePages]) -> None:
-        self.model, self.pages, self.size = model, pages, pages[0].size
+    def __init__(self, model: Transformer, pages: Sequence[Pages]) -> None:
+        self.model, self.size = model, pages[0].size
+        self.pages = [each for each in pages if isinstance(each, KeyValuePages)]
+        # other layers are refused before ranks start
+        assert len(self.pages) == len(pages)
         mixture = next(m for m in model.modules() if isinstance(m, Mixture))
         self.members = ranks_of(mixture)
         self.rank, self.ranks = self.members.rank, self.members.count
