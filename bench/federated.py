@@ -308,6 +308,7 @@ def fresh(quick: bool) -> dict[str, Any]:
             "buffer": 8,
             "steps": 5,
             "speeds": [1] * 8 + [20, 20],
+            "unbiased": True,
             "staleness": 0.0,
         }
         clock = simulated(settings, 0.3, partition)

@@ -24,7 +24,7 @@ T = torch.Tensor
 #: Gradients by name and losses, of several clients.
 GradientsAndLosses = tuple[dict[str, T], T]
 #: Largest number of clients that are computed one after another, and of those that are computed together.
-FEW, TOGETHER = 32, 256
+FEW, TOGETHER = 32, 512
 
 
 class ClassifierScore(NamedTuple):

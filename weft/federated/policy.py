@@ -258,9 +258,11 @@ class FederationPolicy:
         With ``federated.weights = "samples"`` the weight is proportional to the client's samples, otherwise all weights
         are equal. ``among``: the clients whose weights add up to 1, by default all that have ever joined.
         """
-        names = [*self.members] if among is None else among
-        total = sum(self._size(name) for name in names)
-        return self._size(client) / total
+        return self.sample_share(client) / self.total_share(among)
+
+    def total_share(self, among: Sequence[str] | None = None) -> float:
+        """Return the sum by which sizes of clients become shares. ``among``: as in :meth:`share`."""
+        return sum(map(self.sample_share, self.members if among is None else among))
 
     def change(
         self, updates: Sequence[ClientUpdate], weights: Sequence[float]
@@ -314,7 +316,8 @@ class FederationPolicy:
         present = sum(member.present for member in self.members.values())
         return present >= self.settings.clients
 
-    def _size(self, client: str) -> float:
+    def sample_share(self, client: str) -> float:
+        """Return how much a client counts in the objective against others."""
         if self.settings.weights == "equal":
             return 1.0
         # a client that has not said how many samples it has counts as one sample

@@ -82,7 +82,10 @@ class RoundPolicy(FederationPolicy):
         self.answers = []
         self._left_at = None
         names = [update.client for update in answers]
-        weights = [self.settings.rate * self.share(name, names) for name in names]
+        total = self.total_share(names)
+        weights = [
+            self.settings.rate * (self.sample_share(name) / total) for name in names
+        ]
         return self.round_change(self.change(answers, weights), answers)
 
     def round_change(
