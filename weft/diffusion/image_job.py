@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from weft.data.order import Order, RowList
     from weft.data.tokenizer import Tokenizer
     from weft.layout.mesh import Mesh
+    from weft.parallel.build import Built
     from weft.recipe import Recipe
+    from weft.train.step_loader import RunRecords
 
 #: Sections that mean nothing in a run whose samples are images.
 NOT_BESIDE_IMAGES = ("tasks", "rl", "roles", "generate", "control", "stream", "loss")
@@ -47,6 +50,34 @@ class ImageJob(Job):
         plain = super().loader(order, mesh)
         settings, seed = settings_of(self.shape), self.recipe.data.seed
         return ImageLoader.of(plain, self.pictures, settings, seed)
+
+    def training_loader(
+        self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,
+        kept: dict[str, Any],
+    ) -> ImageLoader:  # fmt: skip
+        """Return the loader of the training images, which asks the model for images as often as it is validated.
+
+        It asks where one rank holds the whole model and the images have classes. The arguments are those of
+        :meth:`Job.training_loader`.
+        """
+        loader, every = (
+            self.loader(self.corpus.train, mesh),
+            self.recipe.validation.every,
+        )
+        assert self.pictures is not None
+        whole = holds_all(mesh) and built.model.pipeline is None
+        if not (every and whole and self.pictures.classes):
+            return loader
+        from weft.diffusion.picture_questions import picture_questions
+
+        model: Any = built.model
+        asked = picture_questions(model, self.pictures, recorder, every)
+        return replace(loader, asked=asked)
+
+
+def holds_all(mesh: Mesh) -> bool:
+    """Return whether a rank can make images alone: whether it is the only one, with all of the model."""
+    return mesh.layout.world == 1 and mesh.islands == 1
 
 
 def opened_pictures(recipe: Recipe) -> PictureSet:

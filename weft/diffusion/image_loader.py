@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Any
@@ -17,6 +18,7 @@ from weft.diffusion.noise_process import NoiseProcess
 from weft.layout.sequence import owned_ranges, padded_length
 from weft.models.patches import patchify
 from weft.shapes.diffusion_shape import DiffusionSettings
+from weft.train.step_loader import AskedQuestions
 
 #: First key of the permutations of epochs, and of the random numbers of a sample.
 _ROWS, _NOISE = 0x1A6E, 0x4015E
@@ -69,11 +71,13 @@ class ImageLoader(Loader):
         ``pictures``: all images.
         ``settings``: settings of the model.
         ``seed``: seed of the random numbers.
+        ``asked``: what the loader asks the model during training.
     """
 
     pictures: PictureSet | None = None
     settings: DiffusionSettings = field(default_factory=DiffusionSettings)
     seed: int = 0
+    asked: Mapping[str, AskedQuestions] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -82,6 +86,10 @@ class ImageLoader(Loader):
         """Return a loader that deals samples as ``plain`` does. The other arguments are the attributes of the class."""
         given = {each.name: getattr(plain, each.name) for each in fields(plain)}
         return cls(**given, pictures=pictures, settings=settings, seed=seed)
+
+    def questions(self) -> dict[str, AskedQuestions]:
+        """Return what the loader asks the model: to make images, which are scored."""
+        return dict(self.asked)
 
     def _assemble(self, ranges: list[range], place: int, count: int) -> Batch:
         """Return the batch of one ``place`` in a pass, of ``count`` rows. ``ranges``: sample numbers of every place."""

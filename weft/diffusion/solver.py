@@ -7,6 +7,7 @@ a sampler remembers belongs to its images.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from typing import NamedTuple, Protocol
 
@@ -57,7 +58,28 @@ def sample_times(process: NoiseProcess, steps: int) -> tuple[float, ...]:
     return (*(1 - (level + 1) / LEVELS for level in levels), 1.0)
 
 
-def amounts_at(process: NoiseProcess, time: float) -> tuple[float, float]:
+class AmountsAt(NamedTuple):
+    """The amounts of image and noise at a time, as numbers."""
+
+    signal: float
+    noise: float
+
+    @property
+    def log_ratio(self) -> float:
+        """Half the logarithm of the signal-to-noise ratio, ``lambda`` in Lu et al. 2022; infinite without either."""
+        if not self.signal:
+            return -math.inf
+        return math.log(self.signal / self.noise) if self.noise else math.inf
+
+
+def amounts_at(process: NoiseProcess, time: float) -> AmountsAt:
     """Return the amounts of image and noise at ``time``."""
-    signal, noise = process.amounts(torch.tensor(time))
-    return signal.item(), noise.item()
+    signal, noise = process.amounts(torch.tensor(time, dtype=torch.float64))
+    return AmountsAt(signal.item(), noise.item())
+
+
+def predicted_image(process: NoiseProcess, query: Query, predicted: T) -> T:
+    """Return the image that a prediction for ``query`` stands for."""
+    x = query.noised
+    time = torch.full((len(x),), query.time, dtype=torch.float64, device=x.device)
+    return process.parts(x, predicted, time).image

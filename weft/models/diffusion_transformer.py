@@ -54,12 +54,12 @@ class Signals(NamedTuple):
     condition: T
 
 
-def modulated(x: T, shift: T, scale: T) -> T:
+def modulated(x: T, shift: T, scale: T, eps: float = NORM_EPS) -> T:
     """Return ``x`` ``[batch, seq, embed]`` normalised, then scaled by ``1 + scale`` and shifted.
 
-    ``shift``, ``scale``: ``[batch, 1, embed]``.
+    ``shift``, ``scale``: ``[batch, 1, embed]``; ``eps``: what is added to the variance.
     """
-    normed = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
+    normed = F.layer_norm(x, x.shape[-1:], eps=eps)
     return normed * (1 + scale) + shift
 
 
@@ -145,6 +145,8 @@ class DiffusionBlock(Block):
                 *inside, f"{path}.cross_attention", layer
             )
         self.ffn: Any = PatchFeedForward(*inside, f"{path}.ffn")
+        # DiT has another one here
+        self.eps = shape.norm_eps
         self.ladder, self.recompute = False, "none"
         self.kept_ops = []
 
@@ -163,7 +165,7 @@ class DiffusionBlock(Block):
             text = signals.condition.to(x.dtype)
             normed = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
             x = x + self.cross_attention(normed, states=text)
-        return x + f_gate * self.ffn(modulated(x, f_shift, f_scale))
+        return x + f_gate * self.ffn(modulated(x, f_shift, f_scale, self.eps))
 
 
 class PatchHead(Module):
@@ -296,7 +298,7 @@ class DiffusionTransformer(Transformer):
         assert batch.arrays is not None
         arrays = batch.arrays
         c = self.conditioning(arrays["time"], arrays["condition"])
-        predicted = self.head(normed, c)  # [batch, seq/tp, values]
+        predicted = self.of_prediction(self.head(normed, c))  # [batch, seq/tp, values]
         predicted = predicted if predicted.dtype == torch.float64 else predicted.float()
         target, positions, labels = map(
             self.own_tokens, (arrays["target"], batch.positions, batch.labels)
@@ -307,7 +309,7 @@ class DiffusionTransformer(Transformer):
         weight = real.to(predicted.dtype) / real.double().mean().item() / values
         weights = weight[positions.clamp(max=len(real) - 1)]
         weights = weights * (labels != IGNORE)[..., None]
-        errors = predicted[..., :values] - target.to(predicted.dtype)
+        errors = predicted - target.to(predicted.dtype)
         share = (errors.square() * weights).sum(dtype=torch.float64)
         return sum_over("tp", share, self.mesh)
 
@@ -316,5 +318,10 @@ class DiffusionTransformer(Transformer):
 
         ``signals``: with the conditioning vector. A variance beside the prediction is left out.
         """
-        values: T = self.head(x, signals.time)
-        return values[..., : self.settings.patch_values]
+        return self.of_prediction(self.head(x, signals.time))
+
+    def of_prediction(self, values: T) -> T:
+        """Return ``values`` ``[batch, seq, values]`` of the last layer without the variance of each pixel, if any."""
+        if not self.settings.variance:
+            return values
+        return values.unflatten(-1, (-1, 2, self.settings.channels))[..., 0, :].flatten(-2)  # fmt: skip

@@ -41,6 +41,8 @@ CHARTS = (
           (Series("train", "transitions_per_s", "--c1", smooth=True),)),
     Chart("Updates for each transition", "Of the whole run so far", "", ".4~g",
           (Series("train", "ratio", "--c3"),)),
+    Chart("Frechet distance of images", "Of the pixels of images that the model makes, from real ones", "", ".3~g",
+          (Series("pictures", "frechet", "--c1"),)),
     Chart("Reward", "Mean of the answers that the policy has written", "", ".3f",
           (Series("rollout", "reward", "--c1", smooth=True),)),
     Chart("Right answers", "Share of questions that one, or one of all answers, gets right", "~%", ".1~%", (

@@ -107,6 +107,7 @@ def page_of(run: RecordedRun) -> str:
         reading=reading_rows(run.records.get("read", [])),
         events=events,
         phases=answers_shown(run.records),
+        pictures=run.records.get("pictures", []),
         recipe=json.dumps(run.recipe, indent=2),
     )
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     "euler",
     title="Euler's method (DDIM)",
     paper="Song et al. 2021 (DDIM); Lipman et al. 2023 (flows)",
-    recipe="digits.toml",
+    recipe="weft sample --checkpoint RUN --sampler euler",
     proof="tests/diffusion/test_samplers.py",
     figure="ten steps of a flow to one Gaussian image are exact to 1e-12",
 )

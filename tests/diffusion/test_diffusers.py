@@ -1,0 +1,75 @@
+"""Equal to diffusers: what its schedulers and its DiT computed, as bench/diffusers_peer.py has recorded it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.test_diffusion_transformer import model_of
+from weft.diffusion.denoiser import Denoiser
+from weft.diffusion.noise_process import NoiseProcess
+from weft.diffusion.sample import SampleRequest, sample
+from weft.errors import UsageError, WeftError
+from weft.layout.mesh import Mesh
+from weft.models.diffusers_weights import (
+    export_diffusers,
+    open_diffusers,
+    shape_of_diffusers,
+)
+from weft.parallel.build import parallelize
+from weft.recipe import Train
+
+T = torch.Tensor
+RECORDED = Path(__file__).parents[2] / "bench/results/diffusers_peer.json"
+SAMPLERS = json.loads(RECORDED.read_text())["samplers"]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_make_what_those_of_diffusers_make(name: str) -> None:
+    sampler, target = name.split()
+    process = NoiseProcess(target, "linear" if target == "epsilon" else "cosine")
+
+    def predict(noised: T, time: T, condition: T) -> T:
+        level = 1000 * (1 - time) - int(process.target != "flow")
+        level = level.view(-1, 1, 1, 1).to(noised.dtype)
+        return 0.5 * noised + 0.3 * (noised + level / 1000).sin()
+
+    request = SampleRequest(torch.zeros(1, dtype=torch.int64), 8, sampler, seed=3)
+    image = sample(predict, process, (1, 4, 4), request)
+    recorded = SAMPLERS[name]
+    limit = 1e-5 * max(1, recorded["largest"])
+    assert recorded["difference"] <= limit
+    expected = torch.tensor(recorded["image"])
+    torch.testing.assert_close(image.flatten(), expected, atol=limit, rtol=0)
+
+
+def test_block_and_loss_are_those_of_diffusers() -> None:
+    recorded = json.loads(RECORDED.read_text())
+    assert recorded["block"]["output"] <= 1e-5 * recorded["block"]["largest"]
+    assert recorded["block"]["gradient"] <= 1e-4
+    assert max(recorded["loss"].values()) <= 1e-5
+
+
+def test_a_folder_of_diffusers_comes_back(tmp_path: Path) -> None:
+    model = model_of(size=(6, 6), variance=True, target="epsilon", schedule="linear")
+    wide = model.shape.model_copy(update={"ffn": 64})
+    model = parallelize(wide, Mesh.single(), Train()).model  # type: ignore[assignment]
+    out = export_diffusers(wide, dict(model.named_parameters()), tmp_path / "dit")
+    shape, values = open_diffusers(out)
+    again = parallelize(shape, Mesh.single(), Train(), values).model
+    noised, time, classes = torch.randn(2, 2, 6, 6), torch.tensor([0.1, 0.7]), torch.tensor([0, 3])  # fmt: skip
+    first, second = (Denoiser(m)(noised, time, classes) for m in (model, again))  # type: ignore[arg-type]
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_other_models_of_diffusers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="UNet2DModel"):
+        shape_of_diffusers({"_class_name": "UNet2DModel"})
+    with pytest.raises(WeftError, match="cannot be read"):
+        open_diffusers(tmp_path)
+    model = model_of(positions="rotary")
+    with pytest.raises(UsageError, match="cannot have a size that is not square"):
+        export_diffusers(model.shape, {}, tmp_path / "out")

@@ -1,0 +1,89 @@
+"""How good images are, without a network of others: a classifier of pixels, and a Frechet distance of pixels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.data.pictures import PictureSet
+
+#: Steps of gradient descent that train the classifier, and the weight of its penalty.
+STEPS, DECAY = 300, 1e-3
+#: Pixels above which images are made smaller before they are compared.
+MOST_VALUES = 1024
+
+
+class PictureScores(NamedTuple):
+    """How good images are.
+
+    ``accuracy``: share of the images that the classifier takes for their class; ``frechet``: Frechet distance of their
+    values from those of real images.
+    """
+
+    accuracy: float
+    frechet: float
+
+
+def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
+    """Return the Frechet distance of two sets of vectors ``[n, values]``, taken for Gaussian (Dowson & Landau 1982)."""
+    means = first.mean(0), second.mean(0)
+    a, b = (np.cov(x, rowvar=False) for x in (first, second))
+    # the trace of the root of a b is the sum of the roots of the eigenvalues of root(a) b root(a)
+    values, vectors = np.linalg.eigh(a)
+    root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
+    crossed = np.linalg.eigvalsh(root @ b @ root).clip(0)
+    between = np.square(means[0] - means[1]).sum()
+    return float(between + np.trace(a) + np.trace(b) - 2 * np.sqrt(crossed).sum())
+
+
+@dataclass(frozen=True)
+class PictureJudge:
+    """Scores images against real ones. ``real``: the real images."""
+
+    real: PictureSet
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """Weights of a logistic regression on the real images, float64 ``[values + 1, classes]``."""
+        x = with_bias(self.values_of(self.real.pixels))
+        y = np.eye(len(self.real.classes))[self.real.labels]
+        weights = np.zeros((x.shape[1], y.shape[1]))
+        speed = np.zeros_like(weights)
+        rate = 4 / np.square(x).sum(1).mean()
+        for _ in range(STEPS):
+            ahead = weights + 0.9 * speed
+            gradient = x.T @ (_softmax(x @ ahead) - y) / len(x) + DECAY * ahead
+            speed = 0.9 * speed - rate * gradient
+            weights += speed
+        return weights
+
+    def values_of(self, pixels: np.ndarray) -> np.ndarray:
+        """Return images as vectors ``[images, values]``; of large ones, every second, third ... pixel."""
+        every = 1
+        while pixels[0, ..., ::every, ::every].size > MOST_VALUES:
+            every += 1
+        return pixels[..., ::every, ::every].reshape(len(pixels), -1).astype(np.float64)
+
+    def score(self, images: np.ndarray, labels: np.ndarray) -> PictureScores:
+        """Return how good ``images`` are. ``labels``: their classes ``[images]``."""
+        values = self.values_of(images)
+        accuracy = 0.0
+        if self.real.classes:
+            chosen = (with_bias(values) @ self.weights).argmax(1)
+            accuracy = float((chosen == labels).mean())
+        real = self.values_of(self.real.pixels)
+        return PictureScores(accuracy, frechet_distance(real, values))
+
+
+def with_bias(x: np.ndarray) -> np.ndarray:
+    """Return ``x`` ``[n, values]`` with a column of ones."""
+    return np.concatenate([x, np.ones((len(x), 1))], 1)
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(1, keepdims=True))
+    shares: np.ndarray = e / e.sum(1, keepdims=True)
+    return shares
