@@ -298,7 +298,8 @@ def _of_groups(tree: dict[str, Any], name: str, count: int | None) -> dict[str, 
         group.memory or device.memory
         for group, device in zip(groups, devices, strict=True)
     )
-    slowest = min([*networks, tree.get("across", max(networks))])
+    slowest = min(float(speed) for speed in networks)
+    slowest = min(slowest, float(tree.get("across") or slowest))
     return tree | {"device": weakest.name, "count": total, "memory": memory, "network": slowest}  # fmt: skip
 
 
