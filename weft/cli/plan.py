@@ -331,6 +331,7 @@ def _ranked(
 
     if not job.machines.probed:
         return rank_layouts(job, calibration, RUNS / FILE, top)
+    from weft.rehearse.interference import shared_words
     from weft.rehearse.local_choice import search_here
 
     with Console(stderr=True).status("rehearsing") as status:
@@ -341,6 +342,8 @@ def _ranked(
     margin = (
         f"calibrated: the best {compared}, timed with what weft probe measured here"
     )
+    if words := shared_words(job.machines.calibration.get("windows", ())):
+        margin += f"; {words}"
     return RankedLayouts(searched, finals, margin, None)
 
 

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from weft.cli.console import grid, plain_console
+from weft.errors import UsageError
 from weft.pages import check_writable
 from weft.run.rank_processes import in_ranks, threads_per_rank
 
@@ -26,8 +27,22 @@ def probe_command(
     folder: Annotated[
         Path, typer.Option(metavar="DIR", help="A folder on the disk to measure.")
     ] = Path(),
+    windows: Annotated[
+        int,
+        typer.Option(
+            "--watch",
+            min=0,
+            help="Measure a step so often, to predict how much other programs slow it.",
+        ),
+    ] = 0,
 ) -> int:
     """Measure this machine for weft plan: products, memory, a step, collectives, a disk. Under torchrun: its ranks."""
+    from weft.rehearse.interference import LEAST
+
+    if 0 < windows < LEAST:
+        raise UsageError(
+            f"--watch {windows} is too few to learn from; give {LEAST} or more"
+        )
     if in_ranks():
         return _be_rank(out, quick, folder)
     from weft.rehearse.machine_probe import probe_storage, setting
@@ -43,7 +58,13 @@ def probe_command(
         for n in wanted:
             status.update(f"measuring with {n} process{'es' * (n > 1)} at once")
             settings.append(setting(n, quick))
-    _write(settings, max(wanted), moves, out, time.perf_counter() - begun)
+        watched: list[list[float]] = []
+        if windows:
+            from weft.rehearse.interference import small_step, watch_windows
+
+            status.update(f"watching {windows} steps")
+            watched = watch_windows(small_step(), windows).tolist()
+    _write(settings, max(wanted), moves, out, time.perf_counter() - begun, watched)
     return 0
 
 
@@ -76,11 +97,14 @@ def _write(
     moves: dict[str, Any],
     out: Path,
     seconds: float,
+    watched: list[list[float]] | None = None,
 ) -> None:
     from weft.recipe.toml import write_toml
     from weft.rehearse.machine_probe import cluster
 
     tree = cluster(settings, count, moves)
+    if watched:
+        tree["calibration"]["windows"] = watched
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(
         f"# Written by weft probe in {seconds:.0f} s; for weft plan --cluster.\n{write_toml(tree, 5)}"

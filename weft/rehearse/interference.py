@@ -1,0 +1,165 @@
+"""Predicts how much other programs on a shared host slow the next steps, from repeated small probes.
+
+As CloudFormer (2509.03394) predicts the slowdown that unknown tenants of a cloud cause, from what a machine shows of
+itself. There a network learns from many metrics of many machines; here a ridge regression learns from three probes of
+this one, and says between which bounds four of five windows lie.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+#: What a window measures, in seconds: memory, a product, a step; and the processes that wait for a core.
+PROBES = ("stream", "product", "step", "load")
+#: Windows that a prediction looks back on.
+BACK = 3
+#: Ridge of the regression; share of windows that lie between the bounds; fewest windows from which to learn.
+RIDGE, COVERED, LEAST = 1.0, 0.8, 24
+
+
+def small_step() -> Callable[[], None]:
+    """Return a function that runs forward, backward and update of a small network, a few tens of milliseconds."""
+    import torch
+
+    layers = [torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512)]
+    model = torch.nn.Sequential(*layers)
+    update = torch.optim.AdamW(model.parameters())
+    tokens = torch.rand(512, 512)
+
+    def step() -> None:
+        update.zero_grad()
+        model(tokens).square().mean().backward()
+        update.step()
+
+    return step
+
+
+def watch_windows(step: Callable[[], Any], windows: int, wait: float = 0.0) -> Array:
+    """Measure ``windows`` windows one after the other, ``[window, probe]`` in the order of :data:`PROBES`.
+
+    ``step``: a training step whose time is to be predicted. ``wait``: seconds between windows. Times are elapsed times,
+    which is what other programs lengthen.
+    """
+    import torch
+
+    a, b = torch.rand(2, 2**20).unbind()
+    square = torch.rand(384, 384)
+    rows = []
+    for _ in range(windows):
+        rows.append(
+            [
+                _elapsed(lambda: torch.add(a, b, alpha=3.0)),
+                _elapsed(lambda: square @ square),
+                _elapsed(step),
+                1.0 + os.getloadavg()[0],
+            ]
+        )
+        time.sleep(wait)
+    return np.array(rows)
+
+
+def _elapsed(call: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    call()
+    return max(time.perf_counter() - begun, 1e-9)
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """A step's predicted time over its time on the quiet machine: ``middle``, and bounds ``low`` and ``high``.
+
+    :data:`COVERED` of the windows are expected between the bounds.
+    """
+
+    low: float
+    middle: float
+    high: float
+
+
+@dataclass(frozen=True)
+class InterferencePredictor:
+    """A regression from the last windows to the slowdown of the next step.
+
+    ``quiet``: the quickest value of every probe. ``weights``: of the features. ``spread``: how far, in logarithms, the
+    measured slowdown was below and above the predicted one in windows that the regression had not seen.
+    """
+
+    quiet: Array
+    weights: Array
+    spread: tuple[float, float]
+
+    def slowdown(self, recent: Array) -> Slowdown:
+        """Predict the slowdown of the step after the windows ``recent``, of which the last :data:`BACK` count."""
+        middle = float(features(recent[-BACK:], self.quiet) @ self.weights)
+        low, high = (middle + off for off in self.spread)
+        return Slowdown(*(max(1.0, float(np.exp(x))) for x in (low, middle, high)))
+
+
+def features(recent: Array, quiet: Array) -> Array:
+    """Return the logarithms of the last window and of the mean over ``recent`` windows, over the quiet, and a one."""
+    logs = np.log(recent / quiet)
+    return np.concatenate([[1.0], logs[-1], logs.mean(0)])
+
+
+def learn(windows: Array) -> InterferencePredictor:
+    """Learn from ``windows``, ``[window, probe]``: the older half fits the weights, the newer half the bounds.
+
+    The bounds are those of split conformal prediction (Vovk et al. 2005): quantiles of what the newer half leaves over.
+    """
+    quiet = np.quantile(windows, 0.02, axis=0)
+    rows = np.array(
+        [features(windows[i - BACK : i], quiet) for i in range(BACK, len(windows))]
+    )
+    target = np.log(windows[BACK:, PROBES.index("step")] / quiet[PROBES.index("step")])
+    half = len(rows) // 2
+    old, seen = rows[:half], target[:half]
+    penalty = RIDGE * np.eye(old.shape[1])
+    penalty[0, 0] = 0.0
+    weights = np.linalg.solve(old.T @ old + penalty, old.T @ seen)
+    left = np.sort(target[half:] - rows[half:] @ weights)
+    # one more at each end than the plain quantile: what conformal prediction asks for
+    outside = int((1 - COVERED) / 2 * (len(left) + 1)) - 1
+    low, high = left[max(outside, 0)], left[len(left) - 1 - max(outside, 0)]
+    return InterferencePredictor(quiet, weights, (float(low), float(high)))
+
+
+def judged(windows: Array, after: int) -> dict[str, float]:
+    """Judge predictions of every window from ``after`` on by what was learned from the windows before ``after``.
+
+    Returns the share of windows between the bounds (``covered``), the mean absolute error of the logarithm
+    (``error``), and that of predicting the mean of the windows before (``constant``) and the last window (``last``).
+    """
+    predictor = learn(windows[:after])
+    column = PROBES.index("step")
+    step = windows[:, column] / predictor.quiet[column]
+    usual = float(np.log(np.maximum(step[:after], 1.0)).mean())
+    inside, errors, constant, last = [], [], [], []
+    for i in range(after, len(windows)):
+        predicted = predictor.slowdown(windows[:i])
+        real = max(1.0, float(step[i]))
+        inside.append(predicted.low <= real <= predicted.high)
+        errors.append(abs(np.log(real / predicted.middle)))
+        constant.append(abs(np.log(real) - usual))
+        last.append(abs(np.log(real / max(1.0, float(step[i - 1])))))
+    names = ("covered", "error", "constant", "last")
+    means = (np.mean(each) for each in (inside, errors, constant, last))
+    return {name: float(mean) for name, mean in zip(names, means, strict=True)}
+
+
+def shared_words(windows: Sequence[Sequence[float]]) -> str:
+    """Describe the slowdown to expect on this machine from its probed ``windows``; empty if these are too few."""
+    if len(windows) < LEAST:
+        return ""
+    table = np.array(windows, dtype=float)
+    expected = learn(table).slowdown(table)
+    return (
+        f"beside other programs a step takes {expected.middle:.2f} times as long as on the quiet machine, "
+        f"{expected.low:.2f} to {expected.high:.2f} in {COVERED:.0%} of windows ({len(windows)} probed)"
+    )
