@@ -42,11 +42,13 @@ class Resilience(HostSection):
     min_ranks: PositiveInt = Field(
         1, description="Save and end the run when fewer ranks than this are left."
     )
-    actions: Literal["say", "rebalance", "leave-out"] = Field(
+    actions: Literal["say", "rebalance", "leave-out", "ladder"] = Field(
         "say",
         description=(
             "What happens to a slow rank: its name is shown ('say'), it gets less work "
-            "('rebalance'), or the others go on without it ('leave-out')."
+            "('rebalance'), or the others go on without it ('leave-out'). 'ladder': it gets less work, "
+            "and is left out if that does not help; a slow link is kept out of rings of ranks by "
+            "another order of these, as with 'rebalance'."
         ),
     )
     aggregate: str = Field(

@@ -59,6 +59,7 @@ class RankGuard(Watching):
         ``run``: the run's folder and storages; None before it is opened.
         ``snapshots``: copies of the state in memory. Those of the previous view are kept until the present view has its
             own.
+        ``layout``: layout of the present view.
         ``groups``: the process groups that this rank has made.
         ``kept``: model and state of the last view that built them, if the next view can go on with them.
         ``edited``: whether the present view goes on with them.
@@ -94,6 +95,7 @@ class RankGuard(Watching):
         self.seconds: dict[str, float] = {}
         self.since = time.monotonic()
         self.longest_step = 0.0  # seconds
+        self.layout = recipe.layout
         self.kept: KeptModel | None = None
         self.edited = False
         self._known: set[int] = set()  # all members so far
@@ -228,7 +230,7 @@ class RankGuard(Watching):
                 )
             else:
                 self.copies_of(mesh).begin(self.progress)
-        self.folder = self.run.folder
+        self.folder, self.layout = self.run.folder, mesh.layout
         self.watch_ranks(mesh, recorder, self.view.epoch)
         if self.watch is not None:
             self.watch.shares = self.slow.shares(
@@ -257,6 +259,10 @@ class RankGuard(Watching):
         if speeds and not view.first:
             texts = ", ".join(f"{speed:.2g}" for speed in speeds)
             recorder.event(f"stages get layers by their speeds, {texts}")
+        if self.slow.order and not view.first:
+            recorder.event(
+                f"ranks are numbered by the speeds of links, members {self.slow.order}"
+            )
         lost = [
             {"number": gone.member.number, "rank": gone.rank, "why": gone.why}
             for gone in view.lost
@@ -290,7 +296,9 @@ class RankGuard(Watching):
             self.snapshots[-1].begin(self.progress)
         super().after_step()
         if self.watch is not None:
-            self.slow.act(self.watch, self.view.members, self.membership.remove)
+            self.slow.act(
+                self.watch, self.view.members, self.layout, self.membership.remove
+            )
 
     @property
     def remembers(self) -> bool:  # type: ignore[override]

@@ -39,6 +39,7 @@ from weft.resilience.rank_guard import RankGuard
 from weft.resilience.recover import FACT, newest_recovery
 from weft.resilience.replica_edit import recipe_of_replicas
 from weft.resilience.roster import Roster
+from weft.resilience.traffic import ordered_view
 from weft.resilience.views import NEWCOMER, Address, LeftOut, View
 from weft.run.failure import report_failure
 from weft.run.rank_processes import MEMBERS, backend_of, own_device, settle_in
@@ -204,6 +205,7 @@ class RankParty:
         return {
             "store": (own, store.port),
             "slow": self.guard.slow.factors,
+            "order": self.guard.slow.order,
             "groups": self.guard.groups.facts(),
             FACT: copies,
         }
@@ -216,10 +218,13 @@ class RankParty:
         guard.seconds["agree_s"] = (
             time.monotonic() - guard.since - guard.seconds["part_s"]
         )
+        said = view.facts[0]
+        guard.slow.order = [*said["order"]]
+        view = ordered_view(view, guard.slow.order, getattr(guard, "view", None))
         self.take(view)
         guard.recovery = newest_recovery(view.facts)
         guard.slow.factors = {
-            int(number): factor for number, factor in view.facts[0]["slow"].items()
+            int(number): factor for number, factor in said["slow"].items()
         }
         differing = guard.recovery.differing if guard.recovery else ()
         if self.rank in differing:

@@ -1,6 +1,6 @@
 """Slow ranks of a run, and the recipe's reaction to them: less work for them, or none."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from weft.data.loader import shares_of
@@ -8,12 +8,17 @@ from weft.layout.axes import BATCH_AXES
 from weft.layout.layout import Layout
 from weft.layout.placement import Place
 from weft.observe.rank_delays import DelayWatch
+from weft.resilience.traffic import planned_order
 from weft.resilience.views import Member
 from weft.train.setup import Job
 
 #: A rank that computes so many times as long as others is left out, if the recipe wants that; and the work is shared
 #: out anew if that factor has changed by such a share.
 LEAVE_OUT, UNLIKE = 1.7, 0.3
+#: A rank that takes so many times as long as others is not worth the little work that it can have.
+HOPELESS = 4.0
+#: Verdicts on the network of one rank, which no other division of work helps.
+OF_NETWORK = ("sender", "receiver", "network")
 
 
 @dataclass
@@ -22,15 +27,20 @@ class SlowRanks:
 
     Attributes:
         ``actions``: the setting ``resilience.actions``, what is done about slow ranks: "say" only reports them,
-            "rebalance" gives them less work, and "leave-out" goes on without them.
+            "rebalance" gives them less work, and "leave-out" goes on without them. "ladder" gives them less work, and
+            goes on without a rank if that did not help or cannot help.
         ``factors``: for each slow member, by number, its compute time divided by that of the others.
-        ``rebalance``: whether the batch must be divided anew among the ranks.
+        ``rebalance``: whether the batch must be divided anew among the ranks, or the ranks must be numbered anew.
+        ``order``: numbers of members in the order in which they form a ring; empty: that of the views.
     """
 
     actions: str
     factors: dict[int, float] = field(default_factory=dict)
     rebalance: bool = False
-    _judged: dict[int, float] = field(default_factory=dict)  # by the last judgement
+    order: list[int] = field(default_factory=list)
+    # by the last judgement: factors of computers, and the ranks of slow networks and links
+    _judged: dict[int, float] = field(default_factory=dict)
+    _network: set[tuple[int, ...]] = field(default_factory=set)
     _digests: object = None  # what was judged last
 
     def speeds(self, members: Sequence[Member]) -> tuple[float, ...]:
@@ -96,12 +106,13 @@ class SlowRanks:
         self,
         watch: DelayWatch,
         members: Sequence[Member],
+        layout: Layout,
         remove: Callable[[int], None],
     ) -> None:
         """Apply the recipe's action to slow members, if two successive judgements of ``watch`` name the same ones.
 
         ``watch``: judges which ranks are slow; without a new judgement nothing is done. ``members``: members of the
-        present view, by rank; ``remove(number)``: asks a member to leave.
+        present view, by rank; ``layout``: the present layout; ``remove(number)``: asks a member to leave.
         """
         if watch.digests is self._digests:
             return
@@ -112,21 +123,66 @@ class SlowRanks:
             if verdict.kind == "computer"
         }
         before, self._judged = self._judged, slow
-        if self.actions == "say" or slow.keys() != before.keys():
-            return
-        for number, factor in slow.items():
-            if self.actions == "leave-out" and factor >= LEAVE_OUT:
-                remove(number)
+        if self.actions != "say":
+            self._act_on_network(watch, members, layout, remove)
+            if slow.keys() == before.keys():
+                self._act_on_computers(slow, members, remove)
+
+    def _act_on_computers(
+        self,
+        slow: Mapping[int, float],
+        members: Sequence[Member],
+        remove: Callable[[int], None],
+    ) -> None:
+        """Ask members that compute too slowly to leave, and let the work be divided anew for the others."""
         present = {member.number for member in members}
         known = {
             number: factor
             for number, factor in self.factors.items()
             if number in present
         }
+        for number, factor in slow.items():
+            helped = number not in known or factor < HOPELESS
+            leaves = factor >= LEAVE_OUT if self.actions == "leave-out" else not helped
+            if leaves and self.actions != "rebalance":
+                remove(number)
         if slow.keys() != known.keys() or any(
             abs(slow[n] / known[n] - 1) > UNLIKE for n in known
         ):
-            self.factors, self.rebalance = slow, True
+            self.factors, self.rebalance = {**slow}, True
+
+    def _act_on_network(
+        self,
+        watch: DelayWatch,
+        members: Sequence[Member],
+        layout: Layout,
+        remove: Callable[[int], None],
+    ) -> None:
+        """Ask a member with a slow network to leave, and number ranks anew if a slow link is between neighbours."""
+        slow = {
+            verdict.ranks: verdict
+            for verdict in watch.verdicts
+            if verdict.kind == "link" or verdict.kind in OF_NETWORK
+        }
+        again = [slow[ranks] for ranks in slow.keys() & self._network]
+        self._network = {*slow}
+        for verdict in again:
+            if verdict.kind == "link" and self.actions != "leave-out":
+                order = (
+                    planned_order(watch.matrix, layout)
+                    if watch.matrix is not None
+                    else None
+                )
+                if order is not None:
+                    self.order = [members[rank].number for rank in order]
+                    self.rebalance, self._network = True, set()
+            elif (
+                verdict.kind in OF_NETWORK
+                and len(verdict.ranks) == 1
+                and verdict.factor >= LEAVE_OUT
+                and self.actions in ("leave-out", "ladder")
+            ):
+                remove(members[verdict.ranks[0]].number)
 
 
 def _shares_of_layers(job: Job, layout: Layout) -> dict[int, float]:
