@@ -115,7 +115,8 @@ def test_every_layout_runs() -> None:
 
 
 def test_settings_stay_where_they_go() -> None:
-    wished = recipe("pp=4,dp=2,schedule=dualpipe", DENSE)
+    # so many layers that three stages have as many each, and a pipeline of three pays
+    wished = recipe("pp=4,dp=2,schedule=dualpipe", DENSE | {"layers": 12})
     assert [recipe_for(wished, wished.model, n).layout.schedule for n in (4, 3)] == [
         "dualpipe",
         "1f1b",
