@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tests.federated.quadratics import QuadraticCohort, clock
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.federated.aggregation_tree import AggregationTree, TreeAggregator
 from weft.federated.combined_updates import RobustSum, combine_as_asked
 from weft.federated.shared_updates import SharedUpdates
 from weft.federated.weighted_sum import weighted_sum
+from weft.recipe import build_recipe
 
 T = torch.Tensor
 
@@ -119,3 +120,18 @@ def test_a_policy_adds_up_as_its_recipe_says(process: bool) -> None:
     combine_as_asked(robust.policy, robust.policy.settings)
     robust.run(30)
     assert 1 < float(robust.parameters["x"]) < 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"fresh": "inversion"}, "federated.fresh is about simulated clients"),
+        ({"drops": 0.5}, "federated.drops is about simulated clients"),
+        ({"secure": True, "aggregate": "krum"}, "hides the updates"),
+    ],
+)
+def test_what_a_real_server_cannot_do_is_refused(
+    settings: dict[str, object], word: str
+) -> None:
+    with pytest.raises(UsageError, match=word):
+        build_recipe({"federated": {"listen": "127.0.0.1:0", **settings}})

@@ -174,6 +174,7 @@ def test_three_processes_come_to_the_model_of_the_virtual_clock(
         same(federation.model(), federation.replayed())
         records = read_metrics(federation.run)["federated"]
         assert len(records) == 4 and all(record["loss"] > 0 for record in records)
+        assert "client1" in (federation.run / "federation.html").read_text()
 
 
 @pytest.mark.slow(40)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.federated.federation_page import write_federation_page
 from weft.federated.federation_server import FederationServer, ServedChange
 from weft.federated.plain_tensors import load_values, save_values
 from weft.federated.privacy_budget import PrivacyBudget, difference_norm
@@ -90,15 +91,26 @@ class ChangeLoader:
 
         def serve() -> tuple[float, float] | None:
             assert self.server is not None
-            change[0] = self.server.next_change(parameters, self.interrupted)
+            change[0] = self.server.next_change(parameters, self._asked_to_end)
             return None if change[0] is None else self._serve(change[0])
 
         figures = self.mesh.on_main(serve)
         if figures is None:
+            if not self.interrupted():
+                self.over = f"federated.seconds = {self._seconds:g} are over"
             return False
         difference = self._difference if change[0] is not None else {}
         self.served = ChangeOfStep(difference, *figures)
         return True
+
+    @property
+    def _seconds(self) -> float:
+        return float(self.server.policy.settings.seconds) if self.server else 0.0
+
+    def _asked_to_end(self) -> bool:
+        """Return whether the run is to end without another change."""
+        assert self.server is not None
+        return self.interrupted() or 0 < self._seconds <= self.server.now
 
     def _serve(self, served: ServedChange) -> tuple[float, float]:
         """Add noise to a change, record it, and return its loss and norm. On the first rank alone."""
@@ -154,13 +166,15 @@ class ChangeLoader:
         if self.server is None:
             return
         version, rounds = self.server.policy.version, self.server.policy.settings.rounds
-        if version >= rounds:
+        if version >= rounds or self.over:
             parameters = gathered_parameters(self.state, self.mesh, self.shapes)
             self.server.end(
                 f"the run is complete: {version} changes of the model", parameters
             )
         else:
             self.server.pause()
+        if version:
+            self.recorder.event(f"page {write_federation_page(self.recorder.folder)}")
 
 
 def memory_file(folder: Path, version: int) -> Path:

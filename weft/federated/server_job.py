@@ -16,6 +16,7 @@ from weft.errors import UsageError
 from weft.federated.adapter_products import AdapterProducts
 from weft.federated.change_loader import ChangeLoader, server_memory
 from weft.federated.client_sessions import ClientSessions
+from weft.federated.combined_updates import combine_as_asked
 from weft.federated.federated_facts import (
     agreed_facts,
     check_rounds,
@@ -85,6 +86,7 @@ class ServerJob(Job):
         settings, folder = self.recipe.federated, recorder.folder
         shapes = learning_shapes(self.recipe, self.shape)
         policy = find("federation-policy", settings.policy).implementation(settings)
+        stack.callback(combine_as_asked(policy, settings))
         judge = UpdateJudge(settings.clip, settings.largest)
         budget = None
         if settings.clip and settings.noise:

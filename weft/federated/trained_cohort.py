@@ -18,6 +18,7 @@ from weft.federated.client_cohort import LocalResult
 from weft.federated.client_job import ClientJob, prepare_client
 from weft.federated.client_state import ClientState
 from weft.federated.client_work import WorkAnswer, WorkOrder
+from weft.federated.combined_updates import combine_as_asked
 from weft.federated.federated_facts import learning_shapes, travel_dtype
 from weft.federated.federation_events import read_events
 from weft.federated.federation_frames import FederationForms, travel_seed
@@ -230,7 +231,9 @@ def replayed_model(
     start = gathered_parameters(built.state, mesh, learning_shapes(server, job.shape))
     settings = server.federated
     policy = find("federation-policy", settings.policy).implementation(settings)
-    with TrainedCohort(clients, folder) as cohort:
+    with ExitStack() as stack:
+        stack.callback(combine_as_asked(policy, settings))
+        cohort = stack.enter_context(TrainedCohort(clients, folder))
         clock = VirtualClock(policy, start, cohort)
         clock.replay(read_events(run))
     return dict(clock.parameters)

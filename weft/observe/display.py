@@ -25,6 +25,8 @@ CELLS = {
 }
 
 
+#: Steps from which on a run counts as one without a known end.
+ENDLESS = 10**9
 #: Seconds after which a step counts as one that takes long, so that its passes are shown.
 SLOW_S = 10.0
 
@@ -59,7 +61,9 @@ class Display:
             TextColumn("[dim]{task.fields[eta]}"),
         )
         self._progress = Progress(*columns, speed_estimate_period=900, expand=True)
-        self._progress.add_task("", total=total_steps, eta="")
+        total = total_steps if total_steps < ENDLESS else None
+        self._of = str(total or "?")
+        self._progress.add_task("", total=total, eta="")
         (self._task,) = self._progress.tasks
         self._live: Live | None = None
         self._news, self._shown_at = False, float("-inf")
@@ -108,7 +112,7 @@ class Display:
         self._pass = f"{done} of {of}"
         if not self._live:
             self._patience = 2 * spent
-            step = f"step {self._task.completed + 1:>{len(str(self._task.total))}}/{self._task.total}"
+            step = f"step {self._task.completed + 1:>{len(self._of)}}/{self._of}"
             self._console.print(
                 f"{step}  pass {self._pass} after {clock(spent)}",
                 markup=False,
@@ -121,7 +125,7 @@ class Display:
 
     def _line(self) -> None:
         self._news, self._shown_at = False, time.monotonic()
-        count = f"step {self._task.completed:>{len(str(self._task.total))}}/{self._task.total}"
+        count = f"step {self._task.completed:>{len(self._of)}}/{self._of}"
         cells = [f"{label} {value:>{width}}" for label, width, value in self._cells()]
         line = "  ".join([count, *cells, self._task.fields["eta"]]).rstrip()
         self._console.print(line, markup=False, soft_wrap=True)

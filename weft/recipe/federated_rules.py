@@ -12,6 +12,10 @@ BESIDE_SIMULATION = (
 )  # fmt: skip
 OF_TRAIN = ("batch", "seed", "dtype", "threads", "timeout", "device")
 OF_OPTIMIZER = ("kind", "lr")
+#: Settings of ``[federated]`` about clients that are simulated.
+OF_SIMULATION = (
+    "fresh", "fresh_after", "samples", "held_out", "partition", "alpha", "classes", "speeds", "jitter", "drops", "away",
+)  # fmt: skip
 
 
 def check_beside_federated(recipe: Any) -> None:
@@ -37,7 +41,13 @@ def check_beside_federated(recipe: Any) -> None:
             f"federated.aggregate = {federated.aggregate!r} looks at all updates together, and federated.fan_in adds "
             "them up as they come; leave one of them out"
         )
+    if federated.aggregate != "mean" and getattr(federated, "secure", False):
+        raise ValueError(
+            f"federated.secure hides the updates that federated.aggregate = {federated.aggregate!r} would compare; "
+            "leave one of them out"
+        )
     if federated.listen or getattr(federated, "join", ""):
+        _check_real(federated)
         return
     model = recipe.model
     if not model.inputs:
@@ -83,3 +93,16 @@ def check_beside_federated(recipe: Any) -> None:
             f"federated.per_round = {federated.per_round} is more than federated.clients = {federated.clients}; "
             "lower it"
         )
+
+
+def _check_real(federated: Any) -> None:
+    """Refuse what is about simulated clients in the recipe of a real server or client."""
+    fields = type(federated).model_fields
+    for key in OF_SIMULATION:
+        if (
+            key in federated.model_fields_set
+            and getattr(federated, key) != fields[key].default
+        ):
+            raise ValueError(
+                f"federated.{key} is about simulated clients, and real ones join this run; leave it out"
+            )
