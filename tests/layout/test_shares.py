@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,3 +104,21 @@ def test_ranks_measure_their_shares_alike(pool: Any) -> None:
 def test_shares_that_are_still_to_be_measured() -> None:
     with pytest.raises(UsageError, match="is measured by the ranks"):
         uneven_sizes(4, "auto")
+
+
+def measure_alone(rank: int) -> str:
+    if dist.get_rank() == rank:
+        return ""
+    late = mock.Mock(side_effect=RuntimeError("timed out"))
+    with mock.patch.object(dist, "barrier", late):
+        try:
+            rank_power.measure_ranks(torch.device("cpu"))
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_rank_that_does_not_measure_is_named(pool: Any) -> None:
+    said = pool.run(2, measure_alone, 1)[0]
+    assert said.startswith("PeerLost: rank 1 has not answered"), said
+    assert "rank 0 waited for it to measure its device" in said

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from weft.layout.sums import WATCHED, MeasuredSum, TokenSums, total_in_order
+from weft.net import rank_links
 
 NAMES = ("direct", "ring", "star", "two-level", "gloo")
 COUNT = 1001
@@ -115,3 +118,20 @@ def lose_a_rank(name: str) -> str:
 def test_a_rank_that_is_gone_is_named(pool: Any) -> None:
     lost = pool.run(3, lose_a_rank, "direct")
     assert lost[0].startswith("PeerLost: rank 2 is gone"), lost
+
+
+def connect_alone(rank: int) -> str:
+    if dist.get_rank() == rank:
+        return ""
+    with mock.patch.object(rank_links, "limit", lambda: timedelta(seconds=0.3)):
+        try:
+            TokenSums(dist.group.WORLD, "direct")
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_rank_that_makes_no_connections_is_named(pool: Any) -> None:
+    said = pool.run(2, connect_alone, 1)[0]
+    assert said.startswith("PeerLost: rank 1 has not answered for 0.3 s: rank 0"), said
+    assert "waits for it to make its connections" in said and "\n" not in said

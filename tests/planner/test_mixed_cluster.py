@@ -139,6 +139,12 @@ def test_each_group_keeps_to_its_memory(tmp_path: Path) -> None:
         ("device = 'V100'\ncount = 8\nacross = 3", "groups is missing"),
         ("across = 3\n[[groups]]\ndevice = 'V1000X'\ncount = 0", "count"),
         ("across = 3\n[[groups]]\ndevice = 'Z80'\ncount = 8", "'Z80' is not known"),
+        ("across = 3\ngroups = 3", "groups is no list"),
+        ("across = 'far'\n[[groups]]\ndevice = 'V100'\ncount = 8", "across = 'far'"),
+        (
+            "device = 'CPU'\ncount = 4\n[calibration]\nwindows = [[1.0, 'a']]",
+            "windows is no table",
+        ),
     ],
 )
 def test_files_that_say_too_little_or_too_much(

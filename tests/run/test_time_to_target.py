@@ -68,6 +68,7 @@ def test_declared_entrants(tmp_path: Path) -> None:
     for text, named in [
         ("", "no entrant"), ("a = 1", "no table"), ("[a]\nsets = []", "'sets'"), ("[a]\nset = [1]", "set is a list"),
         ("[a]\ntune = { x = [] }", "tune is a table"),
+        ('["../a"]', "part of its folders' names"), ('[".."]', "part of its folders' names"),
     ]:  # fmt: skip
         file.write_text(text)
         with pytest.raises(UsageError, match=named):

@@ -66,22 +66,35 @@ def measure_ranks(device: torch.device) -> list[RankPower]:
     # The store of the default process group; PyTorch has no public way to it.
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     key = f"weft/power/{store.add(f'weft/power/count-{rank}', 1)}"
-    dist.barrier()
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        raise _absent(error) from error
     rates = [[_rate(rows, device) for rows in ROWS] for _ in range(TIMES)]
     few, many = (max(each) for each in zip(*rates, strict=True))
     store.set(
         f"{key}/{rank}", json.dumps([own_address(), few, many, _free_bytes(device)])
     )
-    rows = [
-        json.loads(store.get(f"{key}/{other}"))
-        for other in range(dist.get_world_size())
-    ]
+    rows = []
+    for other in range(dist.get_world_size()):
+        try:
+            rows.append(json.loads(store.get(f"{key}/{other}")))
+        except RuntimeError as error:  # of the store, which names its key alone
+            raise _absent(error, other) from error
     hosts = [host for host, *_ in rows]
     shared = device.type == "cpu"
     return [
         RankPower(host, few, many, free / (hosts.count(host) if shared else 1))
         for host, few, many, free in rows
     ]
+
+
+def _absent(error: RuntimeError, rank: int | None = None) -> RuntimeError:
+    """Return an error that names the rank that did not come to the measurement, if that can be told."""
+    from weft.net.lost import PeerLost, peer_lost
+
+    lost = peer_lost(error, rank, "waited for it to measure its device")
+    return lost or PeerLost(f"a rank did not come to measure its device: {error}")
 
 
 def _rate(rows: int, device: torch.device) -> float:

@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import timedelta
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,10 +69,16 @@ class RankLinks:
         endpoint, name = process_endpoint(), f"links/{token[:16]}"
         self._channel = endpoint.open(f"{name}/{self.rank}", token, self._join)
         store.set(f"{key}/at-{self.rank}", json.dumps(endpoint.address))
+        addresses: list[list[Any]] = []
+        for rank in range(self.ranks):
+            at = f"{key}/at-{rank}"
+            try:
+                store.wait([at], timedelta(seconds=self.limit))
+            except RuntimeError as error:  # of the store, which names its key alone
+                doing = "waits for it to make its connections"
+                raise self._lost(rank, doing, error) from error
+            addresses.append(json.loads(store.get(at)))
         try:
-            addresses = [
-                json.loads(store.get(f"{key}/at-{rank}")) for rank in range(self.ranks)
-            ]
             for rank in range(self.rank):
                 hello, of_rank = {"rank": self.rank}, f"{name}/{rank}"
                 self._to[rank] = self._channel.dial(
@@ -178,7 +185,9 @@ class RankLinks:
 
     def _lost(self, rank: int, doing: str, error: Exception) -> PeerLost:
         world = self.members[rank]
-        lost = peer_lost(error, world, f"{doing} ({error})")
+        # a store's error has a trace of its own on further lines
+        why = str(error).partition("\n")[0]
+        lost = peer_lost(error, world, f"{doing} ({why})", self.limit)
         return lost or PeerLost(f"rank {world} is gone: rank {dist.get_rank()} {doing}")
 
 

@@ -1,5 +1,6 @@
 """The machine under a layout: devices, their memory, and the links between them, level by level."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -204,6 +205,17 @@ class Cluster(Section):
         ):
             raise ValueError("slowest_network is larger than network")
         find_device(self.device, self.memory)
+        windows = self.calibration.get("windows", [])
+        if not isinstance(windows, list) or not all(
+            isinstance(row, list)
+            and len(row) == 4
+            and all(isinstance(x, int | float) and 0 < x < math.inf for x in row)
+            for row in windows
+        ):
+            raise ValueError(
+                "calibration.windows is no table with four positive numbers in each row; leave it out, or let "
+                "weft probe --watch write it"
+            )
         if not self.leaf and (self.uplinks or self.routing != "multipath"):
             raise ValueError(
                 "leaf is missing: uplinks and routing are those of a switch with 'leaf' devices below it"
@@ -282,6 +294,10 @@ def _of_groups(tree: dict[str, Any], name: str, count: int | None) -> dict[str, 
         raise UsageError(
             f"{name}: {both[0]} stands beside [[groups]]; write it in each group"
         )
+    if not isinstance(tree["groups"], list):
+        raise UsageError(
+            f"{name}: groups is no list; write [[groups]] above the device and count of each"
+        )
     groups = [validated(Group, group, f"{name}: groups") for group in tree["groups"]]
     total = sum(group.count for group in groups)
     if count not in (None, total):
@@ -299,7 +315,8 @@ def _of_groups(tree: dict[str, Any], name: str, count: int | None) -> dict[str, 
         for group, device in zip(groups, devices, strict=True)
     )
     slowest = min(float(speed) for speed in networks)
-    slowest = min(slowest, float(tree.get("across") or slowest))
+    if isinstance(across := tree.get("across"), int | float) and across > 0:
+        slowest = min(slowest, across)  # anything else is refused with the other fields
     return tree | {"device": weakest.name, "count": total, "memory": memory, "network": slowest}  # fmt: skip
 
 

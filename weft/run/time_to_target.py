@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,6 +111,10 @@ def read_entrants(path: Path) -> list[Entrant]:
     entrants = []
     for name, given in read_toml(path).items():
         about = f"{path}: entrant [{name}]"
+        if not re.fullmatch(r"[\w.+-]*[\w+-]", name):
+            raise UsageError(
+                f"{about}: its name is part of its folders' names; use letters, digits and . + - _ alone"
+            )
         if not isinstance(given, dict) or (unknown := given.keys() - {"set", "tune"}):
             what = (
                 f"has {sorted(unknown)[0]!r}"
