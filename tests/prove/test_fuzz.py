@@ -70,6 +70,18 @@ def test_pairs_of_answers_are_drawn_for_a_recipe_that_learns_from_them(
     assert found.kind == "equal", found
 
 
+def test_images_are_drawn_for_a_recipe_that_learns_from_them(pool: Any) -> None:
+    path = QUICKSTART.with_name("digits.toml")
+    recipe = load_recipe(path)
+    drawn = [fuzz.draw_case(recipe, random.Random(seed), 8) for seed in range(50)]
+    assert all(case.items() >= fuzz.PICTURES.items() for case in drawn)
+    assert not any({"data.seq_len", "model.mixer"} & case.keys() for case in drawn)
+    fuzz.write_corpus()
+    fuzz.write_pictures()
+    result = Fuzzer(path, pool).verdict_of(fuzz.PICTURES | {"layout.tp": 2})
+    assert result.kind == "equal", result
+
+
 class Judge(Fuzzer):
     """Says wrong of whatever recomputes on two tensor-parallel ranks."""
 

@@ -176,7 +176,7 @@ def generate_command(
     from weft.generate.best_answer import Verifier
     from weft.generate.cache_policy import cache_policy_of, check_alone
     from weft.generate.drafter import check_ahead, drafter_for
-    from weft.generate.engine import BUDGET
+    from weft.generate.engine import BUDGET, check_prompt
     from weft.generate.keys_at_rest import RestingKeys, rest_keys
     from weft.generate.leader import follow_leader
     from weft.generate.open_engine import engine_class
@@ -287,6 +287,7 @@ def generate_command(
                 mesh_for(spread, device, checkpoint),
                 lift_of(resting),
             )
+        check_prompt(model, [0])
         read_only(model, weights)
         if device == "cpu":
             use_huge_pages()

@@ -90,9 +90,13 @@ def sample_command(
         write_samples(images.float().cpu(), out)
         if svg is not None:
             draw_table(sampling, svg)
+        spent = (
+            f" by {named.word} on {named.ranks} ranks, of which the first sent {sampling.bytes_sent:,} bytes"
+            if named.ranks > 1
+            else ""
+        )
         print(
-            f"weft: {count} samples in {seconds:.2f} s by {named.word} on {named.ranks} ranks; "
-            f"the first one has sent {sampling.bytes_sent:,} bytes",
+            f"weft: {count} samples in {seconds:.2f} s{spent}; all of them: {out / 'grid.png'}",
             file=sys.stderr,
         )
     return 0

@@ -98,9 +98,13 @@ class LoanParty(Protocol):
 
 
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
-    """Raise :class:`UsageError` if ``model`` is a reward model, which writes no texts, or cannot read the prompt
-    ``ids``.
+    """Raise :class:`UsageError` if ``model`` writes no texts, as a reward model or one of images, or cannot read the
+    prompt ``ids``.
     """
+    if model.shape.kind == "diffusion":
+        raise UsageError(
+            "this model makes images and writes no texts; ask it with weft sample --checkpoint"
+        )
     if model.shape.output == "score":
         raise UsageError(
             "this is a reward model, which scores texts and writes none; give one that writes"

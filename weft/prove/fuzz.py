@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from weft.errors import UsageError, WeftError
 from weft.layout.axes import LIVE_AXES
 from weft.layout.layout import AskedLayout, Layout
@@ -309,6 +311,20 @@ PAIRS: Case = {
 }
 
 
+#: Settings that a case starts from if the recipe learns from images: no patch divides them, and gates are open.
+PICTURES: Case = {
+    "data.path": str(FOLDER / "pictures"),
+    "model.kv_heads": None,
+    "model.settings.zero": False,
+    "model.settings.drop": 0.3,
+}
+
+#: Beginnings of the names of settings that are not drawn for images, which have no tokens. Of ``model`` only
+#: :data:`OF_PICTURES` are.
+OF_TOKENS = ("data.", "model.", "adapter.tokens", "adapter.whole", "train.freeze")
+OF_PICTURES = ("model.heads", "model.ffn", "model.embed", "model.layers", "model.qk_norm")
+
+
 #: Settings that a case starts from if the recipe learns from rewards: every batch that is drawn divides a phase.
 REWARDS: Case = {"rl.group": 2, "rl.batch": 35, "data.seq_len": 48}
 
@@ -352,12 +368,16 @@ def draw_case(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
     """
     case: Case = dict(PAIRS) if recipe.loss.of_pairs else {}
     case |= REWARDS if recipe.rl else {}
+    pictures = recipe.model.kind == "diffusion"
+    case |= PICTURES if pictures else {}
     left = rng.randint(2, ranks)
     for axis in rng.sample(AXES, len(AXES)):
         size = rng.choice([n for n in (1, 1, 2, 2, 3, 4) if n <= left])
         if size > 1:
             case[f"layout.{axis}"], left = size, left // size
     for name, values in DRAWN.items():
+        if pictures and name.startswith(OF_TOKENS) and name not in OF_PICTURES:
+            continue
         choices = values(recipe, case, rng)
         if choices and rng.random() < OFTEN.get(name, SELDOM):
             case[name] = rng.choice(choices)
@@ -373,6 +393,8 @@ def command_options(case: Case) -> tuple[str, list[str]]:
         del settings["data.sources"]
     layout, sets = [], []
     for name, value in settings.items():
+        if value is None:  # left to the recipe
+            continue
         if name.startswith("layout."):
             layout.append(f"{name.removeprefix('layout.')}={value}")
         elif name == "data.sources":
@@ -431,6 +453,17 @@ def write_corpus() -> None:
             path.write_text(lines)
 
 
+def write_pictures() -> None:
+    """Write nine grey images of two classes, the same in every campaign, to :data:`FOLDER`."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for number in range(9):
+        path = FOLDER / "pictures" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (5, 6)).astype(np.uint8)).save(path)
+
+
 def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:
     """Compare the layout of ``recipe`` with one device over ``steps`` training steps, on the CPU. Collective.
 
@@ -486,6 +519,7 @@ class Fuzzer:
         verdict = self.verdict_of(case)
         needed = PAIRS if "data.path" in case else {}
         needed = REWARDS if "rl.group" in case else needed
+        needed = PICTURES if "model.settings.zero" in case else needed
         for name in [name for name in case if name not in needed]:
             smaller = {key: value for key, value in case.items() if key != name}
             if "layout.order" in smaller:
@@ -513,6 +547,8 @@ class Fuzzer:
             raise UsageError(
                 "--random draws small models of the recipe's kind; give a recipe without model.from"
             )
+        if recipe.model.kind == "diffusion":
+            write_pictures()
         end = time.monotonic() + 60 * minutes if minutes else float("inf")
         for number in range(first, first + count):
             if time.monotonic() > end:
