@@ -98,6 +98,11 @@ def test_what_writes_texts_refuses_a_model_of_images(
         assert err.splitlines()[-1].startswith("weft: error: this model makes images")
 
 
+def test_plan_here_refuses_images_in_one_line(command: Command) -> None:
+    code, _, err = command("plan", "digits", "--here")
+    assert code == 2 and "makes images" in err and err.count("\n") == 1
+
+
 def test_a_folder_that_exists_is_kept(command: Command, run_folder: Path) -> None:
     code, _, err = command("sample", "--checkpoint", run_folder, "--out", run_folder)
     assert code == 1 and "exists already" in err

@@ -78,7 +78,8 @@ def test_images_are_drawn_for_a_recipe_that_learns_from_them(pool: Any) -> None:
     assert not any({"data.seq_len", "model.mixer"} & case.keys() for case in drawn)
     fuzz.write_corpus()
     fuzz.write_pictures()
-    result = Fuzzer(path, pool).verdict_of(fuzz.PICTURES | {"layout.tp": 2})
+    lora: Case = {"adapter.kind": "lora", "adapter.targets": ["wq"]}
+    result = Fuzzer(path, pool).verdict_of(fuzz.PICTURES | lora | {"layout.tp": 2})
     assert result.kind == "equal", result
 
 

@@ -7,7 +7,7 @@ import torch
 from weft.layout.dims import Box, Logical, extents
 from weft.layout.mesh import Mesh
 from weft.models.init import initial_values
-from weft.models.transformer import Transformer
+from weft.models.transformer import model_class
 from weft.recipe import ModelShape
 from weft.shapes.parameters import ADAPTERS, QUANTIZED, ROWS
 
@@ -33,7 +33,8 @@ def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
     from weft.models import nf4
     from weft.models.adapters import base_of, base_weight, row_norms
 
-    described = dict(Transformer(base_of(shape), Mesh.single()).logical_parameters())
+    plain = base_of(shape)
+    described = dict(model_class(plain)(plain, Mesh.single()).logical_parameters())
     tokens = () if shape.adapter.tokens == "new" else shape.adapter.tokens
 
     def values(name: str, logical: Logical, box: Box) -> T:

@@ -322,7 +322,13 @@ PICTURES: Case = {
 #: Beginnings of the names of settings that are not drawn for images, which have no tokens. Of ``model`` only
 #: :data:`OF_PICTURES` are.
 OF_TOKENS = ("data.", "model.", "adapter.tokens", "adapter.whole", "train.freeze")
-OF_PICTURES = ("model.heads", "model.ffn", "model.embed", "model.layers", "model.qk_norm")
+OF_PICTURES = (
+    "model.heads",
+    "model.ffn",
+    "model.embed",
+    "model.layers",
+    "model.qk_norm",
+)
 
 
 #: Settings that a case starts from if the recipe learns from rewards: every batch that is drawn divides a phase.

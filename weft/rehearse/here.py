@@ -335,6 +335,11 @@ def subject(
         recipe = load_recipe(file)
         recipe.need_model()
         shape = model_shape(recipe)
+        if shape.kind == "diffusion":
+            raise UsageError(
+                f"{model} makes images, and --here measures models that read texts; leave it out, give --cluster, or "
+                "try a few steps with weft train --set train.steps=10"
+            )
     else:
         shape = SECTIONS[model] if model in SECTIONS else shape_named(model)
         recipe = load_recipe("finetune", origin=model)
