@@ -170,8 +170,8 @@ def split_command(
     if alpha <= 0:
         raise UsageError(f"--alpha {alpha:g} is not above 0; give a larger one")
     shares = split_data(
-        source, out, clients, by, label=label, group=group, alpha=alpha, classes=classes, seed=seed
-    )  # type: ignore[arg-type]  # fmt: skip
+        source, out, clients, by, label=label, group=group, alpha=alpha, classes=classes, seed=seed  # type: ignore[arg-type]
+    )  # fmt: skip
     if as_json:
         rows = [share._asdict() | {"file": str(share.file)} for share in shares]
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))

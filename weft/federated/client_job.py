@@ -17,6 +17,7 @@ from weft.federated.client_work import WorkSource, present_work
 from weft.federated.federated_facts import agreed_facts, learning_shapes, travel_dtype
 from weft.federated.federation_frames import FederationForms
 from weft.federated.work_loader import WorkLoader
+from weft.recipe.federated_section import federation_of
 from weft.train.rule_optimizer import learning_rate
 from weft.train.setup import Job, completed_job
 
@@ -62,7 +63,7 @@ class ClientJob(Job):
     def rate(self, version: int) -> float:
         """Return the learning rate of steps on a version of the model: the recipe's schedule over all versions."""
         return learning_rate(
-            self.recipe.optimizer, version, self.recipe.federated.rounds
+            self.recipe.optimizer, version, federation_of(self.recipe).rounds
         )
 
     @property
@@ -78,7 +79,7 @@ class ClientJob(Job):
 
         The arguments are those of :meth:`Job.training_loader`.
         """
-        settings, batch = self.recipe.federated, self.recipe.train.batch
+        settings, batch = federation_of(self.recipe), self.recipe.train.batch
         source, state = None, ClientState(recorder.folder)
         if mesh.is_main:
             state.load()
@@ -101,7 +102,7 @@ class ClientJob(Job):
         self, kept: ClientState, say: Callable[[str], object]
     ) -> ServerLink:
         """Connect with the server of the invitation."""
-        settings = self.recipe.federated
+        settings = federation_of(self.recipe)
         shapes = learning_shapes(self.recipe, self.shape)
         forms = FederationForms.of(
             shapes, travel_dtype(self.recipe), settings.compress, settings.compress_back
@@ -129,7 +130,7 @@ def prepare_client(recipe: Recipe) -> ClientJob:
 
     Raises :class:`UsageError` or :class:`weft.errors.WeftError` if something does not fit.
     """
-    if recipe.federated.listen:
+    if federation_of(recipe).listen:
         raise UsageError(
             "federated.listen is about a server and federated.join about a client, and a run is one of them; leave one "
             "out"
@@ -138,7 +139,7 @@ def prepare_client(recipe: Recipe) -> ClientJob:
         raise UsageError(
             "data.epochs says when a run ends, and the server ends that of a client; leave it out"
         )
-    if not recipe.federated.name:
+    if not federation_of(recipe).name:
         raise UsageError(
             "a client has a name at its server; set federated.name, or use weft client"
         )

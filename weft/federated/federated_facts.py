@@ -11,6 +11,7 @@ import torch
 
 from weft.cache import digest
 from weft.errors import UsageError, WeftError
+from weft.recipe.federated_section import federation_of
 from weft.shapes.parameters import learns, parameters
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def check_rounds(recipe: Recipe) -> None:
     from weft.federated.round_policy import RoundPolicy
     from weft.registry import find
 
-    settings = recipe.federated
+    settings = federation_of(recipe)
     policy = find("federation-policy", settings.policy).implementation
     if settings.secure and not issubclass(policy, RoundPolicy):
         raise UsageError(

@@ -30,6 +30,7 @@ from weft.federated.server_job import prepare_server
 from weft.federated.trained_cohort import QuietGuard, TrainedClient, open_client
 from weft.layout.mesh import Mesh
 from weft.recipe import load_recipe
+from weft.recipe.federated_section import federation_of
 from weft.train.setup import device_type
 from weft.train.training import train_job
 
@@ -55,7 +56,7 @@ def serve_over_flower(grid: FlowerGrid, recipe: Recipe, out: Path) -> Outcome:
 
     Raises :class:`UsageError` if the recipe asks for what Flower's questions and answers cannot carry.
     """
-    if recipe.federated.secure:
+    if federation_of(recipe).secure:
         raise UsageError(
             "federated.secure asks clients for seeds while they work, and a message of Flower has one answer; "
             "leave it out"

@@ -157,8 +157,8 @@ class FlowerSessions:
             self._asked.pop(node, None)
             session.over.set()
             self.events.put(
-                SessionEvent("gone", session, {}, nothing, "Flower has lost it")
-            )  # type: ignore[arg-type]
+                SessionEvent("gone", session, {}, nothing, "Flower has lost it")  # type: ignore[arg-type]
+            )
         with self._lock:
             waiting = list(self._waiting)
         for message in self.grid.pull_messages(waiting) if waiting else ():

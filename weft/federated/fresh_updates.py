@@ -92,7 +92,7 @@ def invert_update(
             ((end[name] - start[name] - tensor).abs().sum() for name, tensor in difference.items()),
             start=torch.zeros((), dtype=first.dtype),
         ) / size  # fmt: skip
-        distance.backward()  # type: ignore[no-untyped-call]
+        distance.backward()
         optimizer.step()
         with torch.no_grad():
             inputs.clamp_(low, high)

@@ -37,6 +37,7 @@ from weft.federated.server_invitation import (
     read_server_invitation,
 )
 from weft.federated.update_judge import UpdateJudge
+from weft.recipe.federated_section import federation_of
 from weft.registry import find
 from weft.train.setup import Job, completed_job, model_shape
 
@@ -64,11 +65,11 @@ class ServerJob(Job):
 
     def steps(self, progress: Progress) -> int:
         """Return the number of changes of the whole run."""
-        return int(self.recipe.federated.rounds)
+        return int(federation_of(self.recipe).rounds)
 
     def learning_rate(self, step: int, steps: int) -> float:
         """Return the factor on the mean of the clients' differences."""
-        return float(self.recipe.federated.rate)
+        return float(federation_of(self.recipe).rate)
 
     @cached_property
     def agreed(self) -> dict[str, str]:
@@ -83,7 +84,7 @@ class ServerJob(Job):
 
         The arguments are those of :meth:`Job.training_loader`.
         """
-        settings, folder = self.recipe.federated, recorder.folder
+        settings, folder = federation_of(self.recipe), recorder.folder
         shapes = learning_shapes(self.recipe, self.shape)
         policy = find("federation-policy", settings.policy).implementation(settings)
         stack.callback(combine_as_asked(policy, settings))
@@ -147,7 +148,7 @@ class ServerJob(Job):
         """Listen where the recipe says. The secret is that of the run's earlier invitation, if it has one."""
         from weft.net.endpoint import Endpoint
 
-        host, _, port = self.recipe.federated.listen.rpartition(":")
+        host, _, port = federation_of(self.recipe).listen.rpartition(":")
         secret = new_server_secret()
         if (folder / INVITATION_FILE).exists():
             earlier = read_server_invitation(str(folder / INVITATION_FILE))
@@ -186,7 +187,7 @@ def prepare_server(recipe: Recipe) -> ServerJob:
 
     Raises :class:`UsageError` or :class:`weft.errors.WeftError` if something does not fit.
     """
-    settings = recipe.federated
+    settings = federation_of(recipe)
     if recipe.layout.world != 1:
         raise UsageError(
             f"a server of federated training adds up what clients send, on one rank, and layout {recipe.layout} has "

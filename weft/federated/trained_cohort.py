@@ -26,6 +26,7 @@ from weft.federated.privacy_budget import clipped_difference
 from weft.federated.virtual_clock import VirtualClock
 from weft.federated.whole_tensors import gathered_parameters
 from weft.layout.mesh import Mesh
+from weft.recipe.federated_section import federation_of
 from weft.registry import find
 from weft.train.guard import Guard
 from weft.train.setup import build_for_training, device_type
@@ -134,7 +135,7 @@ def open_client(
     closes what was opened.
     """
     job = prepare_client(recipe)
-    settings, sources = recipe.federated, list[HandedWork]()
+    settings, sources = federation_of(recipe), list[HandedWork]()
     forms = FederationForms.of(
         learning_shapes(recipe, job.shape), travel_dtype(recipe), settings.compress, settings.compress_back
     )  # fmt: skip
@@ -229,7 +230,7 @@ def replayed_model(
         job.shape, mesh, job.recipe, _values(job.recipe, job.shape)
     )
     start = gathered_parameters(built.state, mesh, learning_shapes(server, job.shape))
-    settings = server.federated
+    settings = federation_of(server)
     policy = find("federation-policy", settings.policy).implementation(settings)
     with ExitStack() as stack:
         stack.callback(combine_as_asked(policy, settings))

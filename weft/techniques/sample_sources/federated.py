@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weft.recipe.federated_section import federation_of
 from weft.registry import register
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 @register("samples", "federated")
 def federated_samples(recipe: Recipe) -> Job:
     """Check ``recipe``, which has the section ``[federated]``, and open its job."""
-    if recipe.federated.join:
+    if federation_of(recipe).join:
         from weft.federated.client_job import prepare_client
 
         return prepare_client(recipe)
