@@ -8,16 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-from diffusers import (
-    DDPMScheduler,
-    DiTTransformer2DModel,
-    DPMSolverMultistepScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    FlowMatchHeunDiscreteScheduler,
-    UniPCMultistepScheduler,
-)
 
 from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.noise_process import NoiseProcess
@@ -30,6 +21,19 @@ from weft.models.diffusers_weights import (
 )
 from weft.parallel.build import parallelize
 from weft.recipe import Train
+
+try:
+    import diffusers
+    from diffusers import (
+        DDPMScheduler,
+        DiTTransformer2DModel,
+        DPMSolverMultistepScheduler,
+        FlowMatchEulerDiscreteScheduler,
+        FlowMatchHeunDiscreteScheduler,
+        UniPCMultistepScheduler,
+    )
+except ImportError:
+    diffusers = None
 
 T = torch.Tensor
 SHAPE = (1, 4, 4)
@@ -176,6 +180,8 @@ def _compare(
 
 def main(out: str = "bench/results/diffusers_peer.json") -> None:
     """Compare everything, and write the differences."""
+    if diffusers is None:
+        sys.exit("diffusers is not installed; pip install diffusers")
     results = {
         "diffusers": diffusers.__version__, "torch": torch.__version__, "block": block(), "loss": losses(),
         "samplers": samplers(),

@@ -87,7 +87,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (["train", QUICKSTART, "--layout", "pp=4,skip=0.5"], 2, r"skip at most 33%"),
     (["train", QUICKSTART, "--set", "optimizer.post_validation=true"], 2, r"is for pipelines; set layout.pp above 1"),
     (["train", QUICKSTART, "--set", "model.layrs=2"], 2, r"unknown key 'model\.layrs'; did you mean 'layers'\?"),
-    (["train", QUICKSTART, "--set", "steps=2"], 2, r"unknown key 'steps'; did you mean 'train\.steps'\?"),
+    (["train", QUICKSTART, "--set", "steps=2"], 2, r"'steps'; did you mean 'train\.steps' or 'federated\.steps'\?"),
     (["train", "quickstart", "--set", "train.stepz=2"], 2, r"error: quickstart: unknown key .*did you mean 'steps'\?"),
     (["train", QUICKSTART, "--set", "modle.layers=2"], 2, r"unknown key 'modle'; did you mean 'model'\?"),
     (["train", QUICKSTART, "--set", "train.dtype=flot32"], 2, r"did you mean 'float32'\?"),

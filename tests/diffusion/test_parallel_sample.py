@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.parallel_sample import NamedTable, TableSampling, table_of_options
-from weft.diffusion.sample import SampleRequest, sample
+from weft.diffusion.sample import SampleRequest, sample, seeded_noise
 from weft.diffusion.sampling_costs import SamplingDevice
 from weft.diffusion.sampling_plan import chosen_table, planned_tables
 from weft.errors import UsageError
@@ -60,7 +61,11 @@ def on_one_device(guidance: float = 1.0, of: Denoiser | None = None, **how: Any)
     def predict(noised: T, time: T, condition: T) -> T:
         return of(noised.double(), time, condition)
 
-    with torch.no_grad():
+    def double_noise(*asked: Any) -> T:
+        return seeded_noise(*asked).double()
+
+    # tables begin in the model's type, and a sampler's first step is taken in that of its noise
+    with patch("weft.diffusion.sample.seeded_noise", double_noise), torch.no_grad():
         return sample(predict, of.process, of.shape, request, of.settings.classes)
 
 

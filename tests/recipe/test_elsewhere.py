@@ -109,7 +109,8 @@ def test_what_stands_elsewhere_is_said_before_anything_is_read(
         "weft: error: No such option: --learning-rate; in Weft it is --set optimizer.lr=...; see '"
     )
     for option, said in {"--lr": "write --set optimizer.lr=...", "--train.steps": "write --set train.steps=...",
-                         "--seed": "write --set data.seed=... or --set train.seed=..."}.items():  # fmt: skip
+                         "--seed": "write --set data.seed=... or --set train.seed=... or --set federated.seed=...",
+                         }.items():  # fmt: skip
         assert (
             f"No such option: {option}; {said}; see"
             in command("train", "quickstart", option, "1")[2]

@@ -169,6 +169,7 @@ def page_beside(runs: Sequence[RecordedRun]) -> str:
         headline=headline,
         facts=rows_side_by_side(facts),
         recipes=recipes,
+        pictures=[],
     )
 
 

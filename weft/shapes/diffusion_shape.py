@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -12,7 +12,9 @@ from weft.recipe import ModelShape
 from weft.section import Section, validated
 from weft.shapes.dim import Dim
 from weft.shapes.parameters import Parameter, ParameterRows, Table
-from weft.shapes.shape import Shape, shape_of
+
+if TYPE_CHECKING:
+    from weft.shapes.shape import Shape
 
 #: Waves (sines and cosines) that a time becomes before the first product.
 WAVES = 256
@@ -276,11 +278,14 @@ def diffusion_layer(shape: ModelShape, layer: int) -> Table:
 EACH_PATCH = ("embedding.patches", "head.output")
 
 
-def diffusion_numbers(shape: ModelShape) -> Shape:
+def diffusion_numbers(shape: ModelShape) -> "Shape":
     """Return the numbers of a diffusion transformer on which time and memory depend.
 
     They are those of a decoder of tokens with the same sizes, whose vocabulary are the values of a patch.
     """
+    # with NumPy, which a command that only reads a recipe does without
+    from weft.shapes.shape import shape_of
+
     settings = settings_of(shape)
     rows = diffusion_parameters(shape)
     inside = [row for row in rows if row.name.startswith("blocks.")]
