@@ -134,7 +134,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "settings for what has none": ("island=2", "sync.allocate=2 sync.compress=sign"),
     "islands that never agree": ("island=2", "sync.every=1000"),
     "keys of images in a scheme of tokens": ("cp=2,context=ring", PICTURES),
-    "images in a plan of documents": ("dp=2,balance=greedy", PICTURES),
+    "images in a plan of documents": ("shard=2,zero=1,balance=greedy", PICTURES),
     "images in parts of layers": ("pp=2,vocab_barriers=1", PICTURES),
     "images in compiled blocks": ("", f"{PICTURES} train.compile=true"),
     "islands that end early": ("island=2", "validation.patience=2"),

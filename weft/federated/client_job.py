@@ -16,8 +16,8 @@ from weft.federated.client_state import ClientState
 from weft.federated.client_work import WorkSource, present_work
 from weft.federated.federated_facts import agreed_facts, learning_shapes, travel_dtype
 from weft.federated.federation_frames import FederationForms
+from weft.federated.federation_settings import federation_of
 from weft.federated.work_loader import WorkLoader
-from weft.recipe.federated_section import federation_of
 from weft.train.rule_optimizer import learning_rate
 from weft.train.setup import Job, completed_job
 

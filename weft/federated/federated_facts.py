@@ -11,7 +11,7 @@ import torch
 
 from weft.cache import digest
 from weft.errors import UsageError, WeftError
-from weft.recipe.federated_section import federation_of
+from weft.federated.federation_settings import federation_of
 from weft.shapes.parameters import learns, parameters
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ import torch
 from weft.errors import UsageError
 from weft.federated.federated_facts import agreed_facts, disagreement
 from weft.federated.federation_frames import FederationForms, answer_head, read_order
+from weft.federated.federation_settings import federation_of
 from weft.federated.flower_sessions import (
     FlowerGrid,
     FlowerSessions,
@@ -30,7 +31,6 @@ from weft.federated.server_job import prepare_server
 from weft.federated.trained_cohort import QuietGuard, TrainedClient, open_client
 from weft.layout.mesh import Mesh
 from weft.recipe import load_recipe
-from weft.recipe.federated_section import federation_of
 from weft.train.setup import device_type
 from weft.train.training import train_job
 

@@ -28,6 +28,7 @@ from weft.federated.federated_facts import (
 from weft.federated.federation_events import EventLog
 from weft.federated.federation_frames import FederationForms
 from weft.federated.federation_server import FederationServer
+from weft.federated.federation_settings import federation_of
 from weft.federated.privacy_budget import PrivacyBudget, opacus_accountant
 from weft.federated.server_invitation import (
     INVITATION_FILE,
@@ -37,7 +38,6 @@ from weft.federated.server_invitation import (
     read_server_invitation,
 )
 from weft.federated.update_judge import UpdateJudge
-from weft.recipe.federated_section import federation_of
 from weft.registry import find
 from weft.train.setup import Job, completed_job, model_shape
 

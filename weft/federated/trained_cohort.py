@@ -22,11 +22,11 @@ from weft.federated.combined_updates import combine_as_asked
 from weft.federated.federated_facts import learning_shapes, travel_dtype
 from weft.federated.federation_events import read_events
 from weft.federated.federation_frames import FederationForms, travel_seed
+from weft.federated.federation_settings import federation_of
 from weft.federated.privacy_budget import clipped_difference
 from weft.federated.virtual_clock import VirtualClock
 from weft.federated.whole_tensors import gathered_parameters
 from weft.layout.mesh import Mesh
-from weft.recipe.federated_section import federation_of
 from weft.registry import find
 from weft.train.guard import Guard
 from weft.train.setup import build_for_training, device_type

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from weft.recipe.federated_travel import FederatedTravel
-
-if TYPE_CHECKING:
-    from weft.recipe.recipe import Recipe
 
 
 class Federated(FederatedTravel):
@@ -162,9 +159,3 @@ class Federated(FederatedTravel):
     def simulates(self) -> bool:
         """Whether clients are simulated on a virtual clock."""
         return not (self.listen or getattr(self, "join", ""))
-
-
-def federation_of(recipe: Recipe) -> Federated:
-    """Return the section ``[federated]`` of a recipe that has one."""
-    assert recipe.federated is not None
-    return recipe.federated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weft.recipe.federated_section import federation_of
+from weft.federated.federation_settings import federation_of
 from weft.registry import register
 
 if TYPE_CHECKING:
