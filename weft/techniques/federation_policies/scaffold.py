@@ -14,7 +14,7 @@ from weft.registry import register
     paper="Karimireddy et al. 2020",
     recipe="federated.toml --set federated.policy=scaffold",
     proof="tests/federated/test_degenerate.py",
-    figure="one client is gradient descent, exactly",
+    figure="loss `0.0814`, `0.09` with 3 of 10 clients; FedAvg `0.2196`, `0.404` (`bench/federated.py`)",
 )
 class Scaffold(CorrectedRounds):
     """Rounds in which clients add ``c - c_i`` to each gradient: what all clients' gradients are, minus their own.

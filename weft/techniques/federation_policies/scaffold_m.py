@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     paper="Cheng et al. 2024",
     recipe="federated.toml --set federated.policy=scaffold-m",
     proof="tests/federated/test_degenerate.py",
-    figure="beta = 1 is SCAFFOLD, to the last bit",
+    figure="loss `0.0724`, `0.0728` with 3 of 10 clients; FedAvg `0.2196`, `0.404` (`bench/federated.py`)",
     settings=MomentumSettings,
     draws={"beta": (0.1, 1.0)},
 )

@@ -42,7 +42,7 @@ class PipefusionSettings(Section):
     recipe="weft sample --checkpoint RUN --layout cp=4 --table pipefusion",
     proof="tests/diffusion/test_sampling_tables.py",
     figure=(
-        "after `10` steps error 0.0317, after `50` 0.0078 (`bench/sampling_tables.py`); "
+        "after `10` steps error 0.0272, after `50` 0.0074 (`bench/sampling_tables.py`); "
         "tokens x width from stage to stage, as the formula"
     ),
 )
