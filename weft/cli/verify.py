@@ -1,4 +1,4 @@
-"""``weft verify``: the layout against one device, by numbers or by types."""
+"""``weft verify``: the layout against one device, by numbers or by types; real clients against a virtual clock."""
 
 import json
 import sys
@@ -57,6 +57,8 @@ def verify_command(
     if cases is not None:
         return _random(recipe, cases, first, seed, minutes, dtype, as_json)
     given = load_recipe(recipe, overrides or [], layout, origin)
+    if given.federated is not None and not types:
+        return _federated(given, as_json)
     given.need_model()
     # What is proved is the arithmetic of the layout, in a precision in which rounding cannot hide a mistake.
     given = given.model_copy(
@@ -79,6 +81,31 @@ def verify_command(
                 shared=TRAINING,
             )
     return _numbers(given, steps, as_json)
+
+
+def _federated(recipe: "Recipe", as_json: bool) -> int:
+    """Compare a real run of the recipe's policy with the virtual clock."""
+    from weft.federated.real_run_check import LIMIT, compare_real_run
+
+    assert recipe.federated is not None
+    policy = recipe.federated.policy
+    result = compare_real_run(recipe, lambda line: typer.echo(line, err=True))
+    if as_json:
+        print(json.dumps(result._asdict() | {"ok": result.ok, "policy": policy}))
+    else:
+        verdict = "equal" if result.ok else "DIFFERENT"
+        typer.echo(
+            f"{policy}, real clients against the virtual clock, {result.updates} updates and {result.changes} changes "
+            f"in float64 (limit {LIMIT:.0e}):"
+        )
+        typer.echo(
+            f"  parameters     {result.difference:9.2e}  {verdict}  (worst: {result.worst})"
+        )
+    if not result.ok:
+        raise WeftError(
+            f"policy {policy} with real clients does not compute the same as on the virtual clock"
+        )
+    return 0
 
 
 def _types(recipe: "Recipe", as_json: bool) -> int:

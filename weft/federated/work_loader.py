@@ -154,6 +154,8 @@ class WorkLoader:
             self.sent = ended.parameters
             return None, ended.why
         if order is not None:
+            # whether the last answer was taken may have come just before this work, which begins with what it changed
+            self._settle()
             self.sent, self._vectors = order.parameters, order.sent
             order = WorkOrder(
                 order.token, order.version, order.steps, {}, {key: {} for key in order.sent}, order.beta,
