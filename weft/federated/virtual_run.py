@@ -31,12 +31,11 @@ from weft.federated.plain_tensors import load_values, save_values
 from weft.federated.simulated_speeds import SimulatedSpeeds
 from weft.federated.traffic_count import TrafficCount
 from weft.federated.virtual_clock import VirtualClock
-from weft.observe.display import Display
 from weft.observe.host import describe_machine
-from weft.observe.run_metrics import Metrics
 from weft.registry import find
 from weft.rl.control.control_state import ControlState
 from weft.run.signals import noted_signals, requests, stop_signals
+from weft.train.progress_recorder import ProgressRecorder
 from weft.train.runs import Run, open_run
 from weft.train.training import Outcome
 
@@ -119,40 +118,6 @@ class SimulatedFederation:
         self.traffic.load_state_dict(state["traffic"])
 
 
-class FederationRecorder:
-    """Records of a simulated run in ``metrics.jsonl``, and its display.
-
-    ``progress``: counts of the run, which the recorder reads.
-    """
-
-    def __init__(
-        self, recipe: Recipe, folder: Path, progress: Progress, parameters: int, stack: ExitStack,
-    ) -> None:  # fmt: skip
-        assert recipe.federated is not None
-        self._progress = progress
-        title = (
-            f"{recipe.name}: {recipe.federated.policy} over {recipe.federated.clients} simulated clients, "
-            f"{parameters:,} parameters"
-        )
-        self._display = Display(recipe.federated.rounds, title)
-        stack.enter_context(self._display)
-        self._metrics = Metrics(folder, recipe.observe.trackers, self._display.note)
-        stack.callback(self._metrics.close)
-
-    def event(self, text: str) -> None:
-        """Print the line ``text``, and record it as an event of the run."""
-        self._display.note(text)
-        self.log("event", message=text)
-
-    def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
-        """Write a record of the kind ``kind`` with ``values`` for ``step``, by default the newest."""
-        self._metrics.log(kind, self._progress.step if step is None else step, **values)
-
-    def show(self, **values: float | None) -> None:
-        """Show that the model has changed. ``values``: values by the keys of :data:`weft.observe.display.CELLS`."""
-        self._display.update(self._progress.step, **values)
-
-
 def virtual_job(
     recipe: Recipe, mesh: Mesh, out: Path | None = None, resume: str | None = None
 ) -> Outcome:
@@ -176,7 +141,11 @@ def virtual_job(
         open_levels(run.levels, run.folder, run.fresh)
         signals = stack.enter_context(noted_signals(stop_signals()))
         count = sum(t.numel() for t in simulation.clock.parameters.values())
-        recorder = FederationRecorder(recipe, run.folder, progress, count, stack)
+        title = (
+            f"{recipe.name}: {settings.policy} over {settings.clients} simulated clients, "
+            f"{count:,} parameters"
+        )
+        recorder = ProgressRecorder(recipe, run.folder, progress, settings.rounds, title, stack)  # fmt: skip
         facts = {
             "recipe": recipe.model_dump(mode="json"),
             "layout": str(recipe.layout),
@@ -222,7 +191,7 @@ def virtual_job(
 
 def _next_change(
     simulation: SimulatedFederation,
-    recorder: FederationRecorder,
+    recorder: ProgressRecorder,
     progress: Progress,
     begun: float,
 ) -> bool:

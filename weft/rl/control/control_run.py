@@ -8,7 +8,6 @@ import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from weft.checkpoint.best import Best
 from weft.checkpoint.levels import check_hosts, open_levels
@@ -19,52 +18,16 @@ from weft.checkpoint.run_state import Progress
 from weft.checkpoint.store import load_newest
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
-from weft.observe.display import Display
 from weft.observe.host import describe_machine
-from weft.observe.run_metrics import Metrics
 from weft.recipe.recipe import Recipe
 from weft.rl.control.control_state import ControlState
 from weft.rl.control.method_step import ControlMethod
 from weft.rl.control.on_policy import OnPolicy, environment_words, process_count
 from weft.rl.control.policy_evaluation import Evaluated, evaluate_policy
 from weft.run.signals import noted_signals, requests, stop_signals
+from weft.train.progress_recorder import ProgressRecorder
 from weft.train.runs import Run, open_run
 from weft.train.training import Outcome
-
-
-class ControlRecorder:
-    """Records of a control run in ``metrics.jsonl``, and its display. ``progress``: counts of the run, which it reads.
-
-    Only the first rank writes and prints.
-    """
-
-    def __init__(
-        self, recipe: Recipe, mesh: Mesh, folder: Path, progress: Progress, parameters: int, stack: ExitStack,
-    ) -> None:  # fmt: skip
-        assert recipe.control is not None
-        self._progress = progress
-        title = (
-            f"{recipe.name}: {recipe.control.method} in {recipe.control.environment}, {parameters:,} parameters on "
-            f"{recipe.layout}"
-        )
-        self._display = Display(recipe.control.steps, title, enabled=mesh.is_main)
-        stack.enter_context(self._display)
-        own = folder if mesh.is_main else None
-        self._metrics = Metrics(own, recipe.observe.trackers, self._display.note)
-        stack.callback(self._metrics.close)
-
-    def event(self, text: str) -> None:
-        """Print the line ``text``, and record it as an event of the run."""
-        self._display.note(text)
-        self.log("event", message=text)
-
-    def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
-        """Write a record of the kind ``kind`` with ``values`` for ``step``, by default the newest."""
-        self._metrics.log(kind, self._progress.step if step is None else step, **values)
-
-    def show(self, **values: float | None) -> None:
-        """Show that a step has been taken. ``values``: values by the keys of :data:`weft.observe.display.CELLS`."""
-        self._display.update(self._progress.step, **values)
 
 
 def control_job(
@@ -93,7 +56,12 @@ def control_job(
         method.resume(progress.step, progress.updates)
         mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
         signals = stack.enter_context(noted_signals(stop_signals()))
-        recorder = ControlRecorder(recipe, mesh, run.folder, progress, method.parameters, stack)  # fmt: skip
+        title = (
+            f"{recipe.name}: {settings.method} in {settings.environment}, {method.parameters:,} parameters on "
+            f"{recipe.layout}"
+        )
+        own = run.folder if mesh.is_main else None
+        recorder = ProgressRecorder(recipe, own, progress, settings.steps, title, stack)
         facts = {
             "recipe": recipe.model_dump(mode="json"),
             "layout": str(recipe.layout),
@@ -244,7 +212,7 @@ def evaluation_of(
     )
 
 
-def record_evaluation(result: Evaluated | None, recorder: ControlRecorder) -> None:
+def record_evaluation(result: Evaluated | None, recorder: ProgressRecorder) -> None:
     """Record and print the ``result`` of an evaluation, if there is one."""
     if result is not None:
         values = result._asdict()
