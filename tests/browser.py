@@ -34,12 +34,18 @@ FLAGS = (
 FRAME = """<iframe src="PAGE" style="width: WIDTHpx; height: 900px; border: 0"></iframe><pre></pre>
 <script>onload = () => setTimeout(() => {
   const d = document.querySelector("iframe").contentDocument;
-  document.querySelector("pre").textContent = JSON.stringify({ VALUES });
+  let values;
+  try { values = { VALUES }; } catch (error) { values = { error: String(error) }; }
+  document.querySelector("pre").textContent = JSON.stringify(values);
 }, 500)</script>"""
 
+WRITTEN = "document.querySelector('pre').textContent !== ''"
 
-def dumped_dom(page: Path) -> str:
-    """What a page has become once its scripts have run, for six seconds of a clock that does not wait."""
+
+def dumped_dom(page: Path, ready: str = "true") -> str:
+    """What a page has become once its scripts have run, for six seconds of a clock that does not wait.
+
+    A loaded machine loads slowly, in a time that is real: the clock starts with the page, and ``ready`` may come later."""
     with urllib.request.urlopen(
         urllib.request.Request(f"http://{_shared()}/json/new?about:blank", method="PUT")
     ) as answer:
@@ -49,9 +55,13 @@ def dumped_dom(page: Path) -> str:
         shown.call("Page.enable")
         clock = {"policy": "pauseIfNetworkFetchesPending", "budget": 6000}
         shown.call("Page.navigate", url=page.as_uri())
-        shown.event("Page.loadEventFired")
+        # the blank page that a tab begins with has loaded, too
+        here = json.dumps(page.as_uri())
+        shown.wait(f"location.href === {here} && document.readyState === 'complete'")
         shown.call("Emulation.setVirtualTimePolicy", **clock)
         shown.event("Emulation.virtualTimeBudgetExpired")
+        shown.call("Emulation.setVirtualTimePolicy", policy="advance")
+        shown.wait(ready)
         text: str = shown.value("document.documentElement.outerHTML")
         shown.call("Page.close")
     return text
@@ -60,7 +70,9 @@ def dumped_dom(page: Path) -> str:
 @functools.cache
 def _shared() -> str:
     """Where one talks to the browser that shows all pages of this process, one after another, without a network."""
-    profile = tempfile.TemporaryDirectory(prefix="weft-browser-")
+    profile = tempfile.TemporaryDirectory(
+        prefix="weft-browser-", ignore_cleanup_errors=True
+    )
     words = ["--host-resolver-rules=MAP * ~NOTFOUND", "about:blank"]
     process, port = _started(Path(profile.name), words)
 
@@ -99,9 +111,11 @@ def measured(page: Path, width: int, wanted: dict[str, str]) -> dict[str, Any]:
             "WIDTH", str(width)
         )
         frame.write_text(text.replace("VALUES", values))
-        found = re.search(r"<pre>(.*?)</pre>", dumped_dom(frame), re.DOTALL)
+        found = re.search(r"<pre>(.*?)</pre>", dumped_dom(frame, WRITTEN), re.DOTALL)
     assert found and found[1], "the page was not measured"
-    return json.loads(html.unescape(found[1]))
+    values: dict[str, Any] = json.loads(html.unescape(found[1]))
+    assert values.keys() == wanted.keys(), values
+    return values
 
 
 @contextmanager
