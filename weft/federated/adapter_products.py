@@ -21,7 +21,7 @@ DOWN, UP, PRODUCT = ".a", ".b", ".product"
 
 @dataclass(frozen=True)
 class AdapterProducts:
-    """Turns differences of factors into differences of products, and changes of products into changes of factors.
+    """Converts between an adapter's two factors and their product, so that products of clients can be averaged.
 
     ``stems``: names of the adapters, without the ends of their factors' names.
     """
@@ -30,7 +30,7 @@ class AdapterProducts:
 
     @classmethod
     def of(cls, names: Mapping[str, object]) -> AdapterProducts:
-        """Return the products of the adapters among ``names``. Raises :class:`UsageError` if there are none."""
+        """Return a converter for the adapters among parameters ``names``. Raises :class:`UsageError` if there are none."""
         stems = tuple(
             sorted(
                 name.removesuffix(DOWN)
@@ -48,7 +48,7 @@ class AdapterProducts:
     def product_difference(
         self, difference: Mapping[str, T], base: Mapping[str, T]
     ) -> dict[str, T]:
-        """Return the difference of each product, ``[out, in]``, in the place of those of its factors.
+        """Return ``difference`` with the difference of each product, ``[out, in]``, in the place of its factors.
 
         ``difference``: a client's differences of all parameters. ``base``: the parameters with which it began.
         """
@@ -63,7 +63,7 @@ class AdapterProducts:
     def factor_difference(
         self, change: Mapping[str, T], present: Mapping[str, T]
     ) -> dict[str, T]:
-        """Return the change of all parameters that gives each product its change as nearly as its rank allows.
+        """Return a change of the factors that changes each product as ``change`` says, as nearly as its rank allows.
 
         ``change``: a change of products and of other parameters. ``present``: the parameters that it is added to.
         """

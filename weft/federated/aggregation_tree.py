@@ -25,7 +25,7 @@ class CarriedSum(NamedTuple):
 
 
 class TreeAggregator:
-    """An aggregator of the tree. ``fan_in``: number of additions after which its sum goes to the aggregator above.
+    """One node of an aggregation tree. ``fan_in``: number of additions after which its sum goes to the node above.
 
     Attributes:
         ``above``: the aggregator above; None until it is needed.
@@ -61,7 +61,7 @@ class TreeAggregator:
         return spare
 
     def add_sum(self, carried: CarriedSum) -> bool:
-        """Add the sum of an aggregator below. Returns whether its tensors are free now, and not kept as they are."""
+        """Add the sum of the node below. Returns whether the node below may use the sum's tensors again."""
         total = self.total
         if total is None:
             self.total = carried
@@ -86,7 +86,7 @@ class TreeAggregator:
             self._spare = full.tensors
 
     def finished(self) -> CarriedSum | None:
-        """Return the sum of all that has come, and free this aggregator and those above. None if nothing has come."""
+        """Return the sum of all additions so far, None without any, and reset this node and the nodes above."""
         total = self.total
         self.total, self._additions, self._spare = None, 0, None
         if self.above is None:
@@ -97,15 +97,16 @@ class TreeAggregator:
 
     @property
     def sums(self) -> int:
-        """Number of sums that this aggregator and those above have memory for."""
+        """Number of sums for which this node and the nodes above hold memory."""
         above = self.above.sums if self.above is not None else 0
         return (self.total is not None or self._spare is not None) + above
 
 
 class AggregationTree:
-    """Weighted sums by a tree in this process, in the place of :func:`weft.federated.weighted_sum.weighted_sum`.
+    """Computes weighted sums of updates by a tree of partial sums, in this process.
 
-    ``fan_in``: number of updates, or of sums, that an aggregator adds up.
+    It takes the place of :func:`weft.federated.weighted_sum.weighted_sum`. ``fan_in``: number of updates, or of sums,
+    that a node adds up.
     """
 
     def __init__(self, fan_in: int) -> None:

@@ -34,7 +34,7 @@ class ArrayClassifier(nn.Module):
         return logits
 
     def check(self, values: int, classes: int) -> None:
-        """Raise :class:`UsageError` if samples of so many values and classes are not what the model reads."""
+        """Raise :class:`UsageError` if the model does not fit samples with these numbers of values and classes."""
         if values != self.values:
             raise UsageError(
                 f"model.inputs has {self.values} values, and a sample of federated.samples has {values}; set "

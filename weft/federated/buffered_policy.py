@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class BufferedPolicy(FederationPolicy):
-    """Base class of policies that never wait for a certain client.
+    """Base class of asynchronous policies, which change the model after any ``size`` updates.
 
-    A client goes on with the newest model as soon as it has sent its update. A change adds up ``size`` updates. Without
+    A client goes on with the newest model as soon as it has sent its update. A change sums ``size`` updates. Without
     correction an update of client ``i`` counts ``N p_i / size``, with ``N`` clients and their shares ``p_i``, so that
     fast clients count more than their share. Corrected (``unbiased``) it counts ``p_i / f_i``, where ``f_i`` is the
     number of the client's updates so far per change: then the mean weight of each client is its share (Fraboni et al.

@@ -27,7 +27,7 @@ MEMORY, KEPT = "federation", 3
 
 @dataclass(frozen=True)
 class ChangeOfStep:
-    """What a step of the server works on, in the place of a batch.
+    """Input of a step of the server, in the place of a batch: a change of the model.
 
     Attributes:
         ``difference``: what to add to the parameters, on the first rank.
@@ -42,13 +42,13 @@ class ChangeOfStep:
 
 @dataclass
 class ChangeLoader:
-    """Loader whose batches are changes of the model.
+    """Loader of a federated server: its "batches" are changes of the model, which clients' updates make up.
 
     Attributes:
         ``server``: drives the policy, on the first rank; None on others.
         ``mesh``, ``state``: the ranks of the server, and what this rank holds.
         ``shapes``: the shape of each learning parameter.
-        ``budget``: adds noise and counts it; None without.
+        ``budget``: adds noise for differential privacy; None without noise.
         ``recorder``: writes the run's records.
         ``interrupted``: function that returns whether this rank is asked to end the run.
         ``kept``: JSON values that checkpoints keep.
@@ -70,7 +70,7 @@ class ChangeLoader:
     served: ChangeOfStep | None = None
 
     def island_samples(self, position: int) -> range:
-        """Return numbers that stand for the samples of clients, which the server does not know."""
+        """Return numbers in the place of the samples' own, which only clients know."""
         return range(position, position + self.batch)
 
     def questions(self) -> Mapping[str, AskedQuestions]:
@@ -78,11 +78,11 @@ class ChangeLoader:
         return {}
 
     def is_ready(self, position: int) -> bool:
-        """Return whether the change of the step that starts at ``position`` is there."""
+        """Return whether the change of the step that starts at ``position`` has arrived."""
         return self.served is not None
 
     def make_ready(self, position: int) -> bool:
-        """Give out work on the present model, and wait for its next change. Collective.
+        """Send the present model to clients, and wait for the next change of it. Collective.
 
         Returns False if a rank is asked to end the run meanwhile.
         """
@@ -134,7 +134,7 @@ class ChangeLoader:
         return served.loss, difference_norm(self._difference)
 
     def step(self, position: int) -> Sequence[Any]:
-        """Return the change of the step that starts at ``position``, in the place of batches."""
+        """Return the change of the step that starts at ``position``, as a list of one element."""
         served, self.served = self.served, None
         assert served is not None
         if self.server is not None:
@@ -178,12 +178,12 @@ class ChangeLoader:
 
 
 def memory_file(folder: Path, version: int) -> Path:
-    """Return the file of a run with what the server remembers after change number ``version``."""
+    """Return the path of the server's state after change number ``version``, in the run's ``folder``."""
     return folder / MEMORY / f"{version}.safetensors"
 
 
 def server_memory(folder: Path, version: int) -> dict[str, Any]:
-    """Return what the server of the run in ``folder`` server_memory after change number ``version``.
+    """Read the state of the server (policy, counters) after change number ``version`` of the run in ``folder``.
 
     Raises :class:`weft.errors.WeftError` if the file is missing or damaged.
     """

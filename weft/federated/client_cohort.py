@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What a client's local steps gave.
+    """Result of a client's local steps.
 
     Attributes:
-        ``difference``: its parameters minus those that it was sent.
+        ``difference``: the client's parameters minus those that it was sent.
         ``steps``: number of local steps.
         ``samples``: number of samples that the client holds.
         ``rates``: sum of the learning rates of its steps.
@@ -32,10 +32,10 @@ class LocalResult:
 
 
 class ClientCohort(Protocol):
-    """Clients with their data, their optimizers, and what they keep from one work to the next.
+    """Interface of simulated clients: their data, their optimizers, and their state between two rounds of local steps.
 
-    The samples of a work are a function of the seed, the client and the version of the model, so that work that is lost
-    and given out again is the same work, on a virtual clock and in a process of its own.
+    The samples of local steps are a function of the seed, the client and the version of the model. So steps that are
+    lost and repeated use the same samples, on a virtual clock and in a process of its own.
     """
 
     def names(self) -> Sequence[str]:
@@ -52,19 +52,19 @@ class ClientCohort(Protocol):
         sent: Mapping[str, Differences],
         step: ClientStep,
     ) -> list[LocalResult]:
-        """Do the work of several clients that begin with the same model, and return a result for each.
+        """Take the local steps of several clients that begin with the same model, and return a result for each.
 
-        ``version``: version of the model ``parameters``. ``sent``: what a policy sends beside them. ``step``: how
-        gradients are corrected. The arguments are not changed.
+        ``work``: which clients, and how many steps. ``version``: version of the model ``parameters``. ``sent``: further
+        vectors of the policy, by name. ``step``: how gradients are corrected. The arguments are not changed.
         """
 
     def settle(self, client: str, accepted: bool) -> None:
-        """Keep what a client has learned in its last work (its control variate, the error that it fed back), or forget
-        it, if the server has not taken its update.
+        """Keep the client's new control variate and compression error if the server ``accepted`` its update; else drop
+        both.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the clients keep between works, as tensors and plain values."""
+        """Return the state that clients keep between local steps, as tensors and plain values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def dialler(where: str, encrypt: Any) -> Callable[[Head], SealedConnection]:
-    """Return a function that connects with the server of an invitation.
+    """Return a function that connects to the server of an invitation.
 
     ``where``: the invitation, or the file with it. ``encrypt``: which connections are encrypted. An address behind a
     relay is reached as a peer by the invitation in ``WEFT_INVITATION``.

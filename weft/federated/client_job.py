@@ -35,7 +35,7 @@ Opener = Callable[[ClientState, Callable[[str], object]], WorkSource]
 
 @dataclass
 class PresentVersion:
-    """The version on which a client works. ``number``: that version."""
+    """Holder of the model version that a client trains on at present. ``number``: that version."""
 
     number: int = 0
 
@@ -45,23 +45,23 @@ class ClientJob(Job):
     """A checked recipe with ``federated.join``.
 
     Attributes:
-        ``open_source``: connects with the server; None: as the invitation says.
-        ``present``: the version on which the client works.
+        ``open_source``: connects to the server; None: as the invitation says.
+        ``present``: the model version that the client trains on.
     """
 
     open_source: Opener | None = field(default=None, compare=False)
     present: PresentVersion = field(default_factory=PresentVersion, compare=False)
 
     def steps(self, progress: Progress) -> int:
-        """Return more steps than any run has, as the server alone knows how many there will be."""
+        """Return a number of steps that no run reaches, because only the server knows when the run ends."""
         return MANY
 
     def learning_rate(self, step: int, steps: int) -> float:
-        """Return the learning rate of the present work."""
+        """Return the learning rate for the model version that the client trains on, whatever ``step`` is."""
         return self.rate(self.present.number)
 
     def rate(self, version: int) -> float:
-        """Return the learning rate of steps on a version of the model: the recipe's schedule over all versions."""
+        """Return the learning rate of local steps on a version of the model: the recipe's schedule at ``version``."""
         return learning_rate(
             self.recipe.optimizer, version, federation_of(self.recipe).rounds
         )
@@ -75,7 +75,7 @@ class ClientJob(Job):
         self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,
         kept: dict[str, Any],
     ) -> WorkLoader:  # fmt: skip
-        """Return the loader of the samples that the server's works ask for. Collective.
+        """Return the loader of the samples for the local steps that the server orders. Collective.
 
         The arguments are those of :meth:`Job.training_loader`.
         """

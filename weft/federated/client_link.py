@@ -37,15 +37,14 @@ STALL_S = 60.0
 
 
 class ServerLink:
-    """Connection of a client with its server; implements :class:`weft.federated.client_work.WorkSource`.
+    """Connection of a client to its server; implements :class:`weft.federated.client_work.WorkSource`.
 
-    A thread keeps the connection, and beats so that the server knows that the client lives while it trains. An answer
-    is sent again over every new connection until the server says that it has it.
+    A thread keeps the connection and sends heartbeats, so that the server knows that the client lives while it trains.
+    An answer is sent again over every new connection until the server confirms it.
 
-    ``dial``: connects, given what the client says of itself. ``forms``: how tensors travel. ``kept``: what the client
-    keeps. ``name``: the client's name. ``clip``: largest norm of a difference, 0 for none. ``patience``: seconds for
-    which a server that cannot be reached is waited for. ``say``: prints a line. ``mask``: the client's key for secure
-    sums, None without them.
+    ``dial``: connects, given the client's hello. ``forms``: how tensors travel. ``kept``: the client's state on disk.
+    ``name``: the client's name. ``clip``: largest norm of a difference, 0 for none. ``patience``: seconds to wait for a
+    server that cannot be reached. ``say``: prints a line. ``mask``: the client's key for secure sums, or None.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ MANY = 10**9
 
 @dataclass(frozen=True)
 class ClientPlace:
-    """Where a client keeps what is its own.
+    """Folder of a client with its recipe and run, and the server's offer.
 
     Attributes:
         ``folder``: the client's folder.
@@ -108,7 +108,7 @@ def prepare_place(where: str, name: str, out: Path | None) -> ClientPlace:
 
 
 def check_offer(recipe: Recipe, offer: Head, overrides: Sequence[str]) -> None:
-    """Refuse a client's recipe that does not go with what the server has offered.
+    """Refuse a client's recipe that contradicts the server's offer.
 
     ``overrides``: the client's own settings, which the error line names. Raises :class:`UsageError`.
     """

@@ -27,16 +27,16 @@ STALL_S, DRAIN_S = 60.0, 2.0
 
 @dataclass(eq=False)
 class ClientSession:
-    """A client that is connected.
+    """Connection of the server to one client.
 
     Attributes:
         ``name``: the client's name.
         ``key``: text by which the server knows the client again.
-        ``hello``: what the client says of itself.
-        ``working``: token of the work that the client does, empty if it does none.
+        ``hello``: the client's first message, about itself.
+        ``working``: token of the work order that the client works on, empty if there is none.
         ``traffic``: counts the bytes of all connections.
         ``patience``: seconds in which the client may read what was sent last.
-        ``over``: set when nothing more comes from the client or goes to it.
+        ``over``: is set when the connection has ended.
     """
 
     name: str
@@ -56,12 +56,12 @@ class ClientSession:
         self._outbox.put((head, views))
 
     def close(self, patience: float = DRAIN_S) -> None:
-        """End the connection, once what is queued is sent. ``patience``: seconds in which the client may read it."""
+        """End the connection after the queued frames. ``patience``: seconds in which the client may read them."""
         self.patience = patience
         self._outbox.put(None)
 
     def post(self) -> None:
-        """Send what is queued, and beats, until the connection ends. Runs in a thread of its own."""
+        """Send queued frames and heartbeats until the connection ends. Runs in a thread of its own."""
         with suppress(OSError):
             while True:
                 try:
@@ -88,7 +88,7 @@ class SessionTraffic:
 
 
 class SessionEvent(NamedTuple):
-    """What has come from a client.
+    """Event of a connection: a client has joined, sent a frame, or gone.
 
     ``kind``: "joined", "frame" or "gone". ``head`` and ``payload``: those of the frame. ``why``: why the client is
     gone.
@@ -102,11 +102,11 @@ class SessionEvent(NamedTuple):
 
 
 class ClientSessions:
-    """Accepts clients at ``endpoint``, and queues what comes from them in ``events``.
+    """Accepts clients at ``endpoint``, and queues what they send as ``events``.
 
-    ``secret``: what a client must know to connect. ``most``: bytes of the largest frame that a client may send.
-    ``offer``: what somebody gets who asks for the run's recipe: a head and bytes. ``check``: returns why a client whose
-    hello is given cannot take part, empty if it can.
+    ``secret``: text that a client must know to connect. ``most``: bytes of the largest frame that a client may send.
+    ``offer``: answer to a client that asks for the run's recipe: a head and bytes. ``check``: returns why the client
+    with a given hello cannot take part, empty if it can.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ClientSessions:
         self._channel = endpoint.open(CHANNEL, secret, self._serve)
 
     def close(self) -> None:
-        """Accept nobody any more. Existing connections go on until they are closed."""
+        """Accept no further clients. Existing connections go on until they are closed."""
         self._channel.shut()
 
     def _serve(self, connection: SealedConnection) -> None:

@@ -21,7 +21,7 @@ KEY, TENSORS = "client.json", "client.safetensors"
 
 @dataclass
 class ClientState:
-    """Files of a client. ``folder``: where they are; None keeps all in memory.
+    """State of a client that survives a restart. ``folder``: where its files are; None keeps all in memory.
 
     Attributes:
         ``groups``: tensors by name, in groups such as ``left`` (what compression has left out) and ``control``.
@@ -31,7 +31,7 @@ class ClientState:
     groups: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     def key(self) -> str:
-        """Return the text by which the server knows this client again, and which nobody else has."""
+        """Return the secret by which the server recognises this client after a new connection."""
         if self.folder is None:
             return secrets.token_hex(16)
         path = self.folder / KEY
@@ -50,7 +50,7 @@ class ClientState:
         return key
 
     def load(self) -> None:
-        """Read the tensors that an earlier process of this client has kept, if any."""
+        """Read the tensors that an earlier process of this client has written, if any."""
         if self.folder is None or not (path := self.folder / TENSORS).exists():
             return
         from safetensors import SafetensorError
@@ -69,7 +69,7 @@ class ClientState:
         self.groups = dict(groups)
 
     def keep(self, group: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keep ``tensors`` as the group of this name, in the file as well."""
+        """Store ``tensors`` as the group of this name, in memory and in the file."""
         self.groups[group] = tensors
         if self.folder is None:
             return

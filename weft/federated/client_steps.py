@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class NotedSteps(PhaseFiller):
-    """Fills the phase after a step of a client: notes the losses of the steps of the present work."""
+    """Fills the phase after a client's step: records the step's loss for the answer to the present work order."""
 
     def __init__(self, context: StepContext) -> None:
         self.present = present_work(context.state)
@@ -33,7 +33,7 @@ class NotedSteps(PhaseFiller):
 
 
 class CorrectedGradients(PlainStep):
-    """Fills the phase in which gradients are summed: corrects the sums of a client.
+    """Fills the phase that sums gradients: corrects a client's summed gradients by vectors that the server sends.
 
     The gradient ``grad`` becomes ``beta grad + correction``. The norm and clipping are those of the uncorrected
     gradients, so that clients without a correction take the very same steps.

@@ -33,10 +33,10 @@ class CohortShare:
 
 @dataclass(frozen=True)
 class WorkOrder:
-    """Local steps that a server asks of a client.
+    """Order of a server to a client: take local steps from this model.
 
     Attributes:
-        ``token``: name of this work, which the answer repeats; no other work has it.
+        ``token``: unique name of this order, which the answer repeats.
         ``version``: version of the model with which the client begins.
         ``steps``: number of local steps.
         ``parameters``: the server's learning parameters.
@@ -57,16 +57,16 @@ class WorkOrder:
 
     @property
     def is_plain(self) -> bool:
-        """Whether gradients stay as they are."""
+        """Whether gradients are used without a correction."""
         return self.beta == 1.0 and not self.control
 
 
 @dataclass(frozen=True)
 class WorkAnswer:
-    """What the local steps of a work gave.
+    """Answer of a client to a work order: the result of its local steps.
 
     Attributes:
-        ``order``: the work.
+        ``order``: the work order.
         ``difference``: the client's parameters minus those that it was sent.
         ``steps``: number of local steps taken.
         ``seconds``: their duration as the client measured it.
@@ -100,23 +100,23 @@ class ServerEnded(Exception):
 
 
 class WorkSource(Protocol):
-    """Interface of what brings work from a server and takes answers to it. The first rank of a client has one."""
+    """Interface of a client to its server: it brings work orders and takes answers. The client's first rank has it."""
 
     def join(self, about: Mapping[str, Any]) -> None:
-        """Tell the server that this client is there. ``about``: what the client says of itself, as JSON values."""
+        """Announce this client to the server. ``about``: the client's hello, as JSON values."""
 
     def next_order(self, limit: float) -> WorkOrder | None:
-        """Return the next work; None if none has come within ``limit`` seconds.
+        """Return the next work order; None if none has come within ``limit`` seconds.
 
         Raises :class:`ServerEnded` at the end of the run, and :class:`weft.errors.WeftError` if the server refuses this
         client or cannot be reached for too long.
         """
 
     def answer(self, answer: WorkAnswer) -> None:
-        """Send the answer to a work. Returns at once; the answer is sent again until the server says that it has it."""
+        """Send the answer to a work order. Returns at once; the answer is sent again until the server confirms it."""
 
     def settled(self, limit: float) -> bool | None:
-        """Return whether the server has taken the last answer; None if it has not said so within ``limit`` seconds."""
+        """Return whether the server has accepted the last answer; None without a reply within ``limit`` seconds."""
 
     def close(self) -> None:
         """End the connection."""
@@ -124,13 +124,13 @@ class WorkSource(Protocol):
 
 @dataclass
 class PresentWork:
-    """What the loader and the step of a client's run share: the work at hand.
+    """The work order that a client works on, with its results so far; loader and step of the client's run share it.
 
     Attributes:
-        ``order``: the work; None between works.
-        ``correction``: for each learning parameter of this rank, what is added to a gradient.
-        ``mean_gradient``: the sum so far of the gradients of this work, by parameter; empty if nobody needs it.
-        ``losses``: the losses of this work's steps.
+        ``order``: the work order; None between two orders.
+        ``correction``: vector added to the gradient of each learning parameter of this rank.
+        ``mean_gradient``: the sum so far of the order's gradients, by parameter; empty without control variates.
+        ``losses``: the losses of the order's steps.
         ``context``: what the phases of the run's steps work on; None before the step is built.
         ``before_change``: returns when parameters may change.
     """
@@ -151,5 +151,5 @@ _present: WeakKeyDictionary[State, PresentWork] = WeakKeyDictionary()
 
 
 def present_work(state: State) -> PresentWork:
-    """Return the work at hand of the run that trains ``state``, for its loader and its step alike."""
+    """Return the one :class:`PresentWork` of the run that trains ``state``; it is created at the first call."""
     return _present.setdefault(state, PresentWork())

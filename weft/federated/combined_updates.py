@@ -17,7 +17,7 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 
 class RobustSum:
-    """Weighted sum by a robust rule of ``resilience.aggregate``, which some wrong updates cannot mislead.
+    """Robust weighted sum: a rule of ``resilience.aggregate`` that tolerates some wrong updates.
 
     The rule combines the updates, each scaled by its weight against the mean weight, and the result counts as much as
     all weights together. With the rule "mean" this would be the weighted sum itself. An update with a value that is not
@@ -66,7 +66,7 @@ class RobustSum:
 def combine_as_asked(
     policy: FederationPolicy, settings: Federated
 ) -> Callable[[], None]:
-    """Have ``policy`` add up updates as ``settings`` say. Returns a function that frees what this has started."""
+    """Set how ``policy`` sums updates. Returns a function that ends the process of the aggregator, if it has one."""
     combine: Any
     if settings.aggregate != "mean":
         policy.combine = RobustSum(settings.aggregate, settings.faulty)

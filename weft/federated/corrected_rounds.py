@@ -11,7 +11,7 @@ from weft.federated.weighted_sum import weighted_sum
 
 
 class CorrectedRounds(RoundPolicy):
-    """Base class of rounds with vectors that travel down together with the model.
+    """Base class of round policies that correct clients' gradients with vectors sent along with the model.
 
     The direction ``g`` is the mean gradient that the last round has followed: ``sum_i w_i (x - x_i)`` divided by the
     sum of the learning rates of a client's steps. The control variate ``c`` is the mean of the clients' own ones,

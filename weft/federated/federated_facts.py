@@ -28,7 +28,7 @@ SERVER_ALONE = ("listen", "join", "name")
 
 
 def learning_shapes(recipe: Recipe, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter that learns, which is what travels."""
+    """Return the shape of every learning parameter, by name. Only these parameters are sent."""
     return {
         p.name: tuple(p.shape)
         for p in parameters(shape)
@@ -37,12 +37,12 @@ def learning_shapes(recipe: Recipe, shape: ModelShape) -> dict[str, tuple[int, .
 
 
 def travel_dtype(recipe: Recipe) -> torch.dtype:
-    """Return the type in which a run's parameters are held and travel."""
+    """Return the dtype in which a run's parameters are held and sent."""
     return torch.float64 if recipe.train.dtype == "float64" else torch.float32
 
 
 def agreed_facts(job: Job) -> dict[str, str]:
-    """Return digests of what a server and its clients must have in common, by what they are called in a refusal."""
+    """Return digests of the settings on which server and clients must agree, by the name that a refusal gives each."""
     recipe, shape = job.recipe, job.shape
     shapes = learning_shapes(recipe, shape)
     facts = {
@@ -92,7 +92,7 @@ def disagreement(own: Mapping[str, str], hello: Head) -> str:
 
 
 def offered_recipe(job: Job) -> tuple[Head, bytes]:
-    """Return what a client gets that asks for the run's recipe: a head, and the tokenizer's files."""
+    """Return the answer to a client that asks for the run's recipe: a head, and the tokenizer's files as bytes."""
     recipe = job.recipe
     tree = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
     offered = {name: tree[name] for name in OFFERED if name in tree}
@@ -118,7 +118,7 @@ def offered_recipe(job: Job) -> tuple[Head, bytes]:
 
 
 def offered_files(payload: memoryview) -> dict[str, bytes]:
-    """Return the tokenizer's files of an offer by name. Raises :class:`WeftError` if they are damaged."""
+    """Return the tokenizer's files in the ``payload`` of an offer, by name. Raises :class:`WeftError` if damaged."""
     try:
         files = json.loads(bytes(payload))
         decoded = {str(name): base64.b64decode(text) for name, text in files.items()}

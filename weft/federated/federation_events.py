@@ -15,7 +15,10 @@ EVENTS_FILE = "federation.jsonl"
 
 
 class EventLog:
-    """Writes events to ``folder``. ``keep``: bytes of an earlier process's events that still hold; the rest is cut."""
+    """Appends a server's events to a file in ``folder``.
+
+    ``keep``: number of bytes to keep of the file that an earlier process has written; later events are cut off.
+    """
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
         self.path = folder / EVENTS_FILE
@@ -29,11 +32,11 @@ class EventLog:
 
     @property
     def size(self) -> int:
-        """Bytes so far."""
+        """Size of the file in bytes."""
         return self._file.seek(0, 2)
 
     def write(self, event: FederationEvent) -> None:
-        """Append an event; it is on its way to the disk when the call returns."""
+        """Append an event, and flush the file."""
         self._file.write(json.dumps(asdict(event)).encode() + b"\n")
         self._file.flush()
 

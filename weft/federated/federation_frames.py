@@ -66,7 +66,7 @@ class FederationForms:
 
     @property
     def most(self) -> int:
-        """Bytes of the largest frame: the model and the vectors of a policy, or masked integers."""
+        """Size limit of a frame in bytes: of the model and the policy's vectors, or of masked integers."""
         return (1 + len(VECTORS)) * max(
             self.whole.nbytes, self.up.nbytes, 8 * self.elements
         )
@@ -78,15 +78,15 @@ class FederationForms:
 
 
 def travel_seed(client: str, version: int, down: bool = False) -> int:
-    """Return the seed of a compressor's random choices for the work of ``client`` on ``version``.
+    """Return the seed of a compressor's random choices for what ``client`` and server exchange about ``version``.
 
-    Successive versions have successive seeds, and masks down are other ones than up (CELLM).
+    Successive versions have successive seeds, and masks to clients (``down``) differ from masks to the server (CELLM).
     """
     return zlib.crc32(f"{client} {'down' if down else 'up'}".encode()) + version
 
 
 def order_head(order: WorkOrder, base: str, last: bool = False) -> Head:
-    """Return the head of a frame with work. ``base``: "whole" or "change": what the frame's first tensors are."""
+    """Return the head of a frame with a work order. ``base``: whether the model is sent "whole" or as a "change"."""
     secure = None
     if order.secure is not None:
         secure = {
@@ -107,9 +107,9 @@ def read_order(
     name: str,
     before: Mapping[str, T],
 ) -> WorkOrder:
-    """Return the work of a frame. ``before``: the model that this client has, which a change is added to.
+    """Return the work order in a frame. ``before``: the client's model, to which a sent change is added.
 
-    Raises :class:`WeftError` if the frame is not as it must be.
+    Raises :class:`WeftError` for a malformed frame.
     """
     version = whole_number(head, "version")
     base = text_under(head, "base", ("whole", "change"))
@@ -157,7 +157,7 @@ def answer_head(answer: WorkAnswer) -> Head:
 
 @dataclass(frozen=True)
 class AnswerNumbers:
-    """The numbers in the head of an update; the attributes are those of :class:`WorkAnswer`."""
+    """The numbers in the head of an update, with the names that :class:`WorkAnswer` gives them."""
 
     version: int
     steps: int
@@ -169,7 +169,7 @@ class AnswerNumbers:
 
 
 def read_numbers(head: Head) -> AnswerNumbers:
-    """Return the numbers of an update. Raises :class:`WeftError` if one is missing or absurd."""
+    """Return the numbers of an update. Raises :class:`WeftError` if one is missing or out of range."""
     loss = head.get("loss")
     return AnswerNumbers(
         whole_number(head, "version"), whole_number(head, "steps"), number_under(head, "seconds"),
@@ -185,9 +185,10 @@ def read_tensors(
     groups: Sequence[str],
     whole: TensorForm,
 ) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
-    """Return the difference of an update, and its further differences by the names ``groups``.
+    """Return the tensors of an update: the difference of the parameters, and one more dict for each name in ``groups``.
 
-    ``form``: form of the difference. ``whole``: form of the others. Raises :class:`WeftError` if the bytes do not fit.
+    ``payload``: bytes of the update. ``form``: encoding of the difference, with the ``seed`` of its compressor.
+    ``whole``: encoding of the other dicts. Raises :class:`WeftError` if the number of bytes is wrong.
     """
     expected = form.nbytes + len(groups) * whole.nbytes
     if payload.nbytes != expected:
@@ -209,7 +210,7 @@ def _first(
 
 
 def whole_number(head: Mapping[str, Any], key: str) -> int:
-    """Return the whole number from 0 under ``key``. Raises :class:`WeftError` if it is none."""
+    """Return the value of ``key``, a whole number from 0. Raises :class:`WeftError` for any other value."""
     value = head.get(key)
     if type(value) is not int or not 0 <= value < 2**53:
         raise WeftError(f"{key} = {str(value)[:40]!r} is no whole number")
@@ -217,7 +218,7 @@ def whole_number(head: Mapping[str, Any], key: str) -> int:
 
 
 def number_under(head: Mapping[str, Any], key: str) -> float:
-    """Return the finite number from 0 under ``key``. Raises :class:`WeftError` if it is none."""
+    """Return the value of ``key``, a finite number from 0. Raises :class:`WeftError` for any other value."""
     value: Any = head.get(key)
     if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
         raise WeftError(f"{key} = {str(value)[:40]!r} is no number from 0")
@@ -225,7 +226,7 @@ def number_under(head: Mapping[str, Any], key: str) -> float:
 
 
 def text_under(head: Mapping[str, Any], key: str, choices: Sequence[str] = ()) -> str:
-    """Return the text under ``key``, one of ``choices`` if there are any. Raises :class:`WeftError` if it is none."""
+    """Return the value of ``key``, a text among ``choices``, or any if empty. Raises :class:`WeftError` otherwise."""
     value = head.get(key)
     if not isinstance(value, str) or (choices and value not in choices):
         raise WeftError(f"{key} = {str(value)[:40]!r} is not what it can be")
@@ -233,7 +234,7 @@ def text_under(head: Mapping[str, Any], key: str, choices: Sequence[str] = ()) -
 
 
 def names_of(head: Mapping[str, Any], key: str, choices: Sequence[str]) -> list[str]:
-    """Return the names under ``key``, all among ``choices`` and each once. Raises :class:`WeftError` otherwise."""
+    """Return the value of ``key``, a list of different names among ``choices``. Raises :class:`WeftError` otherwise."""
     value = head.get(key)
     if (
         not isinstance(value, list)

@@ -38,7 +38,7 @@ class DrawnCurve(NamedTuple):
 
 
 class WorkBar(NamedTuple):
-    """A work of a client in its lane: where it begins, how wide it is, its staleness class (0 to 3), and words."""
+    """A bar in a client's lane, for one work order: its start, width, staleness class (0 to 3), and tooltip."""
 
     x: float
     width: float
@@ -47,7 +47,7 @@ class WorkBar(NamedTuple):
 
 
 class ClientLane(NamedTuple):
-    """A client's works over time."""
+    """A client's work orders over time, as bars."""
 
     client: str
     y: float
@@ -69,7 +69,7 @@ class ClientRow(NamedTuple):
 
 
 class StalenessBar(NamedTuple):
-    """How many updates had a certain staleness: its bar begins at ``x`` and has a height."""
+    """A bar of the histogram of staleness: how many updates had this staleness."""
 
     x: float
     height: float
@@ -144,7 +144,7 @@ def drawn_curve(
 
 
 def client_lanes(changes: Sequence[Record], clients: Sequence[str]) -> list[ClientLane]:
-    """Return the works of the first clients over time, from the beginning of each to the arrival of its update."""
+    """Return lanes of the first clients, with a bar from the start of each work order to the arrival of its update."""
     end = max((change["time"] for change in changes), default=1.0) or 1.0
     bars: dict[str, list[WorkBar]] = {client: [] for client in clients[:MOST_LANES]}
     for change in changes:
@@ -168,7 +168,7 @@ def client_lanes(changes: Sequence[Record], clients: Sequence[str]) -> list[Clie
 
 
 def staleness_bars(changes: Sequence[Record]) -> list[StalenessBar]:
-    """Return how many updates had each staleness; those of 12 and more together."""
+    """Return the histogram of the updates' staleness; its last bar is for 12 and more."""
     counts = [0] * 13
     for change in changes:
         for stale in change["staleness"]:
@@ -184,10 +184,10 @@ def staleness_bars(changes: Sequence[Record]) -> list[StalenessBar]:
 def client_rows(
     changes: Sequence[Record], samples: Mapping[str, int]
 ) -> list[ClientRow]:
-    """Return the table of clients: what each has done, and how much it counted.
+    """Return the table of clients: the updates of each, and its effective weight.
 
-    The effective weight of a client is its share in the sum of all weights times numbers of steps: what it has moved
-    the model by, if all steps were alike.
+    The effective weight of a client is its share in the sum, over all updates, of weight times number of steps. It is
+    the client's share in the movement of the model if all steps are equally long.
     """
     works: dict[str, list[dict[str, Any]]] = {client: [] for client in samples}
     for change in changes:

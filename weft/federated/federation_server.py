@@ -51,15 +51,15 @@ LOOK_S = 0.25
 
 @dataclass
 class GivenWork:
-    """Work that a client was given and that has no answer yet.
+    """A work order that a client has not answered yet.
 
     Attributes:
-        ``token``: name of the work.
-        ``version``: version of the model with which it began.
-        ``steps``: number of its local steps.
-        ``since``: time at which it was given out.
-        ``cohort``: the secure sum that it belongs to; None if there is none.
-        ``base``: the parameters with which it began, as the client has them.
+        ``token``: name of the order.
+        ``version``: version of the model that was sent.
+        ``steps``: number of local steps.
+        ``since``: time at which the order was sent.
+        ``cohort``: the secure sum that the answer belongs to; None if there is none.
+        ``base``: the parameters that were sent, as the client has them.
     """
 
     token: str
@@ -72,16 +72,16 @@ class GivenWork:
 
 @dataclass
 class ClientRecord:
-    """What the server keeps of a client.
+    """State of a client at the server.
 
     Attributes:
-        ``session``: its connection; None while it has none.
-        ``work``: what it does; None if it does nothing.
+        ``session``: the client's connection; None while it has none.
+        ``work``: the order that it works on; None if there is none.
         ``lost_at``: time at which its connection broke; None while it is connected or was given up.
-        ``answered``: token of its last answer, and whether it was taken.
-        ``refused``: updates that were refused in a row.
-        ``view``: the model as this client has it, where changes of it are compressed.
-        ``present``: whether the policy counts it as present.
+        ``answered``: token of its last answer, and whether the answer was accepted.
+        ``refused``: how many of its updates in a row were refused.
+        ``view``: the model as this client has it, if changes of the model are compressed.
+        ``present``: whether the policy counts the client as present.
     """
 
     session: ClientSession | None = None
@@ -94,10 +94,10 @@ class ClientRecord:
 
 
 class WorkReport(NamedTuple):
-    """What the server knows of a client's last work.
+    """The server's record of a client's last answered work order.
 
-    ``loss``: mean loss of its steps. ``staleness``: that of its update. ``seconds``: its duration as measured there.
-    ``steps``: number of its steps. ``began`` and ``arrived``: when it was given out and answered.
+    ``loss``: mean loss of its steps. ``staleness``: that of the update. ``seconds``: duration that the client measured.
+    ``steps``: number of its steps. ``began`` and ``arrived``: times of the order and of the answer.
     """
 
     loss: float = math.nan
@@ -110,12 +110,12 @@ class WorkReport(NamedTuple):
 
 @dataclass(frozen=True)
 class ServedChange:
-    """A change of the server's model, and what its clients reported.
+    """A change of the server's model, with the reports of its clients.
 
     Attributes:
         ``change``: the change.
         ``loss``: mean loss of the clients' local steps, weighted like their updates.
-        ``reports``: what is known of the work of each of its clients.
+        ``reports``: a report for each client whose update is part of the change.
     """
 
     change: ModelChange
@@ -124,11 +124,11 @@ class ServedChange:
 
 
 class FederationServer:
-    """Drives ``policy`` with the clients of ``sessions``.
+    """Server of a federated run: drives ``policy`` with the clients of ``sessions``.
 
-    ``forms``: how tensors travel. ``judge``: refuses updates. ``say``: prints a line. ``patience``: seconds for which
-    work may take, and for which the server waits while nobody is there. ``grace``: seconds for which a client whose
-    connection broke may come back to its work. ``secure``: whether updates are masked. ``log``: takes all events.
+    ``forms``: how tensors travel. ``judge``: refuses updates. ``say``: prints a line. ``patience``: longest time in
+    seconds of a work order, and of the wait for a first client. ``grace``: seconds in which a client whose connection
+    broke may come back to its work. ``secure``: whether updates are masked. ``log``: records all events.
     ``began``: seconds of the run before this process. ``products``: averages products of adapters; None: their factors.
     """
 
@@ -177,9 +177,9 @@ class FederationServer:
     def next_change(
         self, parameters: Named, interrupted: Callable[[], bool]
     ) -> ServedChange | None:
-        """Give out work on ``parameters``, the present model, and return the next change of it.
+        """Send work orders on ``parameters``, the present model, and return the next change of it.
 
-        Returns None if this process is asked to end. Raises :class:`WeftError` if nobody comes for too long.
+        Returns None if this process is asked to end. Raises :class:`WeftError` if no client comes for too long.
         """
         self.parameters = parameters
         while not interrupted():
@@ -193,7 +193,7 @@ class FederationServer:
         return None
 
     def end(self, why: str, parameters: Named | None = None) -> None:
-        """Tell all clients that the run has ended, with the final model if there is one, and let them go."""
+        """Tell all clients that the run has ended, send the final model if there is one, and disconnect them."""
         views: Sequence[memoryview] = ()
         if parameters:
             views = self.forms.whole.packed(parameters, 0).views
@@ -220,7 +220,7 @@ class FederationServer:
         self.flush()
 
     def pause(self) -> None:
-        """Let all clients go, which wait for the server to come back."""
+        """Disconnect all clients, which then wait for the server to come back."""
         self.sessions.close()
         for record in self.clients.values():
             if record.session is not None:
@@ -228,7 +228,7 @@ class FederationServer:
         self.flush()
 
     def flush(self) -> None:
-        """Wait until clients have got what was sent, for a limited time, and close the record of events."""
+        """Wait a limited time until all queued frames are sent, and close the record of events."""
         deadline = time.monotonic() + FLUSH_S
         for record in self.clients.values():
             if record.session is not None:
@@ -236,7 +236,7 @@ class FederationServer:
         self.log.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what another process needs to go on: the policy, and figures of the server."""
+        """Return the state from which another process continues: the policy's, and the server's clock and counters."""
         return {
             "policy": self.policy.state_dict(), "seconds": self.now, "events": self.log.size,
             "norms": list(self.judge.norms),

@@ -52,9 +52,9 @@ except ImportError:
 
 
 def serve_over_flower(grid: FlowerGrid, recipe: Recipe, out: Path) -> Outcome:
-    """Run the server of ``recipe`` with clients that ``grid`` reaches, and go on with a run in the folder ``out``.
+    """Run the server of ``recipe`` with the clients of a Flower ``grid``; a run in the folder ``out`` is continued.
 
-    Raises :class:`UsageError` if the recipe asks for what Flower's questions and answers cannot carry.
+    Raises :class:`UsageError` for settings that Flower's messages cannot carry.
     """
     if federation_of(recipe).secure:
         raise UsageError(
@@ -74,7 +74,7 @@ def serve_over_flower(grid: FlowerGrid, recipe: Recipe, out: Path) -> Outcome:
 
 
 class FlowerClient:
-    """A client that answers Flower's messages by ordinary training.
+    """A Weft client behind Flower: answers Flower's messages by ordinary training.
 
     ``recipe``: the client's recipe, with its data. ``name``: its name. ``folder``: its folder.
     """
@@ -87,7 +87,7 @@ class FlowerClient:
         self.before: dict[str, torch.Tensor] = {}
 
     def hello(self) -> Head:
-        """Return what the client says of itself."""
+        """Return the client's hello."""
         job = self.trained.job
         return {
             "kind": "hello", "client": self.name, "key": self.source.kept.key(), "facts": agreed_facts(job),
@@ -95,7 +95,7 @@ class FlowerClient:
         }  # fmt: skip
 
     def work(self, head: Head, payload: memoryview) -> tuple[Head, bytes]:
-        """Do the work of a frame, and return the frame of the update."""
+        """Take the local steps that a frame orders, and return a frame with the update."""
         for note in head.get("said", ()):
             if note.get("kind") == "taken":
                 self.source.settle(note.get("taken") is True)
@@ -117,7 +117,7 @@ client = ClientApp()
 
 @server.main()
 def serve(grid: Grid, context: Context) -> None:
-    """Run the server of the recipe that the run's configuration names."""
+    """Run the server of the recipe that the Flower run's configuration names."""
     given = context.run_config
     recipe = load_recipe(_setting(given, "weft-recipe"), ["federated.listen=flower:0"])
     serve_over_flower(grid, recipe, Path(_setting(given, "weft-out")))
@@ -125,13 +125,13 @@ def serve(grid: Grid, context: Context) -> None:
 
 @client.query()
 def introduce_client(message: Message, context: Context) -> Message:
-    """Say who this client is."""
+    """Answer a Flower query with this client's hello."""
     return reply_message(_client(context).hello(), b"", message)
 
 
 @client.train()
 def train_client(message: Message, context: Context) -> Message:
-    """Do a work, and answer with the update."""
+    """Answer a Flower train message: take the local steps that it orders, and return the update."""
     head, payload = read_message(message)
     if head.get("kind") != "work":  # the end of the run
         return reply_message({"kind": "bye"}, b"", message)

@@ -39,7 +39,7 @@ class FlowerGrid(Protocol):
 
 
 def frame_message(head: Head, payload: bytes, node: int, kind: str) -> Any:
-    """Return a message of Flower with a frame. ``node``: where it goes. ``kind``: "query" or "train"."""
+    """Return a Flower message that carries a frame to ``node``. ``kind``: "query" or "train"."""
     from flwr.app import ConfigRecord, Message, RecordDict
 
     record = ConfigRecord({HEAD: json.dumps(head), PAYLOAD: payload})
@@ -47,7 +47,7 @@ def frame_message(head: Head, payload: bytes, node: int, kind: str) -> Any:
 
 
 def reply_message(head: Head, payload: bytes, question: Any) -> Any:
-    """Return the answer to a message of Flower, with a frame."""
+    """Return the answer to the Flower message ``question``, which carries a frame."""
     from flwr.app import ConfigRecord, Message, RecordDict
 
     record = ConfigRecord({HEAD: json.dumps(head), PAYLOAD: payload})
@@ -55,7 +55,7 @@ def reply_message(head: Head, payload: bytes, question: Any) -> Any:
 
 
 def read_message(message: Any) -> tuple[Head, memoryview]:
-    """Return the frame of a message. Raises :class:`ValueError` if it has none."""
+    """Return head and payload of the frame in a Flower message. Raises :class:`ValueError` if it has none."""
     try:
         record = message.content[RECORD]
         head = json.loads(record[HEAD])
@@ -71,11 +71,11 @@ def read_message(message: Any) -> tuple[Head, memoryview]:
 
 @dataclass(eq=False)
 class FlowerSession:
-    """A client that Flower reaches; has what the server needs of a :class:`ClientSession`.
+    """Connection of the server to one client through Flower, in the place of a :class:`ClientSession`.
 
     Attributes:
-        ``name``, ``key``, ``hello``, ``working``, ``over``: as there.
-        ``node``: its number at Flower.
+        ``name``, ``key``, ``hello``, ``working``, ``over``: as those of :class:`ClientSession`.
+        ``node``: the client's node number in Flower.
     """
 
     name: str
@@ -88,7 +88,7 @@ class FlowerSession:
     said: list[Head] = field(default_factory=list)
 
     def send(self, head: Head, views: Sequence[memoryview] = ()) -> None:
-        """Send work, or keep what the client is told of its last update until then."""
+        """Send work orders, refusals and the end of the run at once; keep other frames to send with the next of these."""
         if head.get("kind") in ("work", "end", "refused"):
             self.push(self, {**head, "said": self.said}, b"".join(views))
             self.said = []
@@ -96,14 +96,14 @@ class FlowerSession:
             self.said.append(head)
 
     def close(self, patience: float = 0.0) -> None:
-        """Note that nothing more goes to the client. ``patience`` is not used: Flower keeps what was pushed."""
+        """Send no further frames. ``patience`` has no effect, because Flower keeps the messages that were pushed."""
         self.over.set()
 
 
 class FlowerSessions:
-    """Reaches clients over ``grid``; has what the server needs of a :class:`ClientSessions`.
+    """Connections of the server to the clients of a Flower ``grid``, in the place of :class:`ClientSessions`.
 
-    ``most``: bytes of the largest update. ``check``: returns why a client whose hello is given cannot take part.
+    ``most``: bytes of the largest update. ``check``: returns why the client with a given hello cannot take part.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class FlowerSessions:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no further clients who they are."""
+        """Look for no further clients."""
         self._closed = True
         self._thread.join(10)
 

@@ -29,8 +29,8 @@ GIVES_UP = 0.9
 
 
 class DummyData(NamedTuple):
-    """Samples that stand for those of a client: ``inputs`` ``[dummies, values]``, ``logits`` of their soft labels
-    ``[dummies, classes]``.
+    """Synthetic samples in the place of a client's: ``inputs`` ``[dummies, values]``, and the ``logits`` of their soft
+    labels ``[dummies, classes]``.
     """
 
     inputs: T
@@ -42,7 +42,8 @@ def local_steps(
 ) -> dict[str, T]:
     """Return the parameters after ``steps`` steps of plain gradient descent on all of ``data`` at once.
 
-    ``start``: the parameters before, by name. The result can be differentiated by the data.
+    ``start``: the parameters before, by name. ``rate``: the learning rate. The result is differentiable with respect
+    to ``data``.
     """
     parameters = dict(start)
     labels = data.logits.softmax(1)
@@ -67,9 +68,10 @@ def invert_update(
     net: nn.Module, start: Mapping[str, T], difference: Differences, steps: int, rate: float, low: float, high: float,
     iterations: int = ITERATIONS, dummies: int = DUMMIES, seed: int = 0,
 ) -> DummyData:  # fmt: skip
-    """Find data with which ``steps`` local steps from ``start`` give ``difference``, by Adam on the L1 distance.
+    """Find synthetic samples on which ``steps`` local steps from ``start`` give nearly ``difference``.
 
-    ``low``, ``high``: limits of the values of samples.
+    This is gradient inversion: Adam minimises the L1 distance to ``difference``. ``low``, ``high``: limits of the
+    samples' values.
     """
     draw = torch.Generator().manual_seed(seed)
     first = next(iter(start.values()))
@@ -108,7 +110,7 @@ def _values(net: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class EstimatedUpdate:
-    """An update that was estimated: for the model of ``version``, with the stale one and the estimate."""
+    """A stale update, and the estimate of what the client would have sent for the model of ``version``."""
 
     version: int
     stale: Differences
@@ -118,11 +120,11 @@ class EstimatedUpdate:
 class FreshUpdates:
     """Replaces stale updates by estimates of what their clients would send now.
 
-    Of each client the last estimate is compared with the client's true update for that version of the model, as soon
-    as it comes. When the stale update itself was closer to the true one, estimates end for this client.
+    The last estimate of each client is compared with the client's true update for the same version of the model, once
+    that arrives. If the stale update was closer to the true one than the estimate, the client gets no more estimates.
 
     Attributes:
-        ``errors``: by client, pairs of L1 distances to the true update: of the stale one and of the estimate.
+        ``errors``: by client, pairs of L1 distances to the true update: of the stale update and of the estimate.
         ``given_up``: clients whose updates are taken as they are.
     """
 
@@ -138,13 +140,13 @@ class FreshUpdates:
         self.given_up: set[str] = set()
 
     def keep_model(self, version: int, parameters: Mapping[str, T]) -> None:
-        """Keep the model with which work begins."""
+        """Store the model ``parameters`` of ``version``, from which clients start."""
         self._models.setdefault(
             version, {name: t.detach() for name, t in parameters.items()}
         )
 
     def forget_models(self, needed: set[int]) -> None:
-        """Forget the models of versions on which nobody works."""
+        """Delete the stored models of all versions but ``needed``."""
         self._models = {
             version: model
             for version, model in self._models.items()
@@ -154,7 +156,7 @@ class FreshUpdates:
     def refreshed(
         self, update: ClientUpdate, staleness: int, parameters: Mapping[str, T]
     ) -> ClientUpdate:
-        """Return ``update`` as it would be for the model ``parameters``; ``update`` itself if it is fresh enough."""
+        """Return an estimate of ``update`` for the model ``parameters``, or ``update`` itself if it is fresh enough."""
         self._judge(update)
         if staleness < max(1, self._after) or update.client in self.given_up:
             return update
@@ -192,7 +194,7 @@ class FreshUpdates:
             self.given_up.add(update.client)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is to be kept over a restart, as tensors and plain values."""
+        """Return the state that a restarted run needs, as tensors and plain values."""
         return {
             "models": [
                 [version, dict(model)] for version, model in self._models.items()

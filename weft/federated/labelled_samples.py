@@ -15,7 +15,7 @@ BUNDLED = ("digits", "wine", "breast_cancer")
 
 @dataclass(frozen=True)
 class LabelledSamples:
-    """Samples with a class each.
+    """Samples for classification.
 
     Attributes:
         ``features``: float32 ``[samples, values]``.
@@ -36,7 +36,7 @@ class LabelledSamples:
 def read_labelled(where: str) -> LabelledSamples:
     """Read samples: ``"sklearn:digits"``, ``"sklearn:wine"``, ``"sklearn:breast_cancer"``, or the path of an .npz file.
 
-    The file holds ``features`` ``[samples, ...]``, ``labels`` ``[samples]`` and, if it likes, ``groups``. Raises
+    The file holds ``features`` ``[samples, ...]``, ``labels`` ``[samples]`` and optionally ``groups``. Raises
     :class:`UsageError` or :class:`WeftError` for anything else.
     """
     if where.startswith("sklearn:"):

@@ -18,7 +18,7 @@ TENSOR, TUPLE, SET, PAIRS = "tensor!", "tuple!", "set!", "pairs!"
 def save_values(path: Path, value: Any) -> None:
     """Write ``value``: dictionaries, lists, tuples, sets, tensors and plain values, in any nesting.
 
-    The file appears at once and complete.
+    The file is replaced atomically: readers see the old file or the complete new one.
     """
     from safetensors.torch import save_file
 

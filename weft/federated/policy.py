@@ -27,7 +27,7 @@ Differences = Mapping[str, "torch.Tensor"]
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What a client sends after its local steps.
+    """Update of a client: the result of its local steps.
 
     Attributes:
         ``client``: name of the client.
@@ -96,13 +96,13 @@ class ClientStep:
 
 @dataclass
 class JoinedClient:
-    """A client as a policy knows it.
+    """State of a client in a policy.
 
     Attributes:
         ``samples``: number of samples that it holds; 0 if unknown.
-        ``version``: version of the model that it works on; None while it does no work.
-        ``began``: time at which this work was given out.
-        ``given_up``: whether the policy no longer waits for this work.
+        ``version``: version of the model that it trains; None while it is idle.
+        ``began``: time at which its local steps were ordered.
+        ``given_up``: whether the policy no longer waits for their result.
         ``present``: whether the client is connected.
     """
 
@@ -114,11 +114,11 @@ class JoinedClient:
 
 
 class FederationPolicy:
-    """Base class of federation policies.
+    """Base class of federation policies: they decide which client trains when, and how updates change the model.
 
     A policy implements :meth:`received` and :meth:`starts`, and :meth:`time_up` if it acts at certain times. This class
-    keeps who is there and what each client works on, and leaves out updates that nobody waits for: a second answer,
-    a forged version, or an answer to work that was given up.
+    keeps track of the clients that are present and of the work of each. It drops updates that are not expected: a
+    second answer, a forged version, or an answer to work that was given up.
 
     Attributes:
         ``settings``: the recipe's section ``[federated]``.
@@ -141,14 +141,14 @@ class FederationPolicy:
     # What drives a policy calls these.
 
     def join(self, client: str, now: float, samples: int = 0) -> None:
-        """Take in a client that is there and does no work. ``samples``: how many it holds, 0 if unknown."""
+        """Add an idle client, or one that has come back. ``samples``: how many it holds, 0 if unknown."""
         member = self.members.setdefault(client, JoinedClient())
         self.members[client] = JoinedClient(samples or member.samples)
         if self._first_join is None:
             self._first_join = now
 
     def leave(self, client: str, now: float) -> None:
-        """Note that a client is gone, together with the work that it was doing."""
+        """Mark a client as absent, and drop its unfinished work."""
         member = self.members.get(client)
         if member is not None:
             member.present = False
@@ -156,7 +156,7 @@ class FederationPolicy:
             self.left(client, now)
 
     def expects(self, update: ClientUpdate) -> bool:
-        """Return whether the policy waits for this very update. Any other is dropped by :meth:`on_update`."""
+        """Return whether the policy waits for this update. :meth:`on_update` drops all other updates."""
         member = self.members.get(update.client)
         return (
             member is not None
@@ -168,7 +168,7 @@ class FederationPolicy:
     def on_update(
         self, update: ClientUpdate, staleness: int, now: float
     ) -> ModelChange | None:
-        """Take in an update, and return the change that it completes, if it does.
+        """Process an update. Returns the change of the model that it completes, or None.
 
         ``staleness``: number of changes of the server's model since the one with which the client began.
         """
@@ -184,7 +184,7 @@ class FederationPolicy:
         return self._counted(self.received(update, staleness, now))
 
     def on_tick(self, now: float) -> ModelChange | None:
-        """Return the change that is due at this time, if any."""
+        """Return the change of the model that is due at the time ``now``, or None."""
         return self._counted(self.time_up(now))
 
     def next_tick(self) -> float | None:
@@ -224,15 +224,15 @@ class FederationPolicy:
     def received(
         self, update: ClientUpdate, staleness: int, now: float
     ) -> ModelChange | None:
-        """Take in an update that is waited for."""
+        """Process an expected update. Returns the change of the model that it completes, or None."""
         raise NotImplementedError
 
     def starts(self, now: float) -> Sequence[AssignedWork]:
-        """Return the work that begins now."""
+        """Return the local steps that begin now, one entry per client."""
         return [AssignedWork(client, self.settings.steps) for client in self.idle()]
 
     def time_up(self, now: float) -> ModelChange | None:
-        """Return the change that is due at this time."""
+        """Return the change of the model that is due at the time ``now``, or None."""
         return None
 
     def next_time(self) -> float | None:
@@ -240,12 +240,12 @@ class FederationPolicy:
         return None
 
     def left(self, client: str, now: float) -> None:
-        """Act on the loss of a client, which is not present any more."""
+        """React to the loss of ``client``, which is already marked as absent."""
 
     # What policies compute with.
 
     def idle(self) -> list[str]:
-        """Return the clients that are there and do no work, in the order of joining."""
+        """Return the clients that are present and idle, in the order of joining."""
         return [
             name
             for name, member in self.members.items()
@@ -261,7 +261,7 @@ class FederationPolicy:
         return self.sample_share(client) / self.total_share(among)
 
     def total_share(self, among: Sequence[str] | None = None) -> float:
-        """Return the sum by which sizes of clients become shares. ``among``: as in :meth:`share`."""
+        """Return the sum of the unnormalised weights of the clients ``among``, by default of all clients."""
         return sum(map(self.sample_share, self.members if among is None else among))
 
     def change(
@@ -284,7 +284,7 @@ class FederationPolicy:
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the policy remembers, as tensors and plain values."""
+        """Return the policy's state as tensors and plain values."""
         return {
             "version": self.version,
             "first_join": self._first_join,
@@ -302,7 +302,7 @@ class FederationPolicy:
         self.load_own_state(state["own"])
 
     def own_state(self) -> dict[str, Any]:
-        """Return what this policy remembers beside what all do."""
+        """Return the state that this subclass adds to that of the base class."""
         return {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -317,7 +317,7 @@ class FederationPolicy:
         return present >= self.settings.clients
 
     def sample_share(self, client: str) -> float:
-        """Return how much a client counts in the objective against others."""
+        """Return the unnormalised weight of ``client`` in the objective."""
         if self.settings.weights == "equal":
             return 1.0
         # a client that has not said how many samples it has counts as one sample

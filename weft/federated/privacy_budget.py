@@ -64,13 +64,13 @@ def opacus_accountant() -> Any:
 
 @dataclass
 class PrivacyBudget:
-    """Clips, adds noise, and counts who took part, for one run.
+    """Differential privacy of a run: clips updates, adds noise, and counts each client's participations.
 
     Attributes:
         ``clip``: largest norm of a client's difference.
-        ``multiplier``: standard deviation of the noise, as a multiple of the largest part of one client in a change.
-        ``delta``: the probability with which epsilon may not hold.
-        ``seed``: seed of the noise; None draws it from the system, as a run for others must.
+        ``multiplier``: standard deviation of the noise, as a multiple of one client's largest part in a change.
+        ``delta``: delta of the (epsilon, delta) guarantee.
+        ``seed``: seed of the noise, for tests; None draws it from the system's random numbers.
         ``taken``: number of changes that each client has taken part in.
         ``changes``: number of changes so far.
     """
@@ -112,10 +112,10 @@ class PrivacyBudget:
         return spent_epsilon(self.multiplier, times, self.delta)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: who took part how often."""
+        """Return the number of participations of each client, for a resumed run."""
         return {"taken": dict(self.taken), "changes": self.changes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` has returned."""
+        """Restore what :meth:`state_dict` returned."""
         self.taken = Counter(state["taken"])
         self.changes = int(state["changes"])

@@ -37,10 +37,10 @@ NOT_REPEATED = ("secure", "noise", "compress_back", "average")
 
 
 class RealRunDifference(NamedTuple):
-    """What the comparison has given.
+    """Result of comparing a real run with its replay.
 
-    ``difference``: largest relative difference of a parameter. ``worst``: its tensor. ``updates``: updates that have
-    arrived. ``changes``: changes of the model.
+    ``difference``: largest relative difference of a parameter. ``worst``: name of the tensor that has it. ``updates``:
+    number of updates that arrived. ``changes``: number of changes of the model.
     """
 
     difference: float
@@ -50,7 +50,7 @@ class RealRunDifference(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether rounding explains the difference."""
+        """Whether the difference is as small as rounding errors."""
         return self.difference <= LIMIT
 
 

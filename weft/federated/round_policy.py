@@ -23,8 +23,8 @@ class RoundPolicy(FederationPolicy):
 
     In each round ``federated.per_round`` clients, drawn at random, do the same number of local steps. When all have
     answered, the server's model moves by ``federated.rate`` times the mean of their differences, weighted by their
-    shares. A client that leaves is not waited for. After ``federated.patience`` seconds the round ends with the answers
-    there are, and later ones are dropped; without any answer the round waits on, as long as clients are there.
+    shares. The round does not wait for a client that leaves. After ``federated.patience`` seconds the round ends with
+    the answers so far and drops later ones; without any answer it waits on while clients are present.
     """
 
     def __init__(self, settings: Federated) -> None:

@@ -37,16 +37,16 @@ class SecureCohort:
     asked: set[tuple[str, str]] = field(default_factory=set)
 
     def share_of(self, client: str) -> CohortShare:
-        """Return what a client learns of the cohort."""
+        """Return the part of ``client`` in the secure sum, to be sent with its work order."""
         return CohortShare(self.name, self.keys, self.shares[client])
 
     def lose(self, client: str) -> None:
-        """Note that a client will not answer, or that its answer cannot be unmasked any more."""
+        """Mark ``client`` as lost: it will not answer, or its answer can no longer be unmasked."""
         self.arrived.pop(client, None)
         self.lost.add(client)
 
     def to_ask(self) -> list[tuple[str, str]]:
-        """Return the pairs (client, lost client) whose seed is needed and was not asked for, and note that it is."""
+        """Return the pairs (client, lost client) whose seeds are still to be requested, and mark them as asked."""
         pairs = [
             (client, lost)
             for client in self.keys
@@ -59,7 +59,7 @@ class SecureCohort:
 
     @property
     def complete(self) -> bool:
-        """Whether all clients have answered or are lost, and all seeds of lost clients are there."""
+        """Whether all clients have answered or are lost, and all seeds of lost clients have arrived."""
         rest = [client for client in self.keys if client not in self.lost]
         return all(client in self.arrived for client in rest) and all(
             (client, lost) in self.revealed for client in rest for lost in self.lost
@@ -85,7 +85,7 @@ def new_cohort(
     public: Callable[[str], str],
     sizes: Mapping[str, float],
 ) -> SecureCohort:
-    """Return a cohort of ``clients``.
+    """Create a cohort of ``clients``.
 
     ``public``: function that returns a client's public key. ``sizes``: the weight of each client; shares are
     proportional to it. Raises :class:`WeftError` if there are fewer than two clients, as their sum would hide nothing.

@@ -110,9 +110,9 @@ def masked(values: T, name: str, seeds: Mapping[str, bytes]) -> T:
 
 @dataclass(frozen=True)
 class ToldSeed:
-    """A seed that a remaining client tells the server, because the other client of the pair was lost.
+    """Seed of a pair of clients that the remaining client reveals to the server, because the other was lost.
 
-    ``client``: the client that tells. ``lost``: the client that was lost. ``seed``: the seed of the pair.
+    ``client``: the remaining client. ``lost``: the lost client. ``seed``: the seed of the pair.
     """
 
     client: str
@@ -124,7 +124,7 @@ def unmasked_sum(arrived: Mapping[str, T], revealed: Iterable[ToldSeed] = ()) ->
     """Return the sum of the tensors of all clients in ``arrived``, float64 and flat.
 
     ``arrived``: the masked integers of each client whose update counts, by name. ``revealed``: for each of these
-    clients and each lost client of the cohort, the seed of this pair. With a seed missing the result is noise.
+    clients and each lost client of the cohort, the seed of this pair. If a seed is missing, the result is noise.
     """
     total = sum(arrived.values(), torch.zeros((), dtype=torch.int64))
     for pair in revealed:

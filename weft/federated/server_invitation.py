@@ -17,7 +17,7 @@ _FORM = r"weft-server(-encrypted)?://([0-9a-f]{64})@(\[[0-9a-fA-F:.]+\]|[A-Za-z0
 
 @dataclass(frozen=True)
 class ServerInvitation:
-    """Data with which a client reaches a server.
+    """Invitation to a server: its address, and the secret that a client needs.
 
     Attributes:
         ``host``: host of the server as clients reach it.
@@ -41,14 +41,14 @@ class ServerInvitation:
 
 
 def new_server_secret() -> str:
-    """Return a new secret of a server and its clients."""
+    """Return a new random secret for a server and its clients."""
     return secrets.token_hex(32)
 
 
 def read_server_invitation(text: str) -> ServerInvitation:
     """Read an invitation. ``text``: the line, or the path of a file that holds it.
 
-    Raises :class:`UsageError` if there is none. No message shows the line, which is a secret.
+    Raises :class:`UsageError` if ``text`` is no invitation. Error lines do not show it, because it is secret.
     """
     if "://" not in text:
         try:

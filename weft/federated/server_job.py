@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerJob(Job):
-    """A checked recipe with ``federated.listen``, whose steps are changes that clients bring.
+    """A checked recipe with ``federated.listen``: each step of its run adds a change from clients' updates.
 
     Attributes:
-        ``open_sessions``: reaches clients in another way than at ``federated.listen``; None: there.
+        ``open_sessions``: opens the connections to clients; None: clients connect to ``federated.listen``.
     """
 
     open_sessions: Callable[[FederationForms], Any] | None = field(
@@ -64,23 +64,23 @@ class ServerJob(Job):
     )
 
     def steps(self, progress: Progress) -> int:
-        """Return the number of changes of the whole run."""
+        """Return the number of changes of the model in the whole run."""
         return int(federation_of(self.recipe).rounds)
 
     def learning_rate(self, step: int, steps: int) -> float:
-        """Return the factor on the mean of the clients' differences."""
+        """Return ``federated.rate``, the factor by which the mean of clients' differences is multiplied."""
         return float(federation_of(self.recipe).rate)
 
     @cached_property
     def agreed(self) -> dict[str, str]:
-        """Digests of what clients must have in common with this server."""
+        """Digests of the settings in which clients must agree with this server."""
         return agreed_facts(self)
 
     def training_loader(
         self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,
         kept: dict[str, Any],
     ) -> ChangeLoader:  # fmt: skip
-        """Return the loader of changes that clients bring; it listens until the run ends.
+        """Return the loader of changes from clients' updates. The server listens for clients until the run ends.
 
         The arguments are those of :meth:`Job.training_loader`.
         """
@@ -183,9 +183,9 @@ def _saved_steps(folder: Path) -> set[int]:
 
 
 def prepare_server(recipe: Recipe) -> ServerJob:
-    """Check a recipe with ``federated.listen``, and open the data on which the server measures the model, if any.
+    """Check a recipe with ``federated.listen``, and open the server's validation data, if any.
 
-    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if something does not fit.
+    Raises :class:`UsageError` or :class:`weft.errors.WeftError` for settings or data that cannot be used.
     """
     settings = federation_of(recipe)
     if recipe.layout.world != 1:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ServedSteps(PhaseFiller):
-    """Fills all phases of a step: what the loader of a server brings is added to the parameters."""
+    """Fills all phases of a server's step: adds the change that the loader brings to the parameters."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context

@@ -33,7 +33,7 @@ LEVELS = 3
 
 
 class TensorPlace(NamedTuple):
-    """Place of a tensor in a slot: its name, shape, type and first byte."""
+    """Place of a tensor in a slot of shared memory: its name, shape, dtype and first byte."""
 
     name: str
     shape: list[int]
@@ -42,14 +42,14 @@ class TensorPlace(NamedTuple):
 
 
 class SlotForm(NamedTuple):
-    """Places of an update's tensors in a slot, and the slot's size in bytes."""
+    """Places of an update's tensors in a slot of shared memory, and the slot's size in bytes."""
 
     places: list[TensorPlace]
     size: int
 
 
 def slot_form(update: Tensors) -> SlotForm:
-    """Return where the tensors of an update, and of all like it, stand in a slot."""
+    """Lay out the tensors of ``update`` in a slot. The layout fits every update of the same names and shapes."""
     places, begin = [], 0
     for name, tensor in update.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -60,9 +60,9 @@ def slot_form(update: Tensors) -> SlotForm:
 
 
 def open_memory(size: int) -> int:
-    """Return a file descriptor of ``size`` bytes of memory that processes which inherit it share.
+    """Return a file descriptor of ``size`` bytes of memory, which this process and its children share.
 
-    The memory is gone as soon as the last of them has ended, however it ends.
+    The memory is freed when the last of these processes has ended, even if it was killed.
     """
     if hasattr(os, "memfd_create"):
         handle = os.memfd_create("weft-updates")
@@ -76,7 +76,7 @@ def open_memory(size: int) -> int:
 def slot_tensors(
     memory: mmap.mmap, form: SlotForm, slot: int
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a slot, which share its memory."""
+    """Return the tensors in slot number ``slot``, as views of the shared memory."""
     tensors = {}
     for place in form.places:
         count = math.prod(place.shape)
@@ -88,11 +88,11 @@ def slot_tensors(
 
 
 class SharedUpdates:
-    """Weighted sums by an aggregator in a process of its own, over updates in shared memory.
+    """Computes weighted sums of updates by an aggregator in a process of its own, which reads them in shared memory.
 
     It takes the place of :func:`weft.federated.weighted_sum.weighted_sum`. ``fan_in``: number of updates, or of sums,
-    that an aggregator adds up. The updates that wait and the sums of a tree of three levels are together at most
-    ``fan_in + 1`` updates; ``fan_in`` is at least 3.
+    that a node of the aggregation tree adds up, at least 3. Waiting updates and the sums of a tree of three levels
+    together take the memory of at most ``fan_in + 1`` updates.
     """
 
     def __init__(self, fan_in: int) -> None:
@@ -124,7 +124,7 @@ class SharedUpdates:
         return self.finished()
 
     def add(self, update: Tensors, weight: float) -> None:
-        """Write an update into shared memory, and have it added. Waits for a free slot."""
+        """Write an update into shared memory for the aggregator to add. Waits for a free slot."""
         self._start(update)
         assert self._memory is not None and self._form is not None
         slot = self._waiting
@@ -137,7 +137,7 @@ class SharedUpdates:
         self._send([slot, weight])
 
     def finished(self) -> dict[str, torch.Tensor]:
-        """Return the sum of all updates since the last call; it is read from the first slot."""
+        """Return the weighted sum of all updates since the last call."""
         assert self._memory is not None and self._form is not None
         while self._waiting:
             self._answer()
@@ -148,7 +148,7 @@ class SharedUpdates:
         return {name: tensor.clone() for name, tensor in total.items()}
 
     def peak(self) -> int:
-        """Return the largest number of updates and sums that were in memory at a time."""
+        """Return the largest number of updates and sums that were in memory at once."""
         self._send(["peak", 0.0])
         return int(self._answer()) + self.slots
 
@@ -214,7 +214,7 @@ class SharedUpdates:
 
 
 def serve_aggregator(handle: int, shared: int) -> None:
-    """Add up updates in shared memory until the pipe ends. Runs in a process of its own.
+    """Sum updates in shared memory until the pipe is closed. Runs in a process of its own.
 
     ``handle``, ``shared``: file descriptors of the pipe and of the memory.
     """

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class SimulatedSpeeds:
     """Durations by ``federated.speeds``, with random deviations (``jitter``) and losses (``drops``).
 
-    They are a function of seed, client, and how often this client has worked, so that a run that is resumed goes on as
-    it would have.
+    A duration is a function of the seed, the client, and how often this client has worked, so that a resumed run
+    continues as it would have without a break.
     """
 
     def __init__(self, settings: Federated, clients: Sequence[str]) -> None:
@@ -26,7 +26,7 @@ class SimulatedSpeeds:
         self._works: dict[str, int] = {}
 
     def work_time(self, client: str, version: int, steps: int) -> WorkTime:
-        """Return how long ``client`` works for ``steps`` steps."""
+        """Return the simulated time that ``client`` takes for ``steps`` local steps."""
         settings, number = self._settings, self._numbers[client]
         work = self._works[client] = self._works.get(client, 0) + 1
         speed = settings.speeds[number % len(settings.speeds)]

@@ -20,7 +20,7 @@ FOLDER = "folder"
 
 
 class ClientShare(NamedTuple):
-    """What a client got: its file, the number of its samples, and how many it has of each class."""
+    """A client's share of the data: its file, the number of its samples, and how many it has of each class."""
 
     file: Path
     samples: int
@@ -34,7 +34,7 @@ class ClientShare(NamedTuple):
 
 
 class SplitRecords(NamedTuple):
-    """Records to divide, with the class and the group of each; None without."""
+    """Records to divide among clients, with the class and the group of each; None where records have none."""
 
     records: list[dict[str, Any]]
     labels: list[str] | None

@@ -23,11 +23,11 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class TensorPacket:
-    """Tensors made ready to travel.
+    """Encoded tensors, ready to be sent.
 
     Attributes:
-        ``views``: their bytes.
-        ``left``: what compression has left out, by name; empty if nothing is lost.
+        ``views``: the encoded bytes.
+        ``left``: the compression error of each tensor, by name; empty without loss.
         ``nbytes``: number of bytes.
     """
 
@@ -41,12 +41,12 @@ class TensorPacket:
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What travels, and in which form.
+    """Encoding of tensors for the network: their shapes, dtype and compressor.
 
     Attributes:
         ``shapes``: the shape of each tensor by name.
-        ``dtype``: type of the tensors, float32 or float64.
-        ``compress``: word of a compressor, such as ``topk:0.01``; ``none`` sends all that there is.
+        ``dtype``: dtype of the tensors, float32 or float64.
+        ``compress``: word of a compressor, such as ``topk:0.01``; ``none`` sends all elements.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -55,13 +55,13 @@ class TensorForm:
 
     @cached_property
     def compressor(self) -> Compressor:
-        """The compressor, which loses less than all, so that what it loses can be sent later."""
+        """The compressor, in the contractive form that error feedback needs."""
         compressor = build_compressor(self.compress)
         return compressor if compressor.exact else compressor.for_feedback
 
     @cached_property
     def nbytes(self) -> int:
-        """Number of bytes of all tensors as they travel."""
+        """Number of bytes of all encoded tensors."""
         return sum(
             self.compressor.nbytes(shape, self.dtype) for shape in self.shapes.values()
         )
@@ -69,10 +69,10 @@ class TensorForm:
     def packed(
         self, tensors: Mapping[str, T], seed: int, left: Mapping[str, T] = {}
     ) -> TensorPacket:
-        """Make ``tensors`` ready to travel.
+        """Encode ``tensors`` for sending.
 
-        ``seed``: seed of the compressor's random choices, which the receiver knows. ``left``: what compression has left
-        out before, which is sent now if it is large enough (error feedback, Karimireddy et al. 2019).
+        ``seed``: seed of the compressor's random choices, which the receiver knows. ``left``: compression error of the
+        last call, which is added to ``tensors`` before compression (error feedback, Karimireddy et al. 2019).
         """
         views, rest = list[memoryview](), dict[str, T]()
         for name in sorted(self.shapes):
@@ -87,7 +87,7 @@ class TensorForm:
         return TensorPacket(views, rest)
 
     def unpacked(self, payload: memoryview, seed: int) -> dict[str, T]:
-        """Return the tensors whose bytes are ``payload``. Raises :class:`WeftError` if they do not fit."""
+        """Decode the tensors in ``payload``. Raises :class:`WeftError` if the bytes do not fit this form."""
         if payload.nbytes != self.nbytes:
             raise WeftError(
                 f"{payload.nbytes} bytes came where {len(self.shapes)} tensors take {self.nbytes}"
@@ -127,7 +127,7 @@ def flat_tensors(tensors: Mapping[str, T]) -> T:
 
 
 def split_tensors(flat: T, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, T]:
-    """Return the tensors that :func:`flat_tensors` has joined. ``shapes``: their shapes by name."""
+    """Split ``flat``, as :func:`flat_tensors` returns it, into tensors of the given ``shapes`` by name."""
     names = sorted(shapes)
     parts = flat.split([prod(shapes[name]) for name in names])
     return {name: x.view(shapes[name]) for name, x in zip(names, parts, strict=True)}

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class TrafficCount:
-    """Bytes of values that have travelled, without the few bytes of names and headers.
+    """Counts the bytes of tensors that a simulated federation sends; names and headers are not counted.
 
-    Down go the model and what the policy sends beside it, up go the difference and, with control variates, as much
-    again. ``parameters``: the model.
+    Clients receive the model and the policy's further vectors. They send the difference and, with control variates,
+    a second one of the same size. ``parameters``: the model.
 
     Attributes:
         ``down``, ``up``: bytes from and to the server so far.
@@ -34,7 +34,7 @@ class TrafficCount:
     def count(
         self, events: Iterable[FederationEvent], policy: FederationPolicy
     ) -> None:
-        """Add what has travelled for ``events``."""
+        """Add the bytes that were sent for ``events``."""
         for event in events:
             bytes_sent = 0
             if event.kind == "start":

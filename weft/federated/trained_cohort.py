@@ -42,7 +42,7 @@ T = torch.Tensor
 
 
 class QuietGuard(Guard):
-    """Guard of a run that is a part of another one, which alone takes signals."""
+    """Guard of a run inside another run. It ignores signals, because the outer run handles them."""
 
     @contextmanager
     def signals(self) -> Iterator[list[int]]:
@@ -51,16 +51,16 @@ class QuietGuard(Guard):
 
 @dataclass
 class HandedWork:
-    """Work that is handed over within a process; implements :class:`weft.federated.client_work.WorkSource`.
+    """Work source of a simulated client (:class:`weft.federated.client_work.WorkSource`), in the server's process.
 
     Attributes:
         ``name``: the client's name.
-        ``forms``: how tensors would travel: what compression leaves out is left out here too.
-        ``kept``: what the client keeps.
+        ``forms``: encodings of tensors; they lose as much here as on a network.
+        ``kept``: the client's state between work orders.
         ``clip``: largest norm of a difference; 0: none.
-        ``order``: the next work.
-        ``result``: the answer to the last work.
-        ``payload``: its difference as it travels.
+        ``order``: the next work order.
+        ``result``: the answer to the last work order.
+        ``payload``: the encoded difference of that answer.
     """
 
     name: str
@@ -74,7 +74,7 @@ class HandedWork:
     payload: bytes = b""
 
     def join(self, about: Mapping[str, Any]) -> None:
-        """Do nothing: whoever hands over work knows its clients."""
+        """Do nothing: a simulation knows its clients."""
 
     def next_order(self, limit: float) -> WorkOrder | None:
         order, self.order = self.order, None
@@ -95,7 +95,7 @@ class HandedWork:
         return self.taken
 
     def settle(self, taken: bool) -> None:
-        """Note whether the last answer was taken."""
+        """Store the server's decision: whether it has accepted the client's last answer."""
         if taken and self.left:
             self.kept.keep("left", self.left)
         self.taken = taken
@@ -106,7 +106,7 @@ class HandedWork:
 
 @dataclass
 class TrainedClient:
-    """A client in this process: its loop, its loader, and what hands over its work."""
+    """A simulated client in this process: its training loop, its loader, and its work source."""
 
     job: ClientJob
     loop: Loop
@@ -114,7 +114,7 @@ class TrainedClient:
     source: HandedWork
 
     def work(self, order: WorkOrder) -> WorkAnswer:
-        """Take the local steps of ``order``, and return what they gave."""
+        """Take the local steps of ``order``, and return the answer."""
         self.source.order = order
         self.loader.make_ready(self.loop.position)
         for _ in range(order.steps):
@@ -129,10 +129,10 @@ class TrainedClient:
 def open_client(
     name: str, recipe: Recipe, folder: Path, stack: ExitStack
 ) -> TrainedClient:
-    """Open a client of this process, without its first work.
+    """Open a simulated client in this process; it has no work order yet.
 
-    ``name``: its name. ``recipe``: its recipe. ``folder``: the folder of its run; a run in it goes on. ``stack``:
-    closes what was opened.
+    ``name``: its name. ``recipe``: its recipe. ``folder``: the folder of its run; a run in it is continued. ``stack``:
+    closes the client's resources at its exit.
     """
     job = prepare_client(recipe)
     settings, sources = federation_of(recipe), list[HandedWork]()
@@ -152,7 +152,7 @@ def open_client(
 
 
 class TrainedCohort:
-    """Clients that train as real ones do; implements :class:`weft.federated.client_cohort.ClientCohort`.
+    """Simulated clients that train by the same loop as real ones; a :class:`weft.federated.client_cohort.ClientCohort`.
 
     ``recipes``: the recipe of each client, by its name. ``folder``: where their runs are written. Use it as a context.
     """
@@ -217,7 +217,7 @@ class TrainedCohort:
 def replayed_model(
     server: Recipe, run: Path, clients: Mapping[str, Recipe], folder: Path
 ) -> dict[str, T]:
-    """Return the model to which a virtual clock comes with the events that the server in ``run`` has recorded.
+    """Replay the events that the server in ``run`` has recorded on a virtual clock, and return the final parameters.
 
     ``server``: the server's recipe. ``clients``: the recipe of each client by name. ``folder``: where their runs are
     written.

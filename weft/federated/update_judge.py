@@ -23,8 +23,8 @@ class UpdateJudge:
 
     Attributes:
         ``clip``: norm to which differences are scaled down; 0: none.
-        ``largest``: an update is refused if its norm per step is more than so many times the median of the last
-            accepted ones; 0: none is.
+        ``largest``: largest norm per step of an update, as a multiple of the median of the last accepted ones; an
+            update beyond it is refused. 0: no limit.
         ``norms``: norms per step of the last accepted updates.
     """
 
@@ -33,7 +33,7 @@ class UpdateJudge:
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def accepted(self, difference: Mapping[str, T], steps: int) -> dict[str, T]:
-        """Return ``difference``, clipped if it must be. Raises :class:`WeftError` if it cannot be used."""
+        """Return ``difference``, clipped to the norm ``clip``. Raises :class:`WeftError` if it is refused."""
         check_finite(difference)
         norm = difference_norm(difference)
         if not norm < float("inf"):
@@ -43,7 +43,7 @@ class UpdateJudge:
         return clipped_difference(difference, self.clip)
 
     def judge(self, norm: float) -> None:
-        """Raise :class:`WeftError` if an update of this norm per step is gigantic."""
+        """Raise :class:`WeftError` if ``norm``, the norm per step of an update, is over the limit."""
         if not self.largest or len(self.norms) < ENOUGH:
             return
         usual = statistics.median(self.norms)

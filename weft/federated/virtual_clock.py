@@ -30,7 +30,7 @@ EventKind = Literal["join", "leave", "start", "update", "tick"]
 
 @dataclass(frozen=True)
 class FederationEvent:
-    """What happened at a server at a certain time. A list of events is a whole run; a real server records it.
+    """Event at a server, with its time. The list of all events determines a run; a real server records it.
 
     Attributes:
         ``time``: seconds since the run began, as the policy saw them.
@@ -56,8 +56,8 @@ class FederationEvent:
 
 
 class WorkTime(NamedTuple):
-    """Duration of a client's work in seconds, and whether its answer is lost: then the client is gone at this time, and
-    returns ``away`` seconds later.
+    """Duration of a client's local steps in seconds, and whether the client is lost at their end instead of answering;
+    it then comes back ``away`` seconds later.
     """
 
     seconds: float
@@ -66,7 +66,7 @@ class WorkTime(NamedTuple):
 
 
 class ClientSpeeds(Protocol):
-    """How long clients work on a virtual clock."""
+    """Interface of the simulated durations of clients' local steps."""
 
     def work_time(self, client: str, version: int, steps: int) -> WorkTime:
         """Return how long a client takes for ``steps`` local steps on the model of ``version``."""
@@ -103,8 +103,8 @@ class VirtualClock:
         ``cohort``: the clients.
         ``now``: the virtual time in seconds.
         ``events``: all that has happened.
-        ``last``: the last update of each client that the policy has taken.
-        ``fresh``: makes stale updates fresh; None to take them as they are.
+        ``last``: the last accepted update of each client.
+        ``fresh``: replaces stale updates by estimates; None: stale updates are used as they are.
         ``on_change``: is called after every change of the model.
     """
 
@@ -134,8 +134,8 @@ class VirtualClock:
     def run(self, changes: int, seconds: float = 0.0) -> None:
         """Run until the model has been changed ``changes`` times in all, or ``seconds`` of virtual time are over.
 
-        ``seconds = 0`` sets no limit. All clients join at the beginning. Raises :class:`WeftError` if nobody works and
-        nobody is waited for, so that nothing would ever happen again.
+        ``seconds = 0`` sets no limit. All clients join at the beginning. Raises :class:`WeftError` if no event is left,
+        because all clients are idle and the policy waits for none.
         """
         if not self._joined:
             self._joined = True
@@ -153,9 +153,9 @@ class VirtualClock:
                 self._happen()
 
     def replay(self, events: Iterable[FederationEvent]) -> None:
-        """Follow the events that a real server has recorded, and compute what its clients computed.
+        """Replay the events that a real server has recorded, and train as its clients did.
 
-        Raises :class:`WeftError` if the policy gives out other work than the server has recorded.
+        Raises :class:`WeftError` if the policy orders other work than the server has recorded.
         """
         for event in events:
             self.now = event.time
@@ -171,9 +171,9 @@ class VirtualClock:
                 self._replay_start(event)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the clock, its policy and its clients need to go on, as tensors and plain values.
+        """Return the state of the clock, its policy and its clients, as tensors and plain values.
 
-        The events so far are not part of it.
+        The list of past events is not part of it.
         """
         return {
             "parameters": dict(self.parameters),

@@ -53,11 +53,11 @@ class SimulatedFederation:
     """A simulated federation: clients, clock and policy, made from a recipe.
 
     Attributes:
-        ``clock``: the virtual clock, which has the model.
+        ``clock``: the virtual clock, which holds the model.
         ``cohort``: the clients.
-        ``partition``: whose each sample is.
-        ``held_out``: numbers of the samples that nobody has.
-        ``traffic``: bytes that have travelled.
+        ``partition``: the samples of each client.
+        ``held_out``: numbers of the samples that no client has.
+        ``traffic``: bytes sent so far.
     """
 
     def __init__(self, recipe: Recipe, partition: Partition | None = None) -> None:
@@ -95,7 +95,7 @@ class SimulatedFederation:
             )  # fmt: skip
 
     def score(self) -> dict[str, float]:
-        """Return loss and accuracy of the model on all clients' samples and, if there are some, on those of nobody."""
+        """Return loss and accuracy of the model on all clients' samples and, if there are any, on held-out samples."""
         learned = self.cohort.score(self.clock.parameters)
         values = {"loss": learned.loss, "accuracy": learned.accuracy}
         if len(self.held_out):
@@ -104,7 +104,7 @@ class SimulatedFederation:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the simulation needs to go on."""
+        """Return the state from which the simulation continues."""
         return {
             "clock": self.clock.state_dict(),
             "speeds": self.speeds.state_dict(),
@@ -121,7 +121,7 @@ class SimulatedFederation:
 def virtual_job(
     recipe: Recipe, mesh: Mesh, out: Path | None = None, resume: str | None = None
 ) -> Outcome:
-    """Simulate until the model has changed often enough, the time is over or a signal arrives, and save.
+    """Simulate until the recipe's number of changes or time is reached, or a signal arrives. Saves checkpoints.
 
     ``out``: the folder to create; ``resume``: the run or checkpoint to continue.
     """

@@ -18,7 +18,7 @@ T = torch.Tensor
 
 
 def whole_part(values: T) -> Part:
-    """Return ``values``, a whole logical tensor, as a part."""
+    """Return a part that covers the whole logical tensor ``values``."""
     shape = tuple(values.shape)
     return Part(values, whole_box(shape), Tensor(shape, NAMES[values.dtype]))
 
@@ -27,7 +27,7 @@ def whole_part(values: T) -> Part:
 def gathered_parameters(
     state: State, mesh: Mesh, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, T]:
-    """Return the learning parameters whole, by name, on the first rank; nothing on the other ranks. Collective.
+    """Gather the whole learning parameters, by name, on the first rank; return an empty dict elsewhere. Collective.
 
     ``shapes``: the shape of each learning parameter of the whole model. The tensors are copies on the host.
     """
@@ -41,7 +41,7 @@ def gathered_parameters(
 def gathered_parts(
     own: Mapping[str, Part], mesh: Mesh, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, T]:
-    """Return whole tensors, of which the ranks have parts, on the first rank; nothing on the others. Collective.
+    """Gather the ranks' parts of tensors on the first rank; return an empty dict elsewhere. Collective.
 
     ``own``: this rank's part of each tensor. ``shapes``: the shape of each tensor. The result is a copy on the host.
     """
@@ -96,5 +96,5 @@ def scatter_parts(
 
 
 def zeros_like_held(held: Held) -> Part:
-    """Return a part of zeros in the place of the parameter ``held``."""
+    """Return a part of zeros with the shape and box of the parameter ``held``."""
     return held.part(torch.zeros_like(held.local.detach()))

@@ -42,13 +42,13 @@ LOOK_S = 0.5
 
 @dataclass
 class WorkLoader:
-    """Loader of a client's samples. Between two works it sends what was learned, and takes the next model.
+    """Loader of a client's samples. Between two work orders it sends the update and receives the next model.
 
     Attributes:
-        ``source``: brings work from the server; used on the first rank alone.
+        ``source``: brings work orders from the server; used on the first rank alone.
         ``plain``: the loader of the client's own data.
         ``state``, ``mesh``: what this rank holds, and its position among the ranks of the client.
-        ``present``: the work at hand.
+        ``present``: the work order at hand, with its results so far.
         ``shapes``: the shape of each learning parameter.
         ``samples``: number of samples that the client holds.
         ``batch``: samples of a step.
@@ -56,8 +56,8 @@ class WorkLoader:
         ``rate``: function that returns the learning rate of steps on a version of the model.
         ``recorder``: writes the run's records.
         ``interrupted``: function that returns whether this rank is asked to end the run.
-        ``moments``: whether the optimizer's moments are kept from work to work.
-        ``kept``: what the client keeps over restarts, such as its control variate.
+        ``moments``: whether the optimizer's moments are kept from one work order to the next.
+        ``kept``: state of the client that survives restarts, such as its control variate.
     """
 
     source: WorkSource | None
@@ -98,11 +98,11 @@ class WorkLoader:
         return {}
 
     def is_ready(self, position: int) -> bool:
-        """Return whether the present work has steps left."""
+        """Return whether the present work order has steps left. ``position`` has no effect."""
         return self.left > 0
 
     def make_ready(self, position: int) -> bool:
-        """Send what the last work has given, and wait for the next work. Collective.
+        """Send the answer to the last work order, and wait for the next order. Collective.
 
         Returns False if a rank is asked to end the run meanwhile, or if the server has ended the run.
         """
@@ -124,7 +124,7 @@ class WorkLoader:
 
     @property
     def control(self) -> Mapping[str, T]:
-        """The client's control variate, whole, on the first rank; empty before the first."""
+        """The client's control variate, as whole tensors on the first rank; empty before there is any."""
         return self.kept.groups.get("control", {})
 
     def _sample(self, position: int) -> int:
@@ -222,7 +222,7 @@ class WorkLoader:
         return {name: part.values for name, part in targets.items()}
 
     def send_answer(self) -> None:
-        """Send what the present work has given. Collective."""
+        """Send the answer to the present work order. Collective."""
         order, self.present.order = self.present.order, None
         assert order is not None
         seconds = time.monotonic() - self.began
