@@ -45,7 +45,7 @@ WRITTEN = "document.querySelector('pre').textContent !== ''"
 def dumped_dom(page: Path, ready: str = "true") -> str:
     """What a page has become once its scripts have run, for six seconds of a clock that does not wait.
 
-    A loaded machine loads slowly, in a time that is real: the clock starts with the page, and ``ready`` may come later."""
+    A loaded machine loads slowly, in a time that is real: the clock starts with the page, ``ready`` may come later."""
     with urllib.request.urlopen(
         urllib.request.Request(f"http://{_shared()}/json/new?about:blank", method="PUT")
     ) as answer:

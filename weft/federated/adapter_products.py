@@ -30,7 +30,7 @@ class AdapterProducts:
 
     @classmethod
     def of(cls, names: Mapping[str, object]) -> AdapterProducts:
-        """Return a converter for the adapters among parameters ``names``. Raises :class:`UsageError` if there are none."""
+        """Return a converter for the adapters among ``names``. Raises :class:`UsageError` if there are none."""
         stems = tuple(
             sorted(
                 name.removesuffix(DOWN)

@@ -88,7 +88,7 @@ class FlowerSession:
     said: list[Head] = field(default_factory=list)
 
     def send(self, head: Head, views: Sequence[memoryview] = ()) -> None:
-        """Send work orders, refusals and the end of the run at once; keep other frames to send with the next of these."""
+        """Send work orders, refusals and the end of the run at once; keep other frames for the next of these."""
         if head.get("kind") in ("work", "end", "refused"):
             self.push(self, {**head, "said": self.said}, b"".join(views))
             self.said = []
