@@ -100,7 +100,7 @@ class Lives(World):
             life.regroup()
         elif life.move is LifeMove.AGREE:
             if node._facts is None and node.outcome is None:
-                node.want({FACT: rank.held}, 1e9)
+                node.want({FACT: rank.held, "step": rank.step}, 1e9)
             elif isinstance(node.outcome, View):
                 self.take(rank, node.outcome)
             elif node.outcome is not None:
@@ -109,7 +109,7 @@ class Lives(World):
                 life.refuse(error)
         elif life.move is LifeMove.STAY and node.census.why:
             assert not life.fail(PeerLost(CLOSED), True, rank.step)
-        elif life.move is LifeMove.STAY and node.census.wants_change():
+        elif life.move is LifeMove.STAY and node.census.called:
             life.regroup()
         elif life.move is LifeMove.STAY:
             self.train(rank)
@@ -117,11 +117,8 @@ class Lives(World):
     def take(self, rank: Rank, view: View) -> None:
         rank.node.take()
         recovery = newest_recovery(view.facts)
-        steps = [
-            self.ranks[member.address].step
-            for member in view.members
-            if self.ranks[member.address].held
-        ]
+        # when they agreed, as a rank that was stopped may hear of a view that the others have left long ago
+        steps = [said["step"] for said in view.facts if said[FACT]]
         rank.step = recovery.progress.step if recovery else 0
         assert rank.step >= max(steps, default=0) - 1, "a step is lost that was done"
         rank.enter(view)
@@ -170,21 +167,23 @@ def come_to_the_end(members: int, seed: int) -> None:
     assert len({rank.node.census.epoch for rank in here}) == 1
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(members=st.integers(3, 7), seed=st.integers(0, 100_000))
+@settings(max_examples=40, deadline=None)
+@given(members=st.integers(3, 8), seed=st.integers(0, 1_000_000))
 def test_whoever_lives_comes_to_the_end(members: int, seed: int) -> None:
     """Whatever is lost, stopped or late: no step is lost that was done, and all that are there do the last step."""
     come_to_the_end(members, seed)
 
 
+# a newcomer that thought another stopped refused it for ever; one rank asked for a view, the others heard nothing of it
 @pytest.mark.parametrize(("members", "seed"), [(4, 244), (5, 90198)])
-@pytest.mark.xfail(strict=True, raises=AssertionError)
-def test_ranks_that_never_agree(members: int, seed: int) -> None:
-    """Known fault, about 1 draw in 200: around a stopped rank, some that live wait for the next view for ever.
-
-    In a run the limit of agreement ends the wait, and the ranks that are left do not go on.
-    """
+def test_nobody_waits_alone_around_a_stopped_rank(members: int, seed: int) -> None:
     come_to_the_end(members, seed)
+
+
+@pytest.mark.soak
+def test_long_lives() -> None:
+    for seed in range(2_000_000, 2_004_000):
+        come_to_the_end(3 + seed % 6, seed)
 
 
 class Fake:

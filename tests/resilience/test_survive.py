@@ -17,12 +17,14 @@ from weft.checkpoint.run_state import Progress
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.net.lost import PeerLost
 from weft.recipe import Recipe
 from weft.resilience.life import Life, LifeMove
 from weft.resilience.rank_guard import FROM_START, RankGuard
-from weft.resilience.rank_life import LEAVE
+from weft.resilience.rank_life import LEAVE, RankParty
 from weft.resilience.roster import ask_to_leave, read_roster
 from weft.resilience.views import View
+from weft.train.guard import Regroup
 from weft.train.runs import Resumed
 from weft.train.setup import prepare
 from weft.train.training import train_job
@@ -242,6 +244,22 @@ def test_too_few_started_ranks_are_refused_before_they_wait(
         match=r"has 4 places but 2 ranks were started; start 4 ranks or change --layout",
     ):
         be_rank(job(corpus, layout), None, None, lambda *given: None)
+
+
+@pytest.mark.parametrize(
+    ("why", "called", "error"),
+    [("rank 1 is gone", False, PeerLost), ("", True, Regroup)],
+)
+def test_a_rank_without_a_place_comes_when_the_others_agree(
+    corpus: str, why: str, called: bool, error: type[Exception]
+) -> None:
+    """They wait for it before they let anybody in, and it sees nothing of the steps after which they do so."""
+    party = RankParty(RankGuard(job(corpus, ""), None, None, [], Life(LifeMove.STAY)))
+    looks = iter([False, called])
+    agent = type("Agent", (), {"why": why, "called": property(lambda _: next(looks))})
+    party.membership = cast(Any, agent())
+    with pytest.raises(error):
+        party.wait_for_place()
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -106,6 +106,12 @@ class Census:
         }
         for other in others:
             self.peers[other.address].member = other
+        # nobody withdraws what it knew of other newcomers, as newcomers do not hear each other
+        self.lost = {
+            address: loss
+            for address, loss in self.lost.items()
+            if address in self.peers
+        }
 
     def adopt(self, view: View) -> list[Member]:
         """Make ``view`` the present view, and forget the members that are not in it.

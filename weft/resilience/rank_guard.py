@@ -311,4 +311,4 @@ class RankGuard(Watching):
             self._looked = time.monotonic()
             for number in asked_to_leave(self.run.folder):
                 self.membership.remove(number)
-        return self.slow.rebalance or self.membership.wants_change()
+        return self.slow.rebalance or self.membership.called

@@ -381,9 +381,12 @@ class RankParty:
     def wait_for_place(self) -> NoReturn:
         """Wait until the present view ends, because its layout has no use for this rank.
 
-        Then raise :class:`PeerLost`, so that this rank agrees on the next view.
+        Then raise :class:`PeerLost` or :class:`Regroup`, so that this rank agrees on the next view.
         """
         while not self.membership.why:
+            # the others wait for this rank, too, before they let anybody in
+            if self.membership.called:
+                raise Regroup
             time.sleep(LOOK_S)
         raise PeerLost(self.membership.why)
 
