@@ -478,6 +478,7 @@ def test_the_memory_is_free_again_after_a_failed_upload(
         gc.enable()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_saves_on_a_bad_day_are_right_or_absent(

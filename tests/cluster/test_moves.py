@@ -41,6 +41,7 @@ def move_one(cluster: Cluster, draw: Random) -> None:
             router._move(flight, router.links[draw.choice(others)], after_first=False)
 
 
+@pytest.mark.soak
 def test_moved_again_and_again_the_text_stays() -> None:
     draw = Random(1)
     requests = [

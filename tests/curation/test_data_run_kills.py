@@ -81,7 +81,7 @@ def finish(folder: Path, tree: dict[str, Any]) -> dict[str, bytes]:
     return written(folder)
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.soak)])
 def test_killed_run_ends_in_the_same_files(tmp_path: Path, kills: int) -> None:
     """Kills at events of files, for every day each once, and then to the end."""
     tree = prepare(tmp_path)
@@ -93,7 +93,7 @@ def test_killed_run_ends_in_the_same_files(tmp_path: Path, kills: int) -> None:
     cut_off = 0
     for _ in range(kills):
         shutil.rmtree(tmp_path / "out")
-        for _ in range(2 if kills > 5 else 1):
+        for _ in range(2 if kills > 3 else 1):
             code = start(tmp_path, end=draw.randint(1, events)).wait(60)
             assert code in (0, -signal.SIGKILL)
             cut_off += code != 0

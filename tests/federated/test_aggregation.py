@@ -69,6 +69,7 @@ def shared() -> Iterator[SharedUpdates]:
         yield aggregator
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 2, 7, 16])
 def test_shared_memory_is_the_flat_sum(shared: SharedUpdates, count: int) -> None:
     flat = weighted_sum(updates(count), weights(count))
@@ -104,6 +105,7 @@ def test_a_robust_rule_takes_no_garbage() -> None:
         assert torch.allclose(alike, kept[0]["x"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("process", [False, pytest.param(True, marks=pytest.mark.slow(5))])  # fmt: skip
 def test_a_policy_adds_up_as_its_recipe_says(process: bool) -> None:
     plain = clock(QuadraticCohort([1.0, 5.0, 2.0, 8.0, 3.0]), [1] * 5, steps=2)

@@ -239,6 +239,7 @@ def test_tokens_are_the_same_on_500_voyages(voyage: Voyage, folder: str) -> None
     run_voyage(voyage, folder)
 
 
+@pytest.mark.soak
 def test_a_request_makes_ten_moves(folder: str) -> None:
     """Back and forth, behind every other token, drawn and with guesses; also beside requests that stay."""
     for kind in ("softmax", "latent", "hybrid"):
@@ -279,6 +280,7 @@ def test_a_prompt_that_is_being_read_moves_and_so_does_one_that_waits() -> None:
     assert not source.step() and not source.scheduler.pool.owners
 
 
+@pytest.mark.soak
 def test_siblings_move_each_by_itself() -> None:
     """Before the prompt is read, the next one reads it for the others; afterwards each has what it needs."""
     model, how = model_of("retention"), Sampling(0.9, seed=5)

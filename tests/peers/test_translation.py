@@ -214,6 +214,7 @@ def circle(folder: Path, *how: str) -> Iterator[Processes]:
             processes.end()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("how", "direct"), [((), True), (("--random-fully",), False)])
 def test_translated_peers_share_directly_or_over_a_relay_that_cannot_read(
     tmp_path: Path, how: tuple[str, ...], direct: bool
@@ -267,6 +268,7 @@ def test_translated_peers_share_directly_or_over_a_relay_that_cannot_read(
     )
 
 
+@pytest.mark.soak
 def test_islands_behind_translation_train_through_the_relay(
     tmp_path: Path, command: Command
 ) -> None:

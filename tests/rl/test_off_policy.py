@@ -280,6 +280,7 @@ def test_replay_keeps_the_newest_and_draws_all_of_them() -> None:
     assert torch.equal(batch.actions, batch.observations[:, 0].long() % 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow(5)
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 def test_workers_of_their_own_pace(ratio: float, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ IN_TURN = {"rollout": {"invariant": True}}
 ELSEWHERE = {"rollout": {"ranks": 2, "invariant": True}}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("engines")
 @pytest.mark.parametrize(
     "change",

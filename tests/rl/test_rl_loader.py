@@ -105,6 +105,7 @@ def test_a_run_learns_from_answers_that_it_writes(tmp_path: Path) -> None:
     assert len(policy) == 3 and all(r["entropy"] > 0 for r in policy)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "change",
     [

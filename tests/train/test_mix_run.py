@@ -184,6 +184,7 @@ MOVING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "axes"),
     [
