@@ -6,12 +6,11 @@ import torch
 
 
 class CoordinatedNoise:
-    """The noise of a queue of blocks of frames, for each sample.
+    """Noise for a long video that is sampled in blocks of frames (DualParal).
 
-    The first block's noise is a template of ``first`` frames. A later block has, in random order, the frames of the
-    template that are not at the end of the block before, which is the later block's context. So a block with its
-    context holds every frame of the template once, blocks move alike, and none repeats another. A block's noise depends
-    on the seed, the sample and the block alone.
+    The first block's noise is a template of ``first`` frames. A later block sees the last ``context`` frames of the
+    block before it. Its own noise consists of the template's other frames in random order, so that a block together
+    with its context has every frame of the template once. The noise of a block depends only on seed, sample and block.
 
     Args:
         ``seed``: seed of all samples.

@@ -23,7 +23,7 @@ T = torch.Tensor
 
 
 class DenoisingBlock:
-    """A block of a denoiser. ``block``: the model's block."""
+    """One transformer block of a denoiser. ``block``: the model's block."""
 
     def __init__(self, block: DiffusionBlock) -> None:
         self.block = block
@@ -45,8 +45,8 @@ class Denoiser:
     Attributes:
         ``model``: the model.
         ``settings``: its settings: size of the images, patches, classes.
-        ``process``: how its images become noise.
-        ``blocks``: its blocks, in order.
+        ``process``: the noise process with which the model was trained.
+        ``blocks``: the model's blocks, in order.
     """
 
     def __init__(self, model: DiffusionTransformer) -> None:
@@ -99,16 +99,17 @@ class Denoiser:
     def signals(
         self, time: T, condition: T, patches: Sequence[int] | None = None
     ) -> Signals:
-        """Return what blocks and last layer read beside patches.
+        """Return the conditioning that blocks and last layer read: embedded time and condition, and rotations.
 
-        ``time``, ``condition``: those of a call. ``patches``: numbers of the patches; None: all.
+        ``time`` ``[batch]``; ``condition``: class numbers ``[batch]`` or text states. ``patches``: numbers of the
+        patches; None: all.
         """
         positions = self.positions(len(time), patches)
         signals = self.model.signals(positions, time, condition, self.dtype)
         return self.model.conditioned(signals)
 
     def final(self, x: T, signals: Signals) -> T:
-        """Return the prediction ``[batch, channels, (frames,) height, width]`` of the output ``x`` of all patches."""
+        """Return the prediction ``[batch, channels, (frames,) height, width]`` from ``x``, the last block's output."""
         return unpatchify(self.model.ended(x, signals), self.settings)
 
 
@@ -116,7 +117,7 @@ class Denoiser:
 def seeing_by(
     blocks: Sequence[DiffusionBlock], attend: AttendPatches | None
 ) -> Iterator[None]:
-    """Return a context in which patches of ``blocks`` see each other by ``attend``; None: as the model does it."""
+    """Return a context in which ``attend`` computes the self-attention of ``blocks``; None: as the model does."""
     if attend is None:
         yield
         return

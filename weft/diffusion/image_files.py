@@ -33,10 +33,10 @@ def png_bytes(pixels: np.ndarray) -> bytes:
 
 
 def as_pixels(image: np.ndarray) -> np.ndarray:
-    """Return an image from -1 to 1, ``[channels, height, width]``, as uint8 ``[height, width]`` or ``[..., 3]``.
+    """Convert an image ``[channels, height, width]`` with values from -1 to 1 to uint8 pixels.
 
-    Of other than one or three channels the first is shown. A video ``[channels, frames, height, width]`` becomes a
-    strip of its frames.
+    The result is ``[height, width]`` (grey) or ``[height, width, 3]``. Unless there are one or three channels, only the
+    first is shown. A video ``[channels, frames, height, width]`` becomes a strip of its frames.
     """
     if image.ndim == 4:
         frames = [as_pixels(image[:, i]) for i in range(image.shape[1])]
@@ -52,7 +52,7 @@ def magnified(pixels: np.ndarray) -> np.ndarray:
 
 
 def tiled(rows: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
-    """Return one image of ``rows`` of images of one size (uint8), with gaps between them."""
+    """Arrange ``rows`` of images (uint8, all of one size) in one image, with gaps between them."""
     first = rows[0][0]
     height, width = first.shape[:2]
     columns = max(map(len, rows))

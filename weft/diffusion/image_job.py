@@ -36,7 +36,7 @@ NOT_BESIDE_IMAGES = ("tasks", "rl", "roles", "generate", "control", "stream", "l
 
 @dataclass(frozen=True)
 class ImageJob(Job):
-    """A checked recipe of a diffusion transformer, from which its loaders are made.
+    """A checked recipe of a diffusion transformer that learns from images.
 
     Attributes:
         ``pictures``: the images of the data.
@@ -55,9 +55,10 @@ class ImageJob(Job):
         self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,
         kept: dict[str, Any],
     ) -> ImageLoader:  # fmt: skip
-        """Return the loader of the training images, which asks the model for images as often as it is validated.
+        """Return the loader of the training images.
 
-        It asks where one rank holds the whole model and the images have classes. The arguments are those of
+        If one rank holds the whole model and the images have classes, the loader also has the model sample images at
+        each validation, which are scored. The arguments are those of
         :meth:`Job.training_loader`.
         """
         loader, every = (
@@ -76,7 +77,7 @@ class ImageJob(Job):
 
 
 def holds_all(mesh: Mesh) -> bool:
-    """Return whether a rank can make images alone: whether it is the only one, with all of the model."""
+    """Return whether this rank is the only one and holds the whole model, so that it can sample images by itself."""
     return mesh.layout.world == 1 and mesh.islands == 1
 
 
@@ -104,7 +105,7 @@ def opened_pictures(recipe: Recipe) -> PictureSet:
 
 
 def check_beside_images(recipe: Recipe) -> None:
-    """Raise :class:`UsageError` for the first section that means nothing to a run whose samples are images."""
+    """Raise :class:`UsageError` if the recipe has a section that does not apply to a run on images."""
     for name in NOT_BESIDE_IMAGES:
         if getattr(recipe, name) != type(recipe).model_fields[name].default:
             raise UsageError(
@@ -123,9 +124,9 @@ def check_beside_images(recipe: Recipe) -> None:
 
 
 def prepare_images(recipe: Recipe) -> ImageJob:
-    """Open the images, complete the model's shape, and check that all goes together.
+    """Open the images, complete the model's shape, and check that both fit together.
 
-    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if it does not.
+    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if they do not.
     """
     check_beside_images(recipe)
     pictures = opened_pictures(recipe)
@@ -152,7 +153,7 @@ def prepare_images(recipe: Recipe) -> ImageJob:
 
 
 def about(pictures: PictureSet) -> Mapping[str, Any]:
-    """Return what a model's settings need to know of ``pictures``: size, channels and number of classes."""
+    """Return the model settings that follow from ``pictures``: size, channels and number of classes."""
     _, channels, *size = pictures.pixels.shape
     return {
         "size": tuple(size), "channels": channels, "classes": len(pictures.classes),

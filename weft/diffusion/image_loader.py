@@ -26,11 +26,11 @@ _ROWS, _NOISE = 0x1A6E, 0x4015E
 
 @dataclass(frozen=True)
 class PictureOrder(Order):
-    """Order of images: shuffled anew in every epoch, without end if ``epochs`` is 0.
+    """Order of images: shuffled again in every epoch, endless if ``epochs`` is 0.
 
     Attributes:
         ``indices``: which images of the set are in the order, int64 ``[n]``.
-        ``fixed``: whether the images come in the order of their indices, as those for validation.
+        ``fixed``: whether the images come in the order of their indices (validation) instead of shuffled.
     """
 
     indices: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -54,7 +54,7 @@ class PictureOrder(Order):
 
 
 def drawn_times(settings: DiffusionSettings, numbers: np.random.Generator) -> float:
-    """Return a time at which a sample is noised, between 0 and 1, as ``settings.times`` says."""
+    """Draw the time, between 0 and 1, at which a training sample is noised. ``settings.times``: its distribution."""
     if settings.times == "logit-normal":
         return float(1 / (1 + np.exp(-numbers.standard_normal())))
     return float(numbers.random())
@@ -62,16 +62,16 @@ def drawn_times(settings: DiffusionSettings, numbers: np.random.Generator) -> fl
 
 @dataclass(frozen=True)
 class ImageLoader(Loader):
-    """Makes the batches of one rank from images; samples are dealt to ranks as those of texts are.
+    """Makes the batches of one rank from images. Samples are divided among ranks as samples of text are.
 
-    Noise, time and whether the class is dropped follow from the seed and the sample's number alone, so that every
-    layout sees the same.
+    A sample's noise, its time and whether its class is dropped depend only on the seed and the sample's number, so that
+    every layout trains on the same.
 
     Attributes:
         ``pictures``: all images.
         ``settings``: settings of the model.
         ``seed``: seed of the random numbers.
-        ``asked``: what the loader asks the model during training.
+        ``asked``: questions to the model during training, such as to sample images.
     """
 
     pictures: PictureSet | None = None
@@ -83,12 +83,12 @@ class ImageLoader(Loader):
     def of(
         cls, plain: Loader, pictures: PictureSet, settings: DiffusionSettings, seed: int
     ) -> ImageLoader:
-        """Return a loader that deals samples as ``plain`` does. The other arguments are the attributes of the class."""
+        """Return a loader with the samples of ``plain``. The other arguments are the attributes of this class."""
         given = {each.name: getattr(plain, each.name) for each in fields(plain)}
         return cls(**given, pictures=pictures, settings=settings, seed=seed)
 
     def questions(self) -> dict[str, AskedQuestions]:
-        """Return what the loader asks the model: to make images, which are scored."""
+        """Return the questions to the model during training: to sample images, which are scored."""
         return dict(self.asked)
 
     def _assemble(self, ranges: list[range], place: int, count: int) -> Batch:

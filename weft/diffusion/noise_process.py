@@ -19,14 +19,14 @@ LEVELS = 1000
 
 
 class Amounts(NamedTuple):
-    """What a noised image is made of: ``signal`` times the image plus ``noise`` times Gaussian noise."""
+    """Coefficients of a noised image: it is ``signal`` times the image plus ``noise`` times Gaussian noise."""
 
     signal: T
     noise: T
 
 
 class Parts(NamedTuple):
-    """An image and the noise that together are a noised image."""
+    """The image and the noise of which a noised image consists."""
 
     image: T
     noise: T
@@ -34,9 +34,9 @@ class Parts(NamedTuple):
 
 @cache
 def log_signal_table(schedule: str) -> np.ndarray:
-    """Return the logarithm of the share of the image in the variance, float64 ``[LEVELS + 1]``, from 0 falling.
+    """Return log(alpha bar), the logarithm of the image's share in the variance, as float64 ``[LEVELS + 1]``.
 
-    The first entry is of the image itself, and the others are of the levels.
+    The values fall. The first entry, 0, is that of the image itself; the others are those of the noise levels.
 
     ``schedule``: "linear" (Ho et al. 2020) or "cosine" (Nichol & Dhariwal 2021, with betas of at most 0.999).
     """
@@ -51,7 +51,7 @@ def log_signal_table(schedule: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class NoiseProcess:
-    """How images become noise, by time from 0 (noise) to 1 (image).
+    """Noise process of diffusion: how an image turns into noise, as a function of time from 0 (noise) to 1 (image).
 
     ``target``: what the model predicts, "flow", "epsilon", "v" or "x"; ``schedule``: name of the table of levels for
     all but "flow". Level ``n`` of a table is at time ``1 - (n + 1) / LEVELS``, so that time 1 is the image itself;
@@ -81,12 +81,12 @@ class NoiseProcess:
         return Amounts((log_signal / 2).exp(), (-log_signal.expm1()).sqrt())
 
     def noised(self, image: T, noise: T, time: T) -> T:
-        """Return ``image`` ``[batch, ...]`` with ``noise`` of the same shape as it is at ``time`` ``[batch]``."""
+        """Return ``image`` ``[batch, ...]`` mixed with ``noise`` of the same shape as at ``time`` ``[batch]``."""
         signal, amount = self._beside(image, time)
         return signal * image + amount * noise
 
     def target_of(self, image: T, noise: T, time: T) -> T:
-        """Return what the model is to predict for :meth:`noised`."""
+        """Return the target of the model's prediction for :meth:`noised` with the same arguments."""
         if self.target == "flow":
             return image - noise
         if self.target == "v":
@@ -95,7 +95,7 @@ class NoiseProcess:
         return noise if self.target == "epsilon" else image
 
     def parts(self, noised: T, predicted: T, time: T) -> Parts:
-        """Return image and noise of which ``noised`` ``[batch, ...]`` consists by what the model has ``predicted``."""
+        """Split ``noised`` ``[batch, ...]`` into image and noise, according to the model's prediction ``predicted``."""
         signal, amount = self._beside(noised, time)
         if self.target == "flow":
             return Parts(noised + amount * predicted, noised - signal * predicted)

@@ -33,18 +33,18 @@ T = torch.Tensor
 
 
 class NamedTable(NamedTuple):
-    """A table as options name it: its ``word``, such as ``pcpp:part=0.3``, and its number of ``ranks``."""
+    """A sampling table by its ``word``, such as ``pcpp:part=0.3``, and its number of ``ranks``."""
 
     word: str
     ranks: int
 
 
 def table_of_options(layout: Layout, stale: int | None, table: str) -> NamedTable:
-    """Return which table ``--layout``, ``--stale`` and ``--table`` name.
+    """Return the sampling table that the options ``--layout``, ``--stale`` and ``--table`` name.
 
     ``layout``: cp cuts the image into bands, pp cuts the layers. ``stale``: how many steps old the keys of other ranks
-    are; None: not given. ``table``: name and settings of a table; "": not given. Raises :class:`UsageError` for options
-    that name none.
+    are; None: not given. ``table``: name and settings of a table; "": not given. Raises :class:`UsageError` for
+    options that contradict each other or name no table.
     """
     sizes = {"cp": layout.cp, "pp": layout.pp}
     if layout.world != max(sizes.values()):
@@ -93,11 +93,11 @@ def settings_with_frames(settings: DiffusionSettings, frames: int) -> DiffusionS
 
 
 def asked_conditions(settings: DiffusionSettings, count: int, classes: str = "") -> T:
-    """Return the number of the class of each of ``count`` samples ``[count]``.
+    """Return the class number of each of ``count`` samples, int64 ``[count]``.
 
-    ``classes``: numbers of classes with commas between, which are taken in turn; "none": no class; "": all classes in
-    turn. The number of classes stands for no class. Raises :class:`UsageError` for a class that the model does not
-    know, and for a model that reads texts.
+    The number of classes stands for no class. ``classes``: class numbers with commas between, to be used in turn;
+    "none": no class; "": all classes in turn. Raises :class:`UsageError` for an unknown class, and for a model that is
+    conditioned on texts.
     """
     known = settings.classes
     if settings.text:
@@ -120,11 +120,11 @@ def asked_conditions(settings: DiffusionSettings, count: int, classes: str = "")
 
 
 class TableSampling:
-    """Samples of a diffusion transformer by a sampling table.
+    """Sampling from a diffusion transformer over several ranks, by a sampling table.
 
     Args:
         ``denoiser``: the transformer.
-        ``request``: what to sample, and how.
+        ``request``: the samples to make, and the sampler.
         ``table``: the table's word and ranks.
         ``frames``: frames of a video; 0: as many as the model was trained on.
         ``dropped``: the condition that stands for none.
@@ -133,7 +133,7 @@ class TableSampling:
 
     Attributes:
         ``runnable``: the table, validated.
-        ``settings``: settings of the model, with the size of what is sampled.
+        ``settings``: settings of the model, with the size of the samples.
         ``bytes_sent``: bytes that this rank has sent.
     """
 
@@ -208,9 +208,10 @@ class TableSampling:
         conditions: T,
         run: Callable[[RunnableTable, PatchDenoiser, SolverSteps, SampleSource], SamplingRun],
     ) -> tuple[T | None, SamplingRun]:  # fmt: skip
-        """Return the samples ``first`` and following, and what this rank has measured; no samples on later ranks.
+        """Return a batch of samples, None on all ranks but the first, and this rank's measurements.
 
-        ``conditions``: what they are to be. ``run``: runs the table, such as
+        ``first``: number of the batch's first sample. ``conditions``: condition of each sample. ``run``: runs the
+        table, such as
         :func:`weft.diffusion.sampling_ranks.run_over_ranks`.
         """
         count, request = len(conditions), self.request
@@ -247,7 +248,7 @@ class TableSampling:
         return torch.cat(there) if there else None
 
     def as_threads(self) -> T:
-        """Return what :meth:`over_ranks` does, with all ranks as threads of this process."""
+        """Return the samples that :meth:`over_ranks` returns, with all ranks as threads of this process."""
         from weft.diffusion.threads_as_ranks import run_as_threads
 
         def run(

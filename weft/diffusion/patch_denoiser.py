@@ -19,7 +19,7 @@ T = torch.Tensor
 
 
 class PreparedTokens(NamedTuple):
-    """What the layers need for some tokens.
+    """Inputs that all layers share for some tokens of a sample.
 
     ``signals``: rotations of the tokens and what conditions their blocks; ``places``: where the tokens are.
     """
@@ -29,11 +29,11 @@ class PreparedTokens(NamedTuple):
 
 
 class PatchDenoiser:
-    """A diffusion transformer for :class:`weft.diffusion.sampling_run.TokenDenoiser`.
+    """Diffusion transformer as a :class:`weft.diffusion.sampling_run.TokenDenoiser`.
 
     Args:
         ``denoiser``: the transformer.
-        ``conditions``: what each sample is to be: numbers of classes ``[samples]``, or text states.
+        ``conditions``: condition of each sample: class numbers ``[samples]``, or text states.
         ``times``: the time of each step.
         ``guidance``: scale of classifier-free guidance; 1: none. Otherwise a batch has every sample twice, with and
             without its condition.
@@ -57,7 +57,7 @@ class PatchDenoiser:
         self.conditions = torch.cat((conditions, without)[: self.copies])
 
     def own(self) -> PatchDenoiser:
-        """Return a copy with modules of its own and the same weights, for a thread of its own."""
+        """Return a copy for another thread, with its own modules that share the weights."""
         model = self.denoiser.model
         weights = {id(p): p for p in (*model.parameters(), *model.buffers())}
         copy = PatchDenoiser.__new__(PatchDenoiser)
@@ -66,14 +66,14 @@ class PatchDenoiser:
         return copy
 
     def prepare(self, places: T, step: int) -> PreparedTokens:
-        """Return what all layers need for the tokens at ``places`` ``[tokens]`` of a sample, in step ``step``."""
+        """Return the inputs that all layers share for the tokens at ``places`` ``[tokens]`` in step ``step``."""
         times = torch.full((len(self.conditions),), self.times[step], dtype=torch.float64)  # fmt: skip
         times = times.to(places.device)
         signals = self.denoiser.signals(times, self.conditions, places.tolist())
         return PreparedTokens(signals, places)
 
     def embed(self, latents: T, prepared: PreparedTokens) -> T:
-        """Return the input of the first layer, of latents ``[samples, tokens, values]``."""
+        """Return the first layer's input for ``latents`` ``[samples, tokens, values]``."""
         positions = prepared.places.expand(len(latents), -1)
         hidden = self.denoiser.model.embedded(latents, positions)
         return torch.cat([hidden] * self.copies)
@@ -89,7 +89,7 @@ class PatchDenoiser:
         return self.denoiser.blocks[index](hidden, prepared.signals, with_keys)
 
     def final(self, hidden: T, prepared: PreparedTokens) -> T:
-        """Return the prediction ``[samples, tokens, values]``, guided."""
+        """Return the prediction ``[samples, tokens, values]``, with classifier-free guidance applied."""
         predicted = self.denoiser.model.ended(hidden, prepared.signals)
         if self.copies == 1:
             return predicted
@@ -98,9 +98,9 @@ class PatchDenoiser:
 
 
 class SolverSteps:
-    """A sampler for :class:`weft.diffusion.sampling_run.TokenSampler`: a step of a table is one of its evaluations.
+    """Sampler as a :class:`weft.diffusion.sampling_run.TokenSampler`: a table's step is one evaluation of the model.
 
-    ``solver``: the sampler; ``process``: how images become noise; ``times``: rising, from noise to image.
+    ``solver``: the sampler; ``process``: the noise process; ``times``: rising, from noise to image.
 
     Attributes:
         ``evaluations``: the time of each evaluation.
@@ -124,9 +124,9 @@ class SolverSteps:
                 return evaluations
 
     def update(self, latents: T, velocity: T, step: int, memory: dict[str, Any]) -> T:
-        """Return what the sampler wants evaluated after ``step``, or the finished latents.
+        """Return the latents to evaluate after ``step``, or the finished latents.
 
-        ``memory``: holds the sampler under way, which remembers what it needs of one block.
+        ``memory``: holds the state of the sampler for one block.
         """
         if "solving" not in memory:
             memory["solving"] = self.solver(self.process, self.times, latents)

@@ -28,7 +28,7 @@ MOST_PIXELS = 1 << 18
 def picture_questions(
     model: DiffusionTransformer, real: PictureSet, recorder: RunRecords, every: int
 ) -> dict[str, AskedQuestions]:
-    """Return what asks ``model`` for images every ``every`` steps, and records how good they are.
+    """Return a question that has ``model`` sample images every ``every`` steps, and records their scores.
 
     The images begin with the same noise each time, and are of all classes in turn. ``real``: the images to score
     against. ``recorder``: gets a record of kind "pictures".

@@ -17,10 +17,10 @@ MOST_VALUES = 1024
 
 
 class PictureScores(NamedTuple):
-    """How good images are.
+    """Quality of images.
 
-    ``accuracy``: share of the images that the classifier takes for their class; ``frechet``: Frechet distance of their
-    values from those of real images.
+    ``accuracy``: share of the images that a classifier assigns to their class; ``frechet``: Frechet distance of their
+    pixels from those of real images.
     """
 
     accuracy: float
@@ -28,7 +28,7 @@ class PictureScores(NamedTuple):
 
 
 def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
-    """Return the Frechet distance of two sets of vectors ``[n, values]``, taken for Gaussian (Dowson & Landau 1982)."""
+    """Return the Frechet distance of two sets of vectors ``[n, values]``, taken as Gaussian (Dowson & Landau 1982)."""
     means = first.mean(0), second.mean(0)
     a, b = (np.cov(x, rowvar=False) for x in (first, second))
     # the trace of the root of a b is the sum of the roots of the eigenvalues of root(a) b root(a)
@@ -61,14 +61,14 @@ class PictureJudge:
         return weights
 
     def values_of(self, pixels: np.ndarray) -> np.ndarray:
-        """Return images as vectors ``[images, values]``; of large ones, every second, third ... pixel."""
+        """Return images as vectors ``[images, values]``; large images are subsampled to every k-th pixel."""
         every = 1
         while pixels[0, ..., ::every, ::every].size > MOST_VALUES:
             every += 1
         return pixels[..., ::every, ::every].reshape(len(pixels), -1).astype(np.float64)
 
     def score(self, images: np.ndarray, labels: np.ndarray) -> PictureScores:
-        """Return how good ``images`` are. ``labels``: their classes ``[images]``."""
+        """Return accuracy and Frechet distance of ``images``. ``labels``: their classes ``[images]``."""
         values = self.values_of(images)
         accuracy = 0.0
         if self.real.classes:

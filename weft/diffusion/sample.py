@@ -20,10 +20,10 @@ Predict = Callable[[T, T, T], T]
 
 
 def seeded_noise(shape: Sequence[int], seed: int, number: int, block: int = 0) -> T:
-    """Return the noise that image ``number`` of a ``seed`` begins with, float32 ``[*shape]``.
+    """Return the initial noise of image ``number``, float32 ``[*shape]``.
 
-    It depends on nothing else, so that it is the same in every batch and on every rank. ``block``: number of the block
-    of frames, for videos that are made block by block.
+    It depends only on the arguments, and so is the same in every batch and on every rank. ``block``: number of the
+    block of frames, for videos that are sampled block by block.
     """
     key = [seed % 2**64, (number << 24) + block]
     drawn = np.random.Generator(np.random.Philox(key=key))
@@ -39,7 +39,7 @@ def solver_of(name: str) -> Solver:
 def guided(predict: Predict, scale: float, dropped: T | int) -> Predict:
     """Return ``predict`` with classifier-free guidance (Ho & Salimans 2022).
 
-    The prediction without a condition is moved ``scale`` times the way to the prediction with one; 1: no guidance.
+    The result is ``without + scale * (with - without)``, of the predictions with and without condition; 1: no guidance.
     ``dropped``: the condition that stands for none.
     """
     if scale == 1:
@@ -60,13 +60,13 @@ def guided(predict: Predict, scale: float, dropped: T | int) -> Predict:
 
 @dataclass
 class Picture:
-    """An image that is being made.
+    """An image that is being sampled.
 
     Attributes:
         ``condition``: number of its class, or text states.
-        ``solving``: its sampler.
-        ``query``: what the sampler wants next; None once the image is there.
-        ``image``: the image; None before.
+        ``solving``: the generator of its sampler.
+        ``query``: the evaluation that the sampler needs next; None once the image is finished.
+        ``image``: the finished image; None before.
         ``steps``: number of predictions so far.
     """
 
@@ -77,7 +77,7 @@ class Picture:
     steps: int = 0
 
     def advance(self, predicted: T | None) -> None:
-        """Go on with ``predicted``, or begin if it is None."""
+        """Pass the prediction ``predicted`` to the sampler; None starts the sampler."""
         self.steps += predicted is not None
         try:
             self.query = (
@@ -115,7 +115,7 @@ def advance_pictures(pictures: Sequence[Picture], predict: Predict) -> None:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Images to make.
+    """Request to sample images.
 
     Attributes:
         ``conditions``: number of the class of each image, or its text states.
@@ -142,7 +142,7 @@ def sample(
 ) -> T:  # fmt: skip
     """Return the images of ``request``, ``[images, *shape]``.
 
-    ``predict``: the model. ``process``: how its images become noise. ``shape``: that of an image. ``dropped``: the
+    ``predict``: the model. ``process``: its noise process. ``shape``: shape of an image. ``dropped``: the
     condition that stands for none, for guidance. ``passed``: called with the number of finished images.
     """
     if request.guidance != 1 and request.guidance < 0:

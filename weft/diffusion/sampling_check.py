@@ -26,7 +26,7 @@ EXACT = "exact"
 
 
 def validate_sampling(table: SamplingTable) -> SamplingTable:
-    """Return the table if it samples; else raise :class:`SamplingTableError`.
+    """Return the table if it computes a whole sample; else raise :class:`SamplingTableError`.
 
     Every layer of every block is computed once in every step, and each block's latents stay with one rank. A row
     attends to all of its own keys, to no token twice, and to nothing that is computed later or before the first step.
@@ -137,13 +137,13 @@ def _check_order(lowered: Table) -> None:
 
 
 class RunnableTable:
-    """A sampling table that is known to run, with its transfers.
+    """A validated sampling table, with the transfers between its ranks.
 
     Attributes:
         ``source``: the sampling table.
         ``actions``: its actions, with the row of each.
         ``lowered``: the actions with sends, receives and frees.
-        ``window``: most messages that are under way between two ranks, if no rank waits for another one's room.
+        ``window``: largest number of messages in flight between two ranks if senders never block.
     """
 
     def __init__(self, source: SamplingTable) -> None:

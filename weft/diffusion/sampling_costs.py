@@ -13,7 +13,7 @@ from weft.schedule.simulate import Costs, Simulation, simulate
 
 @dataclass(frozen=True)
 class DenoiserSizes:
-    """Sizes of a denoiser and of what it denoises, from which operations and bytes follow.
+    """Sizes of a denoiser and its batch, from which operations and bytes follow.
 
     Attributes:
         ``width``: width of the model.
@@ -21,7 +21,7 @@ class DenoiserSizes:
         ``values``: values of a token.
         ``rows``: rows of a batch: samples, twice as many with guidance.
         ``text``: tokens of the text that cross-attention reads; 0: there is none.
-        ``bytes``: bytes of an activation.
+        ``bytes``: bytes per element of an activation.
     """
 
     width: int
@@ -32,11 +32,11 @@ class DenoiserSizes:
     bytes: int = 2
 
     def projection(self, tokens: int) -> float:
-        """Return the operations to project queries, keys and values of ``tokens`` tokens in a layer."""
+        """Return the floating-point operations of a layer's query, key and value projections for ``tokens`` tokens."""
         return self.rows * tokens * 6.0 * self.width**2
 
     def rest(self, tokens: int, keys: int) -> float:
-        """Return the operations of the rest of a layer for ``tokens`` tokens that attend to ``keys`` keys."""
+        """Return the floating-point operations of the rest of a layer for ``tokens`` tokens with ``keys`` keys."""
         feed_forward = 4.0 * self.width * self.ffn
         attention = 4.0 * keys * self.width + 2.0 * self.width**2
         text = (4.0 * self.text * self.width + 4.0 * self.width**2) * bool(self.text)
@@ -51,8 +51,8 @@ class SamplingDevice:
         ``flops``: operations per second in large products.
         ``bandwidth``: bytes per second that a rank sends.
         ``latency``: seconds of the smallest transfer.
-        ``overhead``: seconds that a layer takes at least, however few its tokens.
-        ``half``: number of tokens with which a device reaches half of ``flops``.
+        ``overhead``: shortest time of a layer in seconds, however few its tokens.
+        ``half``: number of tokens at which the device reaches half of ``flops``.
     """
 
     flops: float
@@ -62,12 +62,12 @@ class SamplingDevice:
     half: float = 0.0
 
     def seconds(self, operations: float, tokens: int) -> float:
-        """Return the time of ``operations`` for ``tokens`` tokens, of which the products are."""
+        """Return the seconds of ``operations`` in matrix products over ``tokens`` tokens."""
         return operations / self.flops * (tokens + self.half) / tokens
 
 
 def denoised_tokens(runnable: RunnableTable, row: DenoisingRow) -> int:
-    """Return the number of tokens that a row computes, those that join it included."""
+    """Return the number of tokens that a row computes, including joined tokens of other blocks."""
     blocks = runnable.source.blocks
     joined = runnable.actions.joined(row)
     return sum(blocks[block] for block in row.queries) + sum(
@@ -76,7 +76,7 @@ def denoised_tokens(runnable: RunnableTable, row: DenoisingRow) -> int:
 
 
 def seen_tokens(runnable: RunnableTable, row: DenoisingRow) -> float:
-    """Return to how many keys a token of a row attends, on average."""
+    """Return the mean number of keys to which a token of a row attends."""
     source = runnable.source
     if source.window is None:
         return float(sum(key.end - key.first for key in row.keys))
@@ -88,7 +88,7 @@ def seen_tokens(runnable: RunnableTable, row: DenoisingRow) -> float:
 def value_bytes(
     runnable: RunnableTable, sizes: DenoiserSizes
 ) -> Callable[[Value], float]:
-    """Return a function from a value to its bytes: of keys and values, latents and hidden states."""
+    """Return a function that gives the bytes of each value of a table: keys and values, latents, or hidden states."""
     actions = runnable.actions
 
     @cache
@@ -107,7 +107,7 @@ def value_bytes(
 
 
 def bytes_between(runnable: RunnableTable, sizes: DenoiserSizes) -> dict[tuple[int, int], float]:  # fmt: skip
-    """Return the bytes that each rank sends to each other one in the whole table."""
+    """Return the bytes that travel in the whole table, by the pair (sender, receiver)."""
     of, total = value_bytes(runnable, sizes), dict[tuple[int, int], float]()
     for action in runnable.lowered:
         if action.kind == "SEND":
@@ -119,7 +119,7 @@ def bytes_between(runnable: RunnableTable, sizes: DenoiserSizes) -> dict[tuple[i
 def simulated_sampling(
     runnable: RunnableTable, sizes: DenoiserSizes, device: SamplingDevice
 ) -> Simulation:
-    """Simulate a sampling table: when each rank computes what, what travels when, and how much memory values take.
+    """Simulate a sampling table: the times of computations and transfers, and the memory of values.
 
     A rank's link is shared by the copies of a value that it sends to several ranks, and transfers run beside the
     computation. Memory is in bytes and without weights.

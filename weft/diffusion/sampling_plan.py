@@ -27,15 +27,15 @@ MEASURED = 4
 
 @dataclass(frozen=True)
 class PlannedTable:
-    """A table with what it costs and what it loses.
+    """A sampling table with its simulated cost and its measured error.
 
     Attributes:
-        ``word``: the table.
-        ``seconds``: simulated time of the samples.
-        ``bytes``: bytes that travel, over all ranks.
-        ``memory``: most bytes of latents, activations and keys on a rank, without weights.
-        ``synchronous``: number of steps that lose nothing.
-        ``error``: relative distance of samples from exact ones.
+        ``word``: name and settings of the table.
+        ``seconds``: simulated time to sample.
+        ``bytes``: bytes sent by all ranks together.
+        ``memory``: largest number of bytes of latents, activations and keys on a rank, without weights.
+        ``synchronous``: number of steps without stale keys.
+        ``error``: relative distance of the samples from exact ones.
         ``refused``: why the table is not possible; empty if it is.
     """
 
@@ -56,11 +56,11 @@ def planned_tables(
     frames: int = 0,
     words: tuple[str, ...] = (),
 ) -> list[PlannedTable]:
-    """Return all tables for ``request``, the fastest first, then those that are not possible.
+    """Return the sampling tables for ``request``, the fastest first and impossible ones last.
 
-    ``denoiser``: the model. ``ranks``: number of devices. ``device``: what they are, for the simulation. ``frames``:
-    those of a video; 0: as many as the model was trained on. ``words``: the tables; empty: exact, and each with its own
-    settings. The error is measured by sampling with all ranks as threads of this process.
+    ``denoiser``: the model. ``ranks``: number of devices. ``device``: their speed, for the simulation. ``frames``:
+    frames of a video; 0: as many as the model was trained on. ``words``: the tables to compare; empty: "exact" and all
+    schemes, with default settings. The error is measured by sampling with all ranks as threads of this process.
     """
     dropped = denoiser.settings.classes
     few = replace(request, conditions=request.conditions[:MEASURED])

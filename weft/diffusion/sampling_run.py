@@ -34,10 +34,10 @@ class TokenDenoiser(Protocol):
     copies: int
 
     def prepare(self, places: T, step: int) -> Any:
-        """Return what all layers need for the tokens at ``places`` ``[tokens]`` of a sample, in step ``step``."""
+        """Return the inputs that all layers share for the tokens at ``places`` ``[tokens]`` in step ``step``."""
 
     def embed(self, latents: T, prepared: Any) -> T:
-        """Return the input of the first layer, of latents ``[samples, tokens, values]``."""
+        """Return the first layer's input for ``latents`` ``[samples, tokens, values]``."""
 
     def layer(self, index: int, hidden: T, prepared: Any, attend: Attend) -> T:
         """Return the output of a layer, which calls ``attend`` once."""
@@ -47,19 +47,19 @@ class TokenDenoiser(Protocol):
 
 
 class TokenSampler(Protocol):
-    """The rule by which a predicted velocity changes latents; whatever it remembers is of one block."""
+    """Interface of samplers: how a predicted velocity changes the latents of a block."""
 
     def update(self, latents: T, velocity: T, step: int, memory: dict[str, Any]) -> T:
-        """Return the latents after ``step``. ``memory``: what the rule keeps of a block from step to step."""
+        """Return the latents after ``step``. ``memory``: state of the sampler for one block, kept between steps."""
 
 
 @dataclass
 class SamplingRun:
-    """Measurements of a rank's part of a table.
+    """Measurements of one rank while it ran its part of a sampling table.
 
     Attributes:
         ``bytes_sent``: bytes that the rank has sent.
-        ``peak_bytes``: most bytes of values (latents, activations, keys) that the rank held at once.
+        ``peak_bytes``: largest number of bytes of values (latents, activations, keys) that the rank held at once.
         ``actions``: number of actions of each kind.
         ``order``: blocks in the order in which they were finished, each with the number of updates of latents that this
             rank had made before.
@@ -72,7 +72,7 @@ class SamplingRun:
 
 
 class SampleSource(NamedTuple):
-    """What a sample is made from, and where its blocks go.
+    """Source of the initial noise, and receiver of the finished blocks of samples.
 
     Attributes:
         ``batch``: number of samples.
@@ -81,7 +81,7 @@ class SampleSource(NamedTuple):
         ``noise``: returns the noise ``[samples, tokens, values]`` of tokens ``first`` to ``end - 1`` of a block. It
             must not depend on the rank.
         ``take``: called on rank 0 with each finished block, and its latents ``[samples, tokens, values]``.
-        ``device``: where it is computed.
+        ``device``: device of all tensors.
     """
 
     batch: int
@@ -95,7 +95,7 @@ class SampleSource(NamedTuple):
 def value_specs(
     runnable: RunnableTable, denoiser: TokenDenoiser, source: SampleSource
 ) -> Callable[[Value], Specs]:
-    """Return a function that knows the shape and type of every value that travels."""
+    """Return a function that gives the shape and dtype of every value that is sent."""
     actions, blocks = runnable.actions, runnable.source.blocks
     rows = source.batch * denoiser.copies
 

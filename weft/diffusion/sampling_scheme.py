@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class SamplingSettings(Section):
-    """Settings of a sampling table that has none."""
+    """Empty settings, for sampling schemes without any."""
 
 
 class SamplingScheme:
-    """A system that samples over ranks: decides which rank computes which tokens, from keys of which age.
+    """Base class of schemes for sampling over ranks: which rank computes which tokens, with keys of which age.
 
     ``settings``: the technique's settings, as ``--table NAME:KEY=VALUE`` gives them.
     """
@@ -24,7 +24,7 @@ class SamplingScheme:
         self.settings = settings
 
     def table(self, shape: SamplingShape) -> SamplingTable:
-        """Return the table for what ``shape`` describes. Raises
+        """Return the table that samples ``shape``. Raises
         :class:`weft.diffusion.sampling_table.SamplingTableError` if there is none.
         """
         raise NotImplementedError

@@ -17,8 +17,8 @@ WAIT_S, STOPPED_S = 600, 10
 
 
 def launch_sampling(ranks: int) -> int | None:
-    """Start this command on ``ranks`` ranks and return the exit code. Return None in a process that is a rank itself,
-    or if there is only one.
+    """Start this command on ``ranks`` ranks and return the exit code. Returns None in a process that is itself a rank,
+    or for a single rank.
     """
     if ranks == 1 or in_ranks():
         return None

@@ -64,12 +64,12 @@ class DenoisingRow(NamedTuple):
 
 
 class SamplingTableError(WeftError):
-    """Raised for a table that samples nothing, or something else; the message names the row, the block or the rank."""
+    """Raised for a table that does not compute a sample; the message names the row, the block or the rank."""
 
 
 @dataclass(frozen=True)
 class SamplingShape:
-    """What is to be sampled, and on how many ranks.
+    """Size of a sampling problem: steps, layers, tokens and ranks.
 
     Attributes:
         ``ranks``: number of ranks.
@@ -89,23 +89,23 @@ class SamplingShape:
 
     @property
     def noun(self) -> str:
-        """The word for the units in error lines."""
+        """Name of the units in error lines."""
         return "frames" if self.video else "rows of patches"
 
 
 @dataclass(frozen=True)
 class SamplingTable:
-    """A way to sample, as a table.
+    """A way to sample over ranks, as a table of rows.
 
     Attributes:
-        ``name``: the scheme.
+        ``name``: name of the scheme.
         ``ranks``: number of ranks.
         ``steps``, ``layers``: numbers of steps and of the denoiser's layers.
         ``blocks``: tokens of each block of a sample.
         ``rows``: the rows; each rank computes its own in this order.
         ``unit``: tokens of a row of patches or of a frame.
-        ``window``: how many units before and after its own a token sees, of keys that are not ``far``; None: all that
-            its row lists.
+        ``window``: how many units before and after its own unit a token attends to, except for keys that are ``far``;
+            None: no limit.
     """
 
     name: str
@@ -139,7 +139,7 @@ class SamplingTable:
         return (row for row in self.rows if row.rank == rank)
 
     def synchronous(self) -> int:
-        """Return the number of steps whose rows all attend to whole blocks of their own step alone."""
+        """Return the number of steps whose rows attend only to whole blocks of the same step."""
         lossy = {
             row.step
             for row in self.rows
@@ -149,7 +149,7 @@ class SamplingTable:
         return self.steps - len(lossy)
 
     def exact(self) -> bool:
-        """Return whether the table computes what one device computes."""
+        """Return whether the table computes the same as one device."""
         return self.synchronous() == self.steps and self.window is None
 
 
@@ -159,7 +159,7 @@ def whole_block(table_blocks: tuple[int, ...], block: int, age: int = 0) -> KeyB
 
 
 def cut_units(shape: SamplingShape, parts: int) -> tuple[int, ...]:
-    """Return the tokens of each of ``parts`` bands of ``shape``, as even as whole units allow.
+    """Divide the units of ``shape`` into ``parts`` bands, as evenly as possible; return the tokens of each band.
 
     Raises :class:`SamplingTableError` if there are fewer units than parts.
     """
@@ -172,7 +172,7 @@ def cut_units(shape: SamplingShape, parts: int) -> tuple[int, ...]:
 
 
 def cut_layers(layers: int, ranks: int) -> tuple[LayerRange, ...]:
-    """Return the layers of each of ``ranks`` stages. Raises :class:`SamplingTableError` if a stage would have none."""
+    """Divide ``layers`` evenly into ``ranks`` stages. Raises :class:`SamplingTableError` if a stage would have none."""
     if ranks > layers:
         raise SamplingTableError(
             f"{layers} layers cannot be cut into {ranks} stages; take fewer ranks"
@@ -182,7 +182,7 @@ def cut_layers(layers: int, ranks: int) -> tuple[LayerRange, ...]:
 
 
 def exact_table(shape: SamplingShape) -> SamplingTable:
-    """Return the table without any loss: each rank has a band, and attends to all keys of the same step."""
+    """Return the exact table: each rank computes a band of tokens, which attends to all keys of the same step."""
     blocks = cut_units(shape, shape.ranks)
     every = tuple(whole_block(blocks, block) for block in range(shape.ranks))
     layers = LayerRange(0, shape.layers)

@@ -20,7 +20,7 @@ T = torch.Tensor
 
 
 class Query(NamedTuple):
-    """What a sampler wants a prediction for: ``noised`` images ``[batch, ...]``, all at ``time``."""
+    """Request of a sampler to the model: predict for ``noised`` images ``[batch, ...]``, all at ``time``."""
 
     noised: T
     time: float
@@ -31,7 +31,7 @@ Solving = Generator[Query, T, T]
 
 
 class Solver(Protocol):
-    """Interface of samplers (kind "sampler")."""
+    """Interface of diffusion samplers (kind "sampler"): a generator that yields queries and returns the image."""
 
     def __call__(
         self, process: NoiseProcess, times: tuple[float, ...], x: T
@@ -45,8 +45,8 @@ class Solver(Protocol):
 def sample_times(process: NoiseProcess, steps: int) -> tuple[float, ...]:
     """Return ``steps + 1`` rising times from noise to image.
 
-    They are evenly spaced for a flow. For a table of levels they are those of levels that are evenly spaced from the
-    last to the first, rounded, and the image itself at the end, as in diffusers with ``timestep_spacing="linspace"``.
+    For a flow they are evenly spaced. For a table of levels they are the times of levels evenly spaced from the last to
+    the first, rounded, then the image itself, as in diffusers with ``timestep_spacing="linspace"``.
     Raises :class:`UsageError` for no steps.
     """
     if steps < 1:
@@ -59,14 +59,14 @@ def sample_times(process: NoiseProcess, steps: int) -> tuple[float, ...]:
 
 
 class AmountsAt(NamedTuple):
-    """The amounts of image and noise at a time, as numbers."""
+    """Amounts of image and noise at one time, as Python numbers."""
 
     signal: float
     noise: float
 
     @property
     def log_ratio(self) -> float:
-        """Half the logarithm of the signal-to-noise ratio, ``lambda`` in Lu et al. 2022; infinite without either."""
+        """Half the logarithm of the signal-to-noise ratio, ``lambda`` in Lu et al. 2022; infinite if either is 0."""
         if not self.signal:
             return -math.inf
         return math.log(self.signal / self.noise) if self.noise else math.inf
@@ -79,7 +79,7 @@ def amounts_at(process: NoiseProcess, time: float) -> AmountsAt:
 
 
 def predicted_image(process: NoiseProcess, query: Query, predicted: T) -> T:
-    """Return the image that a prediction for ``query`` stands for."""
+    """Return the clean image that the prediction ``predicted`` for ``query`` implies."""
     x = query.noised
     time = torch.full((len(x),), query.time, dtype=torch.float64, device=x.device)
     return process.parts(x, predicted, time).image

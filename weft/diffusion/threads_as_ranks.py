@@ -41,7 +41,7 @@ class MemoryWire:
         self.bytes_sent = 0
 
     def send(self, value: Value, payload: Any, target: int, window: int) -> None:
-        """Hand ``payload`` to rank ``target``; it is a copy, as it would be elsewhere."""
+        """Send a copy of ``payload`` to rank ``target``."""
         self.bytes_sent += payload.numel() * payload.element_size()
         self.queues[self.rank, target].put((value, payload.clone()))
 
@@ -74,7 +74,7 @@ def run_as_threads(
 ) -> list[SamplingRun]:
     """Run all ranks of a sampling table as threads of this process, and return the measurements of each.
 
-    ``denoiser``: called for the denoiser of each rank, all with the same weights. Raises the first error of a rank.
+    ``denoiser``: returns a new denoiser for each rank, all with the same weights. Raises the first error of a rank.
     """
     ranks = runnable.source.ranks
     queues: dict[tuple[int, int], SimpleQueue[tuple[Value, Any]]] = defaultdict(

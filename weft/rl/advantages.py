@@ -25,7 +25,7 @@ Reward = float | Sequence[float]
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """A sampled answer with its reward, and what is known of its tokens.
+    """A sampled answer with its reward, and log-probabilities and values of its tokens.
 
     Arrays have an entry for each token of prompt and answer, ``[n]``; only entries where ``learns`` is true are read.
 
@@ -35,7 +35,7 @@ class ScoredAnswer:
         ``old``: log-probabilities under the policy before the update, float64; None: not computed.
         ``reference``: log-probabilities under the reference model, float64; None: not computed.
         ``values``: the critic's prediction before each token was written, float64; None: there is no critic.
-        ``token_rewards``: rewards that came with single tokens, such as those of turns, float64; None: none did.
+        ``token_rewards``: rewards of single tokens, such as those at the ends of turns, float64; None: there are none.
     """
 
     reward: Reward
@@ -50,8 +50,8 @@ class ScoredAnswer:
 class TokenAdvantages:
     """Advantages of the tokens of one answer.
 
-    ``advantage``: float64 ``[n]`` for the tokens of prompt and answer, 0 where nothing is learned. ``returns``: what
-    the critic should have predicted, float64 ``[n]``; None without a critic.
+    ``advantage``: float64 ``[n]`` for the tokens of prompt and answer, 0 where nothing is learned. ``returns``: target
+    of the critic's prediction, float64 ``[n]``; None without a critic.
     """
 
     advantage: np.ndarray
@@ -68,7 +68,7 @@ def advantages(
 
     ``rewards``: the rewards of each group of answers to one question; NaN: not scored. Such an answer gets advantage 0,
     and does not count in means. ``weights``: weight of each judge if answers have several rewards; empty: all 1.
-    ``penalties``: what is subtracted from the summed rewards of each answer; empty: nothing. Raises :class:`WeftError`
+    ``penalties``: number to subtract from the summed rewards of each answer; empty: nothing. Raises :class:`WeftError`
     if the settings ask for advantages of tokens, which :func:`token_advantages` computes.
     """
     if settings.advantage in ("returns", "gae"):

@@ -16,7 +16,7 @@ LONGEST_NUMBER, TAIL = 60, 10_000
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number of a text; None if its end has none, or if the number is too long to be meant."""
+    """Return the last number in the end of a text; None if there is none, or if it has too many digits."""
     last = ""
     for match in NUMBER.finditer(text[-TAIL:]):
         last = match.group()

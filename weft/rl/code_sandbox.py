@@ -16,10 +16,10 @@ PROGRAM = Path(__file__).with_name("sandbox_process.py")
 
 
 class CodeSandbox:
-    """A process that runs code, each time in a new process that has no rights.
+    """Sandbox: a process that runs code, each time in a new child process without network and file access.
 
     ``modules``: modules that the code may import beside the standard library. ``seconds``, ``megabytes``: limits of
-    each run. Raises :class:`UsageError` where the computer does not let the process leave its network and files.
+    each run. Raises :class:`UsageError` if the system does not permit this isolation.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class CodeSandbox:
         self._process = self._start()
 
     def passes(self, code: str, tests: Sequence[str], setup: str = "") -> list[bool]:
-        """Run ``code``, then ``setup``, then each of ``tests``, and return for each test whether it raises nothing.
+        """Run ``code``, then ``setup``, then each of ``tests``; return for each test whether it raises no error.
 
         If the code does not end in time, or ends its process, no test passes.
         """

@@ -35,7 +35,7 @@ class Curriculum:
     Attributes:
         ``passed``, ``answers``: for each level, the sum of rewards and the number of answers, of which older ones
             count less.
-        ``memory``: number of answers after which a result of a level counts 1/e of what it did.
+        ``memory``: number of later answers on a level after which the weight of a result has fallen to 1/e.
         ``floor``: least chance of a level beside that of an even choice, from 0 to 1.
     """
 

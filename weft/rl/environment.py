@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class EnvironmentStep(NamedTuple):
-    """What an environment answers to an action.
+    """Result of an action in an environment.
 
     ``observation``: messages that the agent sees next, such as results of tools; ``reward``: reward of the action;
     ``done``: whether the task is over.
@@ -51,7 +51,7 @@ class Environment:
         return ReadAction(action, ())
 
     def step(self, action: str) -> EnvironmentStep:
-        """Act as the text ``action`` says, and return what comes of it. Never executes the text as code."""
+        """Take the action in the text ``action``, and return its result. Never executes the text as code."""
         raise NotImplementedError
 
     def close(self) -> None:

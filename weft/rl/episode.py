@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class TurnEncoder(Protocol):
-    """Interface of what turns messages of a conversation into token ids."""
+    """Interface of encoders from messages of a conversation to token ids."""
 
     def first(self, messages: Messages, tools: Messages) -> list[int]:
-        """Return the ids of the first messages, up to where the policy is to write."""
+        """Return the ids of the first messages, up to the beginning of the policy's turn."""
 
     def following(self, messages: Messages, last: int) -> list[int]:
-        """Return the ids of messages behind a turn of the policy, up to where it is to write again.
+        """Return the ids of the messages after a turn of the policy, up to the beginning of its next turn.
 
-        ``last``: the last token id of its turn.
+        ``last``: the last token id of the policy's turn.
         """
 
     def text(self, ids: Sequence[int]) -> str:
@@ -78,10 +78,10 @@ class ChatTurns:
         return [int(i) for i in self.encoder.prompt(messages, tools or None)]
 
     def following(self, messages: Messages, last: int) -> list[int]:
-        """Return the ids that the template writes behind the words of a turn of the assistant.
+        """Return the ids that the template writes after the text of an assistant's turn.
 
-        The template renders a conversation of other words, of which only the part behind them is used. The token that
-        ends the turn is left out if the policy has written it already.
+        The template renders a placeholder conversation, of which only the part after the placeholder is used. The token
+        that ends the turn is left out if the policy has written it already.
         """
         before = [
             {"role": "user", "content": _ASKED},
@@ -107,25 +107,25 @@ class ChatTurns:
 
 
 class Episode:
-    """A trajectory while it is written: the policy writes behind :attr:`ids`, and :meth:`take` takes its turn.
+    """A trajectory in progress: the policy continues :attr:`ids`, and :meth:`take` adds its turn.
 
     Arguments:
         ``environment``: environment of this episode alone.
         ``question``: the question that it begins with.
-        ``encoder``: encodes what the environment says.
+        ``encoder``: encodes the environment's messages.
         ``turns``: most turns of the policy.
-        ``room``: most tokens of the whole text before a turn.
+        ``room``: largest number of tokens of the whole text before a turn.
         ``name``: name of the trajectory.
         ``seed``: seed from which the seeds of all turns follow.
         ``seconds``: longest time of the environment for a turn; 0: no limit.
 
-    Raises :class:`UsageError` if the first turn begins behind more tokens than ``room``, and :class:`WeftError` if the
+    Raises :class:`UsageError` if the first turn begins after more tokens than ``room``, and :class:`WeftError` if the
     environment takes too long to begin.
 
     Attributes:
         ``ids``: all token ids so far.
         ``done``: whether the episode is over.
-        ``why``: why it ended before the environment said so; empty if it did not.
+        ``why``: reason of an end that the environment did not decide; empty otherwise.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Episode:
         return Random(f"turn {self._seed}/{self._written}").getrandbits(48)
 
     def take(self, answer: WrittenAnswer) -> None:
-        """Take the policy's next turn, let the environment act, and put what it says behind it.
+        """Add the policy's next turn, let the environment act on it, and append the environment's messages.
 
         An episode also ends if its turns or its room are used up, if the turn was cut off, and if the environment
         fails or takes too long; ``why`` then says so. The reward of a turn on which the environment failed is None.
@@ -241,9 +241,9 @@ def _source(message: dict[str, object]) -> str:
 
 
 def write_episodes(episodes: Sequence[Episode], source: RolloutSource) -> list[Trajectory]:  # fmt: skip
-    """Let a policy write all turns of all ``episodes``, those of the same turn together, and return the trajectories.
+    """Write all turns of all ``episodes`` in batches of the same turn, and return the trajectories.
 
-    ``source``: writes what the policy writes.
+    ``source``: generates the policy's turns.
     """
     while going := [episode for episode in episodes if not episode.done]:
         requests = [

@@ -76,7 +76,7 @@ def written_groups(
 
 
 def episode_answer(episode: Episode, start: int) -> WrittenAnswer:
-    """Return all that stands behind the first ``start`` tokens of an episode as one answer, with its reward."""
+    """Return everything after the first ``start`` tokens of an episode as one answer, with its reward."""
     trajectory = episode.trajectory
     text = trajectory.sequence()
     failed = episode.why if trajectory.turns[-1].reward is None else ""

@@ -44,7 +44,7 @@ def network_outputs(layers: Sequence[ActingLayer], rows: np.ndarray) -> np.ndarr
 
 
 class ChosenAction(NamedTuple):
-    """Action as replay keeps it (``kept``: a choice, or numbers from -1 to 1), and as the environment takes it."""
+    """An action as replay keeps it (``kept``: a choice, or numbers from -1 to 1) and as the environment takes it."""
 
     kept: np.ndarray
     native: np.ndarray
@@ -74,8 +74,8 @@ def exploring_action(
 ) -> ChosenAction:
     """Return an action of the policy for one ``observation``, ``[observed]``, with its exploration.
 
-    Of choices it is the one of the highest value or, with the probability ``explore``, any. Numbers are drawn from a
-    Gaussian that tanh squashes.
+    Among choices it is the one with the highest value or, with probability ``explore``, a random one. Continuous
+    actions are drawn from a Gaussian that tanh squashes.
     """
     dtype = layers[0].weight.dtype
     if form.choices:

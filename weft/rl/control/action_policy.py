@@ -72,7 +72,7 @@ def perceptron(
 
 
 class ActionPolicy(nn.Module):
-    """Actor and critic with a trunk each.
+    """Actor and critic, as two separate networks.
 
     ``form``: what the environment observes, and how it is acted on; ``kind``: "categorical", "gaussian" or "beta";
     ``hidden``: widths of hidden layers; ``seed``: seed of the initial weights.

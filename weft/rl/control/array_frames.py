@@ -86,6 +86,6 @@ def pipe_ends() -> tuple[FramePipe, FramePipe]:
 
 
 def readable_pipes(pipes: Collection[FramePipe], seconds: float) -> list[FramePipe]:
-    """Return those of ``pipes`` at which something has arrived; wait up to so many ``seconds`` for the first."""
+    """Return the pipes that have something to read; wait up to ``seconds`` for the first."""
     ready = set(wait([pipe.fileno() for pipe in pipes], seconds))
     return [pipe for pipe in pipes if pipe.fileno() in ready]

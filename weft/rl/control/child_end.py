@@ -13,7 +13,7 @@ END_S = 5
 
 
 def how_ended(process: subprocess.Popen[bytes]) -> str:
-    """Return how ``process``, whose pipe has closed, has ended, such as "was killed (SIGKILL)"."""
+    """Describe how ``process`` has ended after its pipe was closed, such as "was killed (SIGKILL)"."""
     try:
         code = process.wait(END_S)
     except subprocess.TimeoutExpired:

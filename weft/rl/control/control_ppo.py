@@ -33,10 +33,11 @@ class CollectedSteps:
     """Steps that the environments of a rank have taken with one policy; arrays are ``[steps, environments, ...]``.
 
     Attributes:
-        ``observations``, ``actions``, ``log_probabilities``: what was observed, what was done, and how likely it was.
-        ``advantages``, ``returns``: what the policy and the critic learn.
-        ``learns``: whether a step counts; those of a dropped episode do not.
-        ``first``: number of the first environment among all of the run.
+        ``observations``, ``actions``, ``log_probabilities``: the observations, the actions taken, and their
+            log-probabilities under the policy.
+        ``advantages``, ``returns``: targets of the policy and of the critic.
+        ``learns``: whether a step counts; steps of a dropped episode do not.
+        ``first``: number of the rank's first environment among all environments of the run.
     """
 
     observations: np.ndarray
@@ -63,7 +64,7 @@ class EpisodeCount:
 
 
 class RunningEpisodes:
-    """Returns and lengths of the episodes under way in ``count`` environments; ``ended`` has those that ended."""
+    """Returns and lengths of the running episodes in ``count`` environments; ``ended`` sums those that ended."""
 
     def __init__(self, count: int) -> None:
         self._return, self._own = np.zeros(count), np.zeros(count)
@@ -73,7 +74,7 @@ class RunningEpisodes:
     def add(
         self, rewards: np.ndarray, own: np.ndarray, ended: np.ndarray, lost: np.ndarray
     ) -> None:
-        """Add a step: rewards, own rewards, whether an episode ended with it, and whether it was lost."""
+        """Add one step of all environments: rewards, own rewards, and which episodes ended or were lost."""
         self._return += rewards
         self._own += own
         self._steps += 1
@@ -190,7 +191,7 @@ def collect_steps(
 
 
 class OwnShare(NamedTuple):
-    """A minibatch, as one rank sees it.
+    """One rank's share of a minibatch.
 
     ``rows``: this rank's transitions in it, as indices ``step x environments + environment`` into its own; ``size``:
     number of transitions in it over all ranks.

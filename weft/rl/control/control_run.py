@@ -33,7 +33,7 @@ from weft.train.training import Outcome
 def control_job(
     recipe: Recipe, mesh: Mesh, out: Path | None = None, resume: str | None = None
 ) -> Outcome:
-    """Learn until the recipe's transitions are used or a signal arrives, evaluate, and save. Collective.
+    """Train until the recipe's number of transitions is reached or a signal arrives; evaluate and save. Collective.
 
     ``out``: the folder to create; ``resume``: the run or checkpoint to continue.
     """

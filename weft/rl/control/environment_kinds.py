@@ -23,15 +23,15 @@ class ControlEnvironment(Protocol):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode; return its first observation, and facts about it."""
+        """Begin an episode; return its first observation, and a dict of further information."""
 
     def step(self, action: Any) -> Any:
-        """Act; return observation, reward, whether terminated, whether truncated, and facts."""
+        """Take an action; return observation, reward, terminated, truncated, and a dict of further information."""
 
 
 @dataclass(frozen=True)
 class ActionForm:
-    """What an environment observes, and how it is acted on.
+    """Form of an environment's observations and actions.
 
     Attributes:
         ``observed``: number of components of an observation.
@@ -61,7 +61,7 @@ class ActionForm:
 
 
 def action_form(environment: ControlEnvironment) -> ActionForm:
-    """Return what ``environment`` observes and how it is acted on.
+    """Return the form of observations and actions of ``environment``.
 
     Raises :class:`WeftError` if observations are no vectors or labels, or actions neither choices nor numbers.
     """
@@ -235,7 +235,7 @@ class LineWalk:
         return np.array([self._place, self._speed]), {}
 
     def step(self, action: Any) -> Any:
-        """Push; return observation, reward, terminated, truncated and no facts."""
+        """Push left, right or not at all; return observation, reward, terminated, truncated and an empty dict."""
         force = float(np.asarray(action).reshape(-1)[0])
         if not self._continuous:
             force -= 1.0
@@ -250,7 +250,7 @@ class LineWalk:
 
 
 def form_from_words(words: Mapping[str, Any]) -> ActionForm:
-    """Return the form that :func:`form_in_words` has turned into plain values."""
+    """Restore a form from the plain values that :func:`form_in_words` returned."""
     bounds = {key: tuple(words[key]) for key in ("low", "high")}
     return ActionForm(**{**words, **bounds})
 

@@ -32,12 +32,12 @@ class PoolStep:
     """Result of one step of all environments of a pool; arrays are over the environments.
 
     Attributes:
-        ``observations``: what to act on next, ``[environments, observed]``.
-        ``finals``: observations after the step; where an episode has ended they differ from ``observations``.
+        ``observations``: observations for the next action, ``[environments, observed]``.
+        ``finals``: observations after the step; they differ from ``observations`` where an episode has ended.
         ``rewards``: rewards to learn from.
         ``own``: the environments' own rewards.
-        ``terminated``: whether an episode has come to its end, after which nothing is worth anything.
-        ``truncated``: whether an episode was cut off, which says nothing about what would have come.
+        ``terminated``: whether an episode has reached a terminal state, whose value is 0.
+        ``truncated``: whether an episode was cut off at a limit, so that its last state still has a value.
         ``dropped``: whether the environment was lost, so that its episode does not count.
     """
 
@@ -58,10 +58,10 @@ class ProcessEnd(NamedTuple):
 
 
 class EnvironmentProcess:
-    """A process that holds some environments, seen from its parent.
+    """Parent's handle of a process that steps some environments.
 
-    ``about``: what to make, as :class:`EnvironmentPool` says; ``numbers``: numbers of the environments among all of the
-    run.
+    ``about``: settings of the environments, as for :class:`EnvironmentPool`; ``numbers``: numbers of the environments
+    among all environments of the run.
     """
 
     def __init__(self, about: Mapping[str, Any], numbers: Sequence[int]) -> None:
@@ -109,7 +109,7 @@ class EnvironmentProcess:
         return f"{which} (process {pid})"
 
     def take_answer(self) -> dict[str, np.ndarray] | ActionForm | ProcessEnd:
-        """Return what has arrived: arrays of a step, the form of new environments with arrays, or why it failed."""
+        """Return the message that has arrived: the arrays of a step, the form of new environments, or an error."""
         assert self.process is not None
         try:
             frame = self.pipe.receive()
@@ -136,7 +136,7 @@ class EnvironmentProcess:
 
 
 class EnvironmentPool:
-    """Environments ``numbers`` of a run, in processes, stepped together.
+    """Vectorised environments: the environments ``numbers`` of a run, in processes, stepped together.
 
     Args:
         ``about``: settings of the environments: ``environment``, ``settings``, ``time_limit``, ``reward``, ``progress``
@@ -147,10 +147,10 @@ class EnvironmentPool:
         ``seeds``: numbers from which seeds are drawn, together with the number of the environment.
 
     Attributes:
-        ``form``: what the environments observe, and how they are acted on.
-        ``observations``: what to act on next, ``[environments, observed]``.
+        ``form``: form of observations and actions.
+        ``observations``: observations for the next action, ``[environments, observed]``.
         ``dropped``: number of episodes that were lost with their process.
-        ``lines``: lines about lost processes that nobody has printed yet.
+        ``lines``: lines about lost processes that are still to be printed.
 
     As a context manager it ends the processes at exit. Raises :class:`UsageError` if the environment cannot be made.
     """

@@ -38,7 +38,7 @@ def episode_seed(*numbers: int) -> int:
 
 
 class EpisodeRunner:
-    """One environment with its reward, whose episodes follow each other.
+    """One environment with its reward; a new episode begins when one ends.
 
     ``about``: what :class:`weft.rl.control.environment_pool.EnvironmentPool` sends; ``number``: number of the
     environment among all of the run; ``seed``: seed of its first episode.
@@ -96,7 +96,7 @@ class EpisodeRunner:
 
 
 def end_with_parent() -> None:
-    """Let this process end with its parent, and leave Ctrl-C to the parent."""
+    """Make this process end when its parent ends, and ignore Ctrl-C, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -110,7 +110,7 @@ def in_words(error: BaseException) -> str:
 
 
 def is_usage(error: BaseException) -> bool:
-    """Return whether ``error`` is Weft's own line for a user, which needs no name of its class."""
+    """Return whether ``error`` is an error line of Weft's own for a user's mistake."""
     from weft.errors import WeftError
 
     return isinstance(error, WeftError)

@@ -23,10 +23,10 @@ class MethodStep(NamedTuple):
 
 
 class ControlMethod(Protocol):
-    """Method by which a policy learns, as the run takes it.
+    """Interface of learning methods, such as PPO, to the run.
 
-    ``tensors``: what checkpoints keep, by name; ``parameters``: number of parameters; ``facts``: what a resumed run
-    must have alike.
+    ``tensors``: tensors to checkpoint, by name; ``parameters``: number of parameters; ``facts``: settings in which a
+    resumed run must agree.
     """
 
     tensors: Mapping[str, torch.Tensor]

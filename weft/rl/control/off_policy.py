@@ -50,13 +50,13 @@ AT_ONCE = 64
 
 
 class WorkerProcess:
-    """A worker, seen from the learner. ``number``: number of its environment.
+    """Learner's handle of a worker process. ``number``: number of the worker's environment.
 
     Attributes:
         ``pipe``: end of the pipe to it.
-        ``heard``: when its last transition came, by the monotonic clock.
-        ``failures``: times that it was lost since its last transition.
-        ``lives``: times that it was started anew.
+        ``heard``: time of its last transition, by the monotonic clock.
+        ``failures``: how often it was lost since its last transition.
+        ``lives``: how often it was restarted.
     """
 
     def __init__(self, number: int) -> None:
@@ -114,14 +114,14 @@ class WorkerProcess:
 
 
 class OffPolicy:
-    """Deep Q-learning or soft actor-critic with asynchronous workers, as a run takes it, step by step.
+    """Deep Q-learning or soft actor-critic with asynchronous workers, as a run calls it step by step.
 
     ``recipe``: recipe with the section ``[control]``; ``mesh``: mesh of its single rank.
 
     Attributes:
-        ``tensors``: what checkpoints keep, by name; the replay too.
+        ``tensors``: tensors to checkpoint, by name, including the replay buffer.
         ``parameters``: number of parameters.
-        ``facts``: what a resumed run must have alike.
+        ``facts``: settings in which a resumed run must agree.
         ``updates``: number of updates so far.
     """
 
@@ -185,7 +185,7 @@ class OffPolicy:
         worker.heard = time.monotonic()
 
     def resume(self, begun: int, updates: int) -> None:
-        """Begin to act, after ``begun`` steps of the run with ``updates`` updates."""
+        """Start the workers, after ``begun`` steps of the run with ``updates`` updates."""
         self._begun, self.updates = begun, updates
         if updates:
             self._publish()
@@ -205,7 +205,7 @@ class OffPolicy:
         self._version = self._published.publish(explore, self._flat())
 
     def take_step(self, number: int) -> MethodStep:
-        """Learn until ``control.every`` more transitions have come; the run's step ``number``, from 0."""
+        """Take the run's step ``number``, from 0: learn until ``control.every`` more transitions have come."""
         settings = self._settings
         aim = min((number + 1) * settings.every, settings.transitions)
         before, updates = self._replay.added, self.updates

@@ -31,10 +31,10 @@ EXPLORE = 4
 
 
 class ActingWorker:
-    """What a worker does, step by step, in whatever process.
+    """A worker: acts in one environment with the newest weights, and returns transitions.
 
-    ``runner``: its environment; ``sizes``: widths of the policy's network; ``seeds``: numbers on which its random
-    numbers depend.
+    ``runner``: the environment; ``sizes``: widths of the policy's network; ``seeds``: seeds of the worker's random
+    numbers.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ActingWorker:
         runner.begin(episode_seed(*seeds))
 
     def step(self, newest: WeightsVersion) -> dict[str, np.ndarray]:
-        """Act once by the weights ``newest``, at random if there are none, and return the transition by names."""
+        """Act once with the weights ``newest`` (at random without any), and return the transition as arrays by name."""
         before = self._runner.observation
         form = self._runner.form
         if newest.version:

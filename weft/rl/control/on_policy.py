@@ -32,7 +32,7 @@ T = torch.Tensor
 
 
 def environment_words(settings: Control) -> dict[str, Any]:
-    """Return what a process needs to know to make the environments of ``settings``, as plain values."""
+    """Return the fields of ``settings`` that a process needs to create environments, as plain values."""
     keys = {"environment", "settings", "time_limit", "reward", "progress", "terms"}
     return settings.model_dump(mode="json", include=keys)
 
@@ -57,10 +57,10 @@ def summing_over(mesh: Mesh) -> SumOverRanks:
 def cut_off(
     store: dist.Store, key: str, horizon: int, enough: int
 ) -> Callable[[int], bool]:
-    """Return whether a rank shall stop collecting, as a function of the steps that it has taken.
+    """Return a function that says, given the number of steps taken, whether this rank shall stop collecting.
 
-    It stops as soon as ``enough`` ranks have all ``horizon`` steps. ``store``: store of all ranks; ``key``: under which
-    they are counted there.
+    A rank stops as soon as ``enough`` ranks have taken all ``horizon`` steps. ``store``: store of all ranks; ``key``:
+    key of the count of finished ranks in it.
     """
 
     def stops(taken: int) -> bool:
@@ -86,7 +86,7 @@ class SeenObservations:
         }
 
     def add(self, rows: np.ndarray, policy: ActionPolicy, add_up: SumOverRanks) -> None:
-        """Add this rank's observations ``[rows, observed]``, and set what ``policy`` normalises with. Collective."""
+        """Add this rank's observations ``[rows, observed]``, and set the normalisation of ``policy``. Collective."""
         values = torch.from_numpy(rows)
         counted = torch.cat([torch.tensor([float(len(rows))]).double(), values.sum(0)])
         add_up(counted)
@@ -108,15 +108,15 @@ class SeenObservations:
 
 
 class OnPolicy:
-    """Proximal policy optimisation as a run takes it, step by step.
+    """Proximal policy optimisation (PPO), as a :class:`weft.rl.control.method_step.ControlMethod`.
 
     ``recipe``: recipe with the section ``[control]``; ``mesh``: mesh of the run's ranks; ``begun``: number of steps
-    that the run has taken before, by which its environments get other seeds.
+    that the run has taken before, from which the environments' seeds follow.
 
     Attributes:
-        ``tensors``: what checkpoints keep, by name.
+        ``tensors``: tensors to checkpoint, by name.
         ``parameters``: number of parameters.
-        ``facts``: what a resumed run must have alike.
+        ``facts``: settings in which a resumed run must agree.
     """
 
     def __init__(self, recipe: Recipe, mesh: Mesh) -> None:
@@ -162,7 +162,7 @@ class OnPolicy:
             self._pool = self._open_pool(begun)
 
     def take_step(self, number: int) -> MethodStep:
-        """Collect steps and learn from them; the run's step ``number``, from 0. Collective."""
+        """Take the run's step ``number``, from 0: collect steps and learn from them. Collective."""
         settings, begun = self._settings, time.perf_counter()
         if settings.decay:
             self._optimizer.param_groups[0]["lr"] = settings.lr * (

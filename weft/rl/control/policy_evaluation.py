@@ -44,10 +44,10 @@ def evaluate_policy(
 ) -> Evaluated | None:
     """Run ``settings.episodes`` episodes with the policy's best actions. Collective.
 
-    Every environment has an equal share of the episodes, so that short episodes do not count more often. ``best``: the
-    best actions for observations ``[environments, observed]``; ``about``: argument of :class:`EnvironmentPool`;
-    ``processes``: number of processes of each rank; ``stops``: whether the run is to end at once. Returns None in that
-    case.
+    Every environment runs an equal share of the episodes, so that short episodes do not count more often. ``best``:
+    returns the best actions for observations ``[environments, observed]``; ``about``: argument of
+    :class:`EnvironmentPool`; ``processes``: number of processes of each rank; ``stops``: returns whether the run is to
+    end at once. Returns None in that case.
     """
     count = min(settings.episodes, max(settings.environments, LEAST))
     first, last = part(count, mesh.layout.dp, mesh.rank("dp"))

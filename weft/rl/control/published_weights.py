@@ -25,8 +25,9 @@ class WeightsVersion(NamedTuple):
 
 
 class PublishedWeights:
-    """Memory for ``count`` numbers of the type ``dtype``. ``handle``: handle of the memory to use, which another
-    process may have made.
+    """Shared memory in which a learner publishes weights to its workers: ``count`` numbers of the type ``dtype``.
+
+    ``handle``: file descriptor of the memory; None creates it.
     """
 
     def __init__(self, count: int, dtype: str, handle: int | None = None) -> None:
@@ -55,7 +56,7 @@ class PublishedWeights:
         return other
 
     def newest(self, known: WeightsVersion) -> WeightsVersion:
-        """Return the newest version, which is ``known`` itself if there is none newer."""
+        """Return the newest version of the weights, or ``known`` itself if it is the newest."""
         while (version := self._read_version()) != known.version:
             weights = self._place(version).copy()
             explore = float(np.frombuffer(self._memory[8:16])[0])

@@ -22,9 +22,9 @@ T = torch.Tensor
 
 
 class StoredLearner(Protocol):
-    """Learner whose policy acts by one perceptron.
+    """Interface of learners from a replay buffer, whose policy is one perceptron.
 
-    ``acting``: that perceptron; ``sizes``: its widths; ``tensors``: what checkpoints keep, by name.
+    ``acting``: that perceptron; ``sizes``: its widths; ``tensors``: tensors to checkpoint, by name.
     """
 
     acting: nn.Sequential
@@ -34,7 +34,7 @@ class StoredLearner(Protocol):
     def update(
         self, batch: Transitions, draw: np.random.Generator
     ) -> dict[str, float | T]:
-        """Learn from a minibatch. ``draw``: source of all noise. Returns what is recorded, by name."""
+        """Learn from a minibatch. ``draw``: source of all noise. Returns metrics by name."""
 
 
 def move_average(target: nn.Module, model: nn.Module, share: float) -> None:

@@ -13,7 +13,7 @@ T = torch.Tensor
 
 
 class Transitions(NamedTuple):
-    """Transitions as rows: what was observed, done and earned, whether it terminated, and what was observed next."""
+    """Transitions as rows: observations, actions, rewards, whether they terminated, and the next observations."""
 
     observations: T
     actions: T
@@ -28,8 +28,8 @@ class TransitionReplay:
     ``form``: form of the environment; ``dtype``: type of the numbers; ``device``: where they are kept.
 
     Attributes:
-        ``tensors``: what checkpoints keep, by name.
-        ``added``: number of transitions so far, of which the oldest may be gone.
+        ``tensors``: tensors to checkpoint, by name.
+        ``added``: number of transitions added so far, including overwritten ones.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TransitionReplay:
         terminated: bool,
         following: np.ndarray,
     ) -> None:
-        """Keep a transition, in place of the oldest if there is no room. ``following``: what was observed next."""
+        """Add a transition; it overwrites the oldest if the buffer is full. ``following``: the next observation."""
         at = self.added % self._capacity
         values = (observation, action, reward, terminated, following)
         for rows, value in zip(self._rows, values, strict=True):
