@@ -20,6 +20,20 @@ def write_pictures(folder: Path, height: int = 5, width: int = 6) -> str:
     return str(folder)
 
 
+def write_videos(folder: Path) -> str:
+    """Nine grey videos of two classes, whose frames no patch of two divides, and no patch their height."""
+    rng = np.random.default_rng(0)
+    for i in range(9):
+        place = folder / "ab"[i % 2]
+        place.mkdir(exist_ok=True)
+        np.save(place / f"{i}.npy", rng.integers(0, 256, (3, 5, 6)).astype(np.uint8))
+    return str(folder)
+
+
+#: What a recipe of these videos has in ``[data]``.
+OF_VIDEOS = {"kind": "videos", "settings": {"frames": 3}}
+
+
 def picture_recipe(
     folder: str, settings: dict[str, Any] | None = None, **change: Any
 ) -> dict[str, Any]:

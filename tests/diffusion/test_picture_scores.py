@@ -40,6 +40,19 @@ def test_the_judge_knows_classes_and_noise() -> None:
     assert wrong.accuracy < 0.05 and noise.frechet > 5 > wrong.frechet
 
 
+def test_the_judge_knows_a_thing_wherever_it_is() -> None:
+    rng = np.random.default_rng(0)
+    labels = np.arange(60) % 2
+    videos = np.zeros((60, 1, 3, 6, 6), np.float32)
+    videos[:, 0, :, 2, 2:4] = 1
+    videos[labels == 1, 0, :, 3, 2:4] = 1
+    for number in range(60):
+        shift = rng.integers(0, 6, 2)
+        videos[number] = np.roll(videos[number], shift, (-2, -1))
+    judge = PictureJudge(PictureSet(videos[:30], labels[:30], ("bar", "square")))
+    assert judge.score(videos[30:], labels[30:]).accuracy == 1.0
+
+
 def test_files_are_png(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for channels in (1, 3):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import Command
-from tests.pictures import picture_recipe, write_pictures
+from tests.pictures import OF_VIDEOS, picture_recipe, write_pictures, write_videos
 from weft.diffusion.sampling_pictures import grid_of
 from weft.layout.mesh import Mesh
 from weft.recipe import build_recipe
@@ -21,6 +21,19 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has made steps with images of 5 x 6 pixels, so that patches reach beyond them."""
     folder = tmp_path_factory.mktemp("pictures")
     values = picture_recipe(write_pictures(folder), train={"steps": 2})
+    values["checkpoint"] = {"every": 0}
+    train_job(prepare(build_recipe(values)), Mesh.single(), folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def video_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has made steps with videos of three frames."""
+    folder = tmp_path_factory.mktemp("videos")
+    settings = {"positions": "rotary"}
+    values = picture_recipe(
+        write_videos(folder), settings, data=OF_VIDEOS, train={"steps": 2}
+    )
     values["checkpoint"] = {"every": 0}
     train_job(prepare(build_recipe(values)), Mesh.single(), folder / "run")
     return folder / "run"
@@ -46,6 +59,26 @@ def test_samples_are_files(command: Command, run_folder: Path, tmp_path: Path) -
     # the third of three is the third of a smaller batch's
     code, _, _ = command(*ask, "--out", tmp_path / "again", "--batch", 2)
     torch.testing.assert_close(samples(tmp_path / "again"), samples(out))
+
+
+def test_videos_are_animations_of_any_length(
+    command: Command, video_run: Path, tmp_path: Path
+) -> None:
+    import PIL.Image
+
+    ask = ["sample", "--checkpoint", video_run, "--count", 2, "--steps", 2]
+    code, _, said = command(*ask, "--out", tmp_path / "short")
+    assert code == 0, said
+    assert samples(tmp_path / "short").shape == (2, 1, 3, 5, 6)
+    words = ["--frames", 6, "--table", "dualparal:frames=1,context=1"]
+    code, _, said = command(*ask, "--out", tmp_path / "long", *words)
+    assert code == 0, said
+    assert samples(tmp_path / "long").shape == (2, 1, 6, 5, 6)
+    for name, frames in {"short": 3, "long": 6}.items():
+        with PIL.Image.open(tmp_path / name / "0001.gif") as animation:
+            assert animation.n_frames == frames
+    code, _, said = command(*ask, "--out", tmp_path / "none", "--frames", 6)
+    assert code == 2 and "trained on 3" in said and said.count("\n") == 1
 
 
 @pytest.mark.slow(8)

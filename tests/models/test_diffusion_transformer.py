@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pictures import picture_recipe, write_pictures
+from tests.pictures import OF_VIDEOS, picture_recipe, write_pictures, write_videos
 from weft.errors import UsageError
 from weft.layout.mesh import Mesh
 from weft.models.diffusion_transformer import DiffusionTransformer
@@ -25,6 +25,11 @@ from weft.train.setup import prepare
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_videos(tmp_path_factory.mktemp("videos"))
 
 
 def difference(values: dict[str, Any]) -> Difference | None:
@@ -56,6 +61,26 @@ def test_a_layout_trains_as_one_device_does(
 ) -> None:
     """Nine patches, of which some reach beyond the image; heads and widths that ranks do not divide."""
     values = picture_recipe(pictures, settings, layout=layout)
+    world = build_recipe(values).layout.world
+    proof = pool.run(world, difference, values)[0]
+    assert proof is not None and proof.ok, proof
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"cp": 2},
+        pytest.param({"tp": 2}, marks=SLOW),
+        pytest.param({"pp": 2, "shard": 2}, marks=SLOW),
+        pytest.param({"dp": 2, "cp": 2, "tp": 2}, marks=SLOW),
+    ],
+)
+def test_a_layout_trains_on_videos_as_one_device_does(
+    pool: ProcessPool, videos: str, layout: dict[str, Any]
+) -> None:
+    """Two patches of frames, of which the second reaches beyond the video; heads of three pairs for three axes."""
+    settings = {"positions": "rotary", "patch_frames": 2}
+    values = picture_recipe(videos, settings, layout=layout, data=OF_VIDEOS)
     world = build_recipe(values).layout.world
     proof = pool.run(world, difference, values)[0]
     assert proof is not None and proof.ok, proof

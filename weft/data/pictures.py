@@ -31,11 +31,14 @@ class PictureSet:
         ``pixels``: from -1 to 1, float32 ``[samples, channels, (frames,) height, width]``.
         ``labels``: number of each sample's class, int64 ``[samples]``; all 0 if there are no classes.
         ``classes``: names of the classes; empty if there are none.
+        ``groups``: number of each sample's video, int64 ``[samples]``, as clips of one video are either all held out
+            for validation or none; None: every sample is for itself.
     """
 
     pixels: np.ndarray
     labels: np.ndarray
     classes: tuple[str, ...]
+    groups: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -43,7 +46,7 @@ class PictureSet:
     def __iter__(self) -> Iterator[NoReturn]:
         """Refuse to be read as texts, as models of tokens do."""
         raise UsageError(
-            "data.kind has images, which a model of tokens cannot read; set model.kind = 'diffusion'"
+            "data.kind has images or videos, which a model of tokens cannot read; set model.kind = 'diffusion'"
         )
 
     @property
@@ -152,7 +155,7 @@ def _picture_set(
         try:
             source = io.BytesIO(content) if isinstance(content, bytes) else content
             with PIL.Image.open(source) as image:
-                arrays.append(_pixels(image, size, colours))
+                arrays.append(image_pixels(image, size, colours))
         except (OSError, ValueError) as error:
             raise WeftError(f"{name} cannot be read as an image: {error}") from None
         if arrays[-1].shape != arrays[0].shape:
@@ -160,15 +163,30 @@ def _picture_set(
                 f"{name} has the shape {list(arrays[-1].shape)}, and {named[0][0]} has {list(arrays[0].shape)}; set "
                 "data.settings.size, to which all are scaled, and data.settings.colours"
             )
-    names = sorted({label for _, label, _ in named})
+    return as_picture_set(arrays, [label for _, label, _ in named])
+
+
+def as_picture_set(
+    arrays: Sequence[np.ndarray],
+    labels: Sequence[str],
+    groups: np.ndarray | None = None,
+) -> PictureSet:
+    """Return the set of ``arrays``, all of one shape, whose classes are ``labels``, numbered in order of their names.
+
+    ``groups``: those of :class:`PictureSet`.
+    """
+    names = sorted({*labels})
     numbers = {label: i for i, label in enumerate(names)}
-    labels = np.array([numbers[label] for _, label, _ in named], np.int64)
+    of_classes = np.array([numbers[label] for label in labels], np.int64)
     classes = tuple(names) if len(names) > 1 else ()
-    return PictureSet(np.stack(arrays), labels, classes)
+    return PictureSet(np.stack(arrays), of_classes, classes, groups)
 
 
-def _pixels(image: Any, size: Sequence[int], colours: bool | None) -> np.ndarray:
-    """Return the pixels of a Pillow image from -1 to 1, float32 ``[channels, height, width]``."""
+def image_pixels(image: Any, size: Sequence[int], colours: bool | None) -> np.ndarray:
+    """Return the pixels of a Pillow image from -1 to 1, float32 ``[channels, height, width]``.
+
+    ``size``, ``colours``: those of :func:`read_pictures`.
+    """
     grey = image.mode in ("1", "L", "I", "F") if colours is None else not colours
     image = image.convert("L" if grey else "RGB")
     if size:

@@ -99,7 +99,7 @@ def opened_pictures(recipe: Recipe) -> PictureSet:
     if not isinstance(pictures, PictureSet):
         raise UsageError(
             f"model.kind = 'diffusion' learns from images, and data.kind = {source.kind!r} has texts; set data.kind = "
-            "'images' and data.path = 'sklearn:digits' or a folder"
+            "'images' and data.path = 'sklearn:digits' or a folder, or data.kind = 'videos'"
         )
     return pictures
 
@@ -160,10 +160,21 @@ def about(pictures: PictureSet) -> Mapping[str, Any]:
     }  # fmt: skip
 
 
+def held_out_pictures(pictures: PictureSet, share: float, seed: int) -> np.ndarray:
+    """Return which of ``pictures`` are for validation, bool ``[samples]``; all clips of a video or none.
+
+    The arguments are those of :func:`weft.data.order.choose_held_out`.
+    """
+    if pictures.groups is None:
+        return choose_held_out(len(pictures), share, seed)
+    videos = int(pictures.groups.max()) + 1
+    return choose_held_out(videos, share, seed)[pictures.groups]
+
+
 def _corpus(recipe: Recipe, pictures: PictureSet, own: Tokenizer | None) -> Corpus:
     """Return a corpus without documents, whose orders are of images."""
     data = recipe.data
-    out = choose_held_out(len(pictures), data.held_out, data.seed)
+    out = held_out_pictures(pictures, data.held_out, data.seed)
     both = [
         PictureOrder((), (), data.seed, epochs, indices=np.flatnonzero(side), fixed=fixed)
         for side, epochs, fixed in ((~out, data.epochs, False), (out, 1, True))
@@ -172,7 +183,8 @@ def _corpus(recipe: Recipe, pictures: PictureSet, own: Tokenizer | None) -> Corp
     identity = digest(pictures.fingerprint, data.seed, data.held_out)
     classes = f" of {len(pictures.classes)} classes" if pictures.classes else ""
     size = " x ".join(map(str, pictures.pixels.shape[1:]))
-    line = f"{source.shown}: {len(pictures):,} images{classes} ({out.sum():,} for validation), {size}"
+    what = "clips" if pictures.pixels.ndim == 5 else "images"
+    line = f"{source.shown}: {len(pictures):,} {what}{classes} ({out.sum():,} for validation), {size}"
     return Corpus(
         load_tokenizer("bytes", (), data.cache),
         both[0],

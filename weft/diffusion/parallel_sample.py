@@ -87,7 +87,7 @@ def settings_with_frames(settings: DiffusionSettings, frames: int) -> DiffusionS
     if frames > settings.size[0] and settings.positions != "rotary":
         raise UsageError(
             f"--frames {frames} are more than the {settings.size[0]} that the model was trained on, which knows no "
-            "places beyond; train one with model.positions = 'rotary'"
+            "places beyond; train one with model.settings.positions = 'rotary'"
         )
     return settings.model_copy(update={"size": (frames, *settings.size[1:])})
 

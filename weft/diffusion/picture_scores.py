@@ -48,7 +48,7 @@ class PictureJudge:
     @cached_property
     def weights(self) -> np.ndarray:
         """Weights of a logistic regression on the real images, float64 ``[values + 1, classes]``."""
-        x = with_bias(self.values_of(self.real.pixels))
+        x = with_bias(self.seen_in(self.real.pixels))
         y = np.eye(len(self.real.classes))[self.real.labels]
         weights = np.zeros((x.shape[1], y.shape[1]))
         speed = np.zeros_like(weights)
@@ -59,6 +59,16 @@ class PictureJudge:
             speed = 0.9 * speed - rate * gradient
             weights += speed
         return weights
+
+    def seen_in(self, pixels: np.ndarray) -> np.ndarray:
+        """Return what the classifier sees in images, ``[images, values]``: their values.
+
+        In videos things move. It sees how strong the waves of their frames are, which is the same wherever a thing is.
+        """
+        if pixels.ndim == 4:
+            return self.values_of(pixels)
+        waves = np.abs(np.fft.rfft2(pixels, norm="ortho")).mean(2)
+        return self.values_of(waves)
 
     def values_of(self, pixels: np.ndarray) -> np.ndarray:
         """Return images as vectors ``[images, values]``; large images are subsampled to every k-th pixel."""
@@ -72,7 +82,8 @@ class PictureJudge:
         values = self.values_of(images)
         accuracy = 0.0
         if self.real.classes:
-            chosen = (with_bias(values) @ self.weights).argmax(1)
+            seen = with_bias(self.seen_in(images))
+            chosen = (seen @ self.weights).argmax(1)
             accuracy = float((chosen == labels).mean())
         real = self.values_of(self.real.pixels)
         return PictureScores(accuracy, frechet_distance(real, values))

@@ -55,8 +55,8 @@ def grid_of(images: T) -> T:
 def write_samples(images: T, folder: Path) -> None:
     """Write ``images`` ``[samples, channels, (frames,) height, width]``, from -1 to 1, into the new ``folder``.
 
-    Each is a PNG file (of a video the frames side by side); ``grid.png`` has all of them, and ``samples.pt`` their
-    values. Raises :class:`UsageError` if Pillow is missing.
+    Each is a PNG file (of a video the frames side by side, and beside it an animation); ``grid.png`` has all of them,
+    and ``samples.pt`` their values. Raises :class:`UsageError` if Pillow is missing.
     """
     try:
         from PIL import Image
@@ -73,6 +73,10 @@ def write_samples(images: T, folder: Path) -> None:
     with new_folder(folder) as parts:
         for number, image in enumerate(images):
             save(strip_of(image), parts / f"{number:04}.png")
+            if image.dim() == 4:
+                from weft.diffusion.animations import write_animation
+
+                write_animation(image, parts / f"{number:04}.gif")
         save(grid_of(images), parts / "grid.png")
         torch.save(images, parts / "samples.pt")
 

@@ -319,6 +319,12 @@ PICTURES: Case = {
     "model.settings.drop": 0.3,
 }
 
+#: The same if it learns from videos.
+VIDEOS: Case = PICTURES | {
+    "data.path": str(FOLDER / "videos"),
+    "data.settings.frames": 3,
+}
+
 #: Beginnings of the names of settings that are not drawn for images, which have no tokens. Of ``model`` only
 #: :data:`OF_PICTURES` are.
 OF_TOKENS = ("data.", "model.", "adapter.tokens", "adapter.whole", "train.freeze")
@@ -375,7 +381,8 @@ def draw_case(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
     case: Case = dict(PAIRS) if recipe.loss.of_pairs else {}
     case |= REWARDS if recipe.rl else {}
     pictures = recipe.model.kind == "diffusion"
-    case |= PICTURES if pictures else {}
+    if pictures:
+        case |= VIDEOS if recipe.data.sources[0].kind == "videos" else PICTURES
     left = rng.randint(2, ranks)
     for axis in rng.sample(AXES, len(AXES)):
         size = rng.choice([n for n in (1, 1, 2, 2, 3, 4) if n <= left])
@@ -460,7 +467,7 @@ def write_corpus() -> None:
 
 
 def write_pictures() -> None:
-    """Write nine grey images of two classes, the same in every campaign, to :data:`FOLDER`."""
+    """Write nine grey images, and videos, of two classes, the same in every campaign, to :data:`FOLDER`."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -468,6 +475,9 @@ def write_pictures() -> None:
         path = FOLDER / "pictures" / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (5, 6)).astype(np.uint8)).save(path)
+        video = FOLDER / "videos" / "ab"[number % 2] / f"{number}.npy"
+        video.parent.mkdir(parents=True, exist_ok=True)
+        np.save(video, rng.integers(0, 256, (3, 5, 6)).astype(np.uint8))
 
 
 def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:

@@ -1,0 +1,44 @@
+"""Videos of real digits that move: the source of the recipe that learns to make videos."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from weft.data.digits import read_digits
+from weft.data.pictures import PictureSet
+
+#: Path of the videos.
+MOVING_DIGITS = "sklearn:moving-digits"
+#: Directions in which digits move: rows and columns of a frame's shift.
+DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))
+
+
+def moving_digits(frames: int, every: int = 1, size: Sequence[int] = ()) -> PictureSet:
+    """Return a video of each digit of scikit-learn, which moves one pixel a frame in one of four directions.
+
+    What leaves a frame on one side comes back on the other, so that videos have no end. ``frames``: frames of a video;
+    ``every``: which of them are taken, so that digits move faster; ``size``: height and width of a frame, at least 8;
+    empty: 8 x 8. Raises :class:`UsageError` if scikit-learn is not installed.
+    """
+    from weft.errors import UsageError
+
+    height, width = size or (8, 8)
+    if min(height, width) < 8:
+        raise UsageError(
+            f"data.settings.size = {[height, width]} is smaller than a digit; set at least [8, 8]"
+        )
+    digits = read_digits()
+    count = len(digits.labels)
+    numbers = np.random.Generator(np.random.Philox(key=0xD161))
+    directions = np.array(DIRECTIONS)[numbers.integers(len(DIRECTIONS), size=count)]
+    beginnings = numbers.integers((height, width), size=(count, 2))
+    canvas = np.full((count, height, width), -1, np.float32)
+    canvas[:, :8, :8] = digits.images * 2 - 1
+    pixels = np.empty((count, 1, frames, height, width), np.float32)
+    for number, (direction, begin) in enumerate(zip(directions, beginnings, strict=True)):  # fmt: skip
+        for frame in range(frames):
+            shift = begin + direction * frame * every
+            pixels[number, 0, frame] = np.roll(canvas[number], shift, (0, 1))
+    return PictureSet(pixels, digits.labels, tuple(map(str, range(10))))
