@@ -65,6 +65,10 @@ def test_a_cache_engine_takes_what_concerns_it(tmp_path: Path) -> None:
     assert parsed(words) == replace(parsed(["--checkpoint=m"]), host_cache=2.0, cache_folder=tmp_path)  # fmt: skip
     with pytest.raises(UsageError, match="computes nothing; leave out --requests"):
         engine_command("m", join="h:1", role="cache", requests=3)
+    for word, value in (("lend", True), ("draft", "lookup"), ("model_name", "x")):
+        dashed = word.replace("_", "-")
+        with pytest.raises(UsageError, match=f"rollouts .*; leave out --{dashed}"):
+            engine_command("policy:", join="h:1", **{word: value})
 
 
 def test_both_commands_take_them_all() -> None:

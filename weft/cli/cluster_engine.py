@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: The model's name for an engine that writes rollouts with the weights of a training run.
 POLICY = "policy:"
+#: Options that an engine reads which writes rollouts.
+OF_POLICY = "checkpoint", "cache"
 #: Seconds that the ranks of an engine get to end once its answers have.
 LEAVE_S = 30.0
 
@@ -86,7 +88,12 @@ def engine_command(
     from weft.cluster.engine_member import EngineMember
     from weft.generate.fingerprint import open_for_reading, weights_fingerprint
     from weft.generate.grammar import Grammars
-    from weft.generate.open_engine import adapter_digests, model_digests, open_engine
+    from weft.generate.open_engine import (
+        OF_CACHE,
+        adapter_digests,
+        model_digests,
+        open_engine,
+    )
     from weft.generate.outside_cache import join_memories
     from weft.generate.start import as_engine, launch_ranks
     from weft.net.endpoint import process_endpoint
@@ -96,7 +103,16 @@ def engine_command(
     if role and role not in ROLES:
         raise UsageError(f"--role {role} is not possible; give {' or '.join(ROLES)}")
     if role == "cache":
-        _check_of_cache(options)
+        _check_options(
+            options, OF_CACHE, "--role cache keeps blocks and computes nothing"
+        )
+    if options.checkpoint == POLICY:
+        why = f"--checkpoint {POLICY} writes rollouts as the training run says"
+        _check_options(options, OF_POLICY, why)
+        own = {"--role": role, "--model-name": model_name, "--joined-file": joined_file}
+        for option, given in own.items():
+            if given:
+                raise UsageError(f"{why}; leave out {option}")
     options.check_moves()
     router = read_address(join, "--join")
     if joined_file is not None:
@@ -210,18 +226,16 @@ def _work_until_let_go(
     warn(f"engine {member.about.name} ends")
 
 
-def _check_of_cache(options: "EngineOptions") -> None:
-    """Raise :class:`UsageError` for options of an engine that computes."""
-    from weft.generate.open_engine import OF_CACHE
-
+def _check_options(options: "EngineOptions", read: tuple[str, ...], why: str) -> None:
+    """Raise :class:`UsageError` for an option that was given and is not one of ``read``. ``why``: what the line says
+    before it names the option.
+    """
     usual = inspect.signature(read_engine_options).parameters
     for name, parameter in usual.items():
-        if name in (*OF_CACHE, "plugin"):
+        if name in (*read, "plugin"):
             continue
         if getattr(options, name) not in (parameter.default, "", None):
-            raise UsageError(
-                f"--role cache keeps blocks and computes nothing; leave out --{name.replace('_', '-')}"
-            )
+            raise UsageError(f"{why}; leave out --{name.replace('_', '-')}")
 
 
 def _open_cache(
