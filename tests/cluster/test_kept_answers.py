@@ -11,7 +11,7 @@ from tests.cluster.inprocess import Cluster, alone, asked, until, written_by
 from weft.cluster.kept_answers import kept_key
 from weft.generate.backend import AnswerRequest, TokenEvent
 from weft.generate.sampling import Sampling
-from weft.serve.server import seed_for_key
+from weft.serve.api_server import seed_for_key
 
 KEY = "chosen by the client"
 

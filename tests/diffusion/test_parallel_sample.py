@@ -78,6 +78,16 @@ def test_fresh_keys_give_what_one_device_samples(sampler: str, word: str, ranks:
     torch.testing.assert_close(got, expected.double(), rtol=0, atol=1e-10)
 
 
+def test_what_reaches_beyond_the_image_stays_nothing() -> None:
+    """No patch divides these sizes; what a model says of the rest is no part of a sample."""
+    for target in ("flow", "v"):
+        odd = denoiser(size=(7, 5), target=target)
+        whole = on_one_device(of=odd, guidance=2.5).double()
+        for word, ranks in (("exact", 1), ("exact", 2), ("pipefusion:age=0", 2)):
+            got = by_table(word, ranks, of=odd, guidance=2.5)
+            torch.testing.assert_close(got, whole, rtol=0, atol=1e-10)
+
+
 def test_a_plan_names_the_fastest_table_that_loses_little() -> None:
     """Exact tables lose nothing, what is impossible is last, with its reason, and bytes are those of the table."""
     request = SampleRequest(CLASSES, steps=4, seed=7)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import re
+import signal
 from pathlib import Path
+from typing import Any
 
+import httpx
+import numpy as np
+import PIL.Image
 import pytest
 import torch
 
 from tests.conftest import Command
 from tests.pictures import OF_VIDEOS, picture_recipe, write_pictures, write_videos
+from tests.started import Started
 from weft.diffusion.sampling_pictures import grid_of
 from weft.layout.mesh import Mesh
 from weft.recipe import build_recipe
@@ -107,7 +116,7 @@ def test_ranks_sample_what_one_device_does(
         (["--table", "pipefusion:patches=9"], "3 rows of patches cannot be cut into 9"),
         (
             ["--class", "0,7"],
-            "--class 7 is not possible; the model's classes are 0 to 1",
+            "--class 0,7: there is no class '7'; the model's classes are dark, light, and none",
         ),
         (["--frames", 8], "makes images"),
         (["--sampler", "eular"], "sampler"),
@@ -125,10 +134,52 @@ def test_what_cannot_be_sampled_is_one_line(
 def test_what_writes_texts_refuses_a_model_of_images(
     command: Command, run_folder: Path
 ) -> None:
-    for words in (["generate", "--prompt", "3"], ["serve", "--port", 0]):
-        code, _, err = command(*words, "--checkpoint", run_folder)
-        assert code == 2 and "weft sample --checkpoint" in err, err
-        assert err.splitlines()[-1].startswith("weft: error: this model makes images")
+    code, _, err = command("generate", "--prompt", "3", "--checkpoint", run_folder)
+    assert code == 2 and "weft sample --checkpoint" in err, err
+    assert err.splitlines()[-1].startswith("weft: error: this model makes images")
+    for words in (["--draft", "text"], ["--layout", "tp=2"], ["--tokens", 3], ["--engines", 2]):  # fmt: skip
+        code, _, err = command("serve", "--checkpoint", run_folder, *words)
+        assert code == 2 and err.count("\n") == 1, err
+        assert f"{words[0]} is of models that write texts" in err
+
+
+def test_classes_are_asked_for_by_their_folders_names(
+    command: Command, run_folder: Path, tmp_path: Path
+) -> None:
+    ask = ["sample", "--checkpoint", run_folder, "--count", 2, "--steps", 2]
+    for name, asked in {"names": "light,none", "numbers": "1,none"}.items():
+        code, _, err = command(*ask, "--class", asked, "--out", tmp_path / name)
+        assert code == 0, err
+    torch.testing.assert_close(
+        samples(tmp_path / "names"), samples(tmp_path / "numbers"), rtol=0, atol=0
+    )
+
+
+@pytest.mark.slow(5)
+def test_the_command_serves_what_it_samples(
+    command: Command, run_folder: Path, tmp_path: Path, request: Any
+) -> None:
+    words = ["serve", "--checkpoint", run_folder, "--port", 0, "--name", "tiny"]
+    words += ["--requests", 2, "--waiting", 1]
+    process = Started(*words)
+    request.addfinalizer(process.kill)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    said = r"tiny at (http://127\.0\.0\.1:\d+)/v1, with POST /v1/images/generations, 2 images of 6x5 in a batch"
+    (address,) = re.findall(said, line)
+    asked = {"prompt": "light", "n": 2, "seed": 4, "steps": 3, "guidance": 2}
+    answer = httpx.post(f"{address}/v1/images/generations", json=asked, timeout=60)
+    assert answer.status_code == 200, answer.text
+    ask = ["--count", 2, "--class", "light", "--seed", 4, "--steps", 3, "--guidance", 2]
+    code, _, err = command("sample", "--checkpoint", run_folder, *ask, "--out", tmp_path / "out")  # fmt: skip
+    assert code == 0, err
+    for number, image in enumerate(answer.json()["data"]):
+        written = np.asarray(PIL.Image.open(tmp_path / "out" / f"{number:04}.png"))
+        encoded = io.BytesIO(base64.b64decode(image["b64_json"]))
+        served = np.asarray(PIL.Image.open(encoded))
+        assert np.abs(served.astype(int) - written).max() <= 1
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
 
 
 def test_plan_here_refuses_images_in_one_line(command: Command) -> None:

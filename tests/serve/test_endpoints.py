@@ -266,7 +266,7 @@ def test_long_texts_hold_nobody_up(server: Running, monkeypatch: Any) -> None:
 
 def test_questions_in_hand_weigh_so_much_at_most(monkeypatch: Any) -> None:
     """A long body that does not end: others are told to come back, and are taken on afterwards."""
-    monkeypatch.setattr("weft.serve.server.ALL", 1_000_000)
+    monkeypatch.setattr("weft.serve.api_server.ALL", 1_000_000)
     server = Running(load_tokenizer("bytes"))
     address = (server.client.base_url.host, server.client.base_url.port)
     with socket.create_connection(address) as slow:
@@ -280,7 +280,7 @@ def test_questions_in_hand_weigh_so_much_at_most(monkeypatch: Any) -> None:
 
 
 def test_questions_that_do_not_end_are_given_up(monkeypatch: Any) -> None:
-    monkeypatch.setattr("weft.serve.server.PATIENCE", 0.3)
+    monkeypatch.setattr("weft.serve.api_server.PATIENCE", 0.3)
     server = Running(load_tokenizer("bytes"))
     with socket.create_connection(
         (server.client.base_url.host, server.client.base_url.port)

@@ -10,9 +10,7 @@ import typer
 from weft.cli.arguments import Ema, ModelName, Seed, Spread
 from weft.cli.console import warn
 
-_class = (
-    "Number of the class that all samples are to be of; left out: all classes in turn."
-)
+_class = "Names or numbers of the classes that samples are to be of, in turn; none: no class; left out: all classes."
 _guidance = "Scale of classifier-free guidance; 1: none."
 _stale = (
     "With --layout: how many steps old the keys of other ranks may be. 0: fresh, equal to one device; 1: transfers run "
@@ -37,7 +35,9 @@ def sample_command(
         str, typer.Option(metavar="NAME", help="The sampler.")
     ] = "euler",
     guidance: Annotated[float, typer.Option(min=0, help=_guidance)] = 1.0,
-    classes: Annotated[str, typer.Option("--class", metavar="N,...", help=_class)] = "",
+    classes: Annotated[
+        str, typer.Option("--class", metavar="NAME,...", help=_class)
+    ] = "",
     seed: Seed = 0,
     batch: Annotated[
         int, typer.Option(min=1, help="Most samples in one evaluation.")
@@ -75,7 +75,9 @@ def sample_command(
         return code
     with in_sampling_rank(named.ranks, device) as own:
         denoiser = open_denoiser(checkpoint, own, warn, ema)
-        conditions = asked_conditions(denoiser.settings, count, classes)
+        conditions = asked_conditions(
+            denoiser.settings, count, classes, denoiser.class_names
+        )
         request = SampleRequest(
             conditions.to(own), steps, sampler, guidance, seed, 0, batch
         )

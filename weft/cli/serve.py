@@ -15,8 +15,10 @@ import typer
 from weft.cli.arguments import SecretFile, read_address, read_keys, set_secret
 from weft.cli.console import warn
 from weft.cli.engine_options import holding_engine
+from weft.cli.front_door import FrontDoor
+from weft.cli.serve_pictures import check_heeded, makes_pictures, serve_pictures
 from weft.errors import UsageError
-from weft.net.sockets import Socket, listen, own_address
+from weft.net.sockets import Socket, own_address
 
 if TYPE_CHECKING:
     import uvicorn
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 #: Addresses that stand for all of this host's, and an address outside of every private network (RFC 5737).
 EVERYWHERE, OUTSIDE = ("0.0.0.0", "::"), "192.0.2.1"
+
+#: What --tokens and --model-wait are if they are left out.
+MOST_TOKENS, MODEL_WAIT = 1024, 30.0
 
 _hosts = (
     "A name by which clients reach this server, or *.example.com, or *; may "
@@ -102,12 +107,12 @@ def serve_command(
         typer.Option(
             min=1, help="Most tokens of an answer, if a request sets no limit."
         ),
-    ] = 1024,
+    ] = MOST_TOKENS,
     drain: Annotated[
         int, typer.Option(min=0, help="Seconds for answers to finish after Ctrl-C.")
     ] = 30,
     resident: Annotated[str, typer.Option(metavar="N|BYTES", help=_resident)] = "",
-    model_wait: Annotated[float, typer.Option(min=0, help=_model_wait)] = 30,
+    model_wait: Annotated[float, typer.Option(min=0, help=_model_wait)] = MODEL_WAIT,
     router: Annotated[
         Path | None, typer.Option(metavar="FILE|MODEL", help=_router)
     ] = None,
@@ -125,7 +130,10 @@ def serve_command(
     dispatch: Annotated[str, typer.Option(metavar="NAME", help=_dispatch)] = "load",
     secret: SecretFile = None,
 ) -> int:
-    """Serve a trained model over HTTP as OpenAI's clients ask for it, with metrics and a chat page."""
+    """Serve a trained model over HTTP as OpenAI's clients ask for it, with metrics and a chat page.
+
+    A model of images answers at /v1/images/generations.
+    """
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
@@ -137,8 +145,7 @@ def serve_command(
     from weft.shapes.carried_files import context_length
 
     try:
-        from weft.serve.front import Front, front_of, room_for
-        from weft.serve.gate import gate_rules
+        from weft.serve.front import Front
         from weft.serve.model_choice import (
             ModelChoice,
             backend_embedder,
@@ -179,9 +186,19 @@ def serve_command(
     )
     template = chat_template and template_text(chat_template, "--chat-template")
     # mistakes are said before anything is read
-    gate_rules(host, allowed_hosts or (), cors or ())
+    hosts, origins = allowed_hosts or (), cors or ()
+    door = FrontDoor(host, port, keys, hosts, origins, drain, connections)
+    door.check()
     checkpoint = options.checkpoint
     name = name or checkpoint.rstrip("/").split("/")[-1]
+    if makes_pictures(checkpoint):
+        of_texts = {
+            "--tokens": tokens != MOST_TOKENS, "--resident": resident, "--model-wait": model_wait != MODEL_WAIT,
+            "--router": router, "--max-model-len": max_model_len, "--chat-template": chat_template,
+            "--engines": engines, "--cluster": cluster, "--secret": secret,
+        }  # fmt: skip
+        check_heeded(options, of_texts)
+        return serve_pictures(options, name, door)
 
     def front_for(
         backend: "Backend",
@@ -202,28 +219,12 @@ def serve_command(
                 model, files, _ = open_model(choice.embedding, device, warn)
                 embedded = model_embedder(model, tokenizer_of(files, choice.embedding))
             server.choice = ModelChoice(choice, name, adapted, embedded)
-        rules = gate_rules(listening.getsockname()[0], allowed_hosts or (), cors or ())
-        if (room := room_for(connections)) < connections:
-            warn(
-                f"{room} connections at a time, not {connections}: the system lets a process open no more files"
-            )
-        front = front_of(server, rules, warn, drain, room)
-        where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
-        if not keys and host not in ("127.0.0.1", "::1", "localhost"):
-            warn(
-                f"whoever can reach {host} can ask; give --api-key FILE to ask for a key"
-            )
-        print(f"{name} at {where}/v1, with {about}; Ctrl-C ends it", flush=True)
-        if not keys and "*" in rules.origins:
-            warn(
-                "with --cors '*' every page that a browser here visits can ask; give --api-key FILE to ask for a key"
-            )
-        return front
+        return door.front(server, listening, about)
 
     if engines or cluster:
         options.check_moves()
         settings = _settings(engines, cluster, dispatch, secret)
-        listening = _listen(host, port)
+        listening = door.listening()
         with _routed(settings, options, name) as routed:
             front = front_for(
                 routed.router, routed.files, routed.adapters, listening, routed.about
@@ -234,7 +235,7 @@ def serve_command(
     if (code := launch_ranks(options.spread, checkpoint)) is not None:
         return code
     with as_rank(options.spread, device) as device:
-        opened_socket = _listen(host, port) if leads() else None
+        opened_socket = door.listening() if leads() else None
         opened = open_engine(options, device, name, warn)
         if opened is None or opened_socket is None:
             return 0
@@ -397,12 +398,3 @@ def _end_with(service: "Service", front: "uvicorn.Server") -> None:
     while service.failure is None:
         time.sleep(0.2)
     front.should_exit = True
-
-
-def _listen(host: str, port: int) -> Socket:
-    try:
-        return listen(host, port)
-    except OSError as error:
-        raise UsageError(
-            f"cannot listen at {host} port {port}: {error.strerror}; give another --host or --port"
-        ) from None

@@ -10,6 +10,7 @@ from warnings import warn
 
 import torch
 
+from weft.diffusion.class_words import class_names
 from weft.diffusion.noise_process import NoiseProcess
 from weft.errors import UsageError
 from weft.models.diffusion_transformer import DiffusionBlock, DiffusionTransformer
@@ -47,10 +48,14 @@ class Denoiser:
         ``settings``: its settings: size of the images, patches, classes.
         ``process``: the noise process with which the model was trained.
         ``blocks``: the model's blocks, in order.
+        ``class_names``: names of its classes; empty if they are not known.
     """
 
-    def __init__(self, model: DiffusionTransformer) -> None:
+    def __init__(
+        self, model: DiffusionTransformer, class_names: Sequence[str] = ()
+    ) -> None:
         self.model, self.settings = model, model.settings
+        self.class_names = tuple(class_names)
         self.process = NoiseProcess.of(self.settings)
         blocks: list[Any] = [*model.blocks.values()]
         self.blocks = [DenoisingBlock(block) for block in blocks]
@@ -59,6 +64,11 @@ class Denoiser:
     def shape(self) -> tuple[int, ...]:
         """Shape of an image: channels, frames if it is a video, height, width."""
         return (self.settings.channels, *self.settings.size)
+
+    @property
+    def dropped(self) -> int:
+        """The condition that stands for none."""
+        return self.settings.classes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,9 +155,11 @@ def open_denoiser(
     """
     from weft.checkpoint.model import open_model
 
-    model = open_model(str(where), device, say, ema).model
+    opened = open_model(str(where), device, say, ema)
+    model = opened.model
     if not isinstance(model, DiffusionTransformer):
         raise UsageError(
             f"{where} is no diffusion transformer, and weft sample makes images; weft generate writes texts"
         )
-    return Denoiser(model.eval())
+    names = class_names(opened.files, model.settings.classes)
+    return Denoiser(model.eval(), names)

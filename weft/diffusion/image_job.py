@@ -15,6 +15,7 @@ from weft.data.loader import Corpus
 from weft.data.order import choose_held_out
 from weft.data.pictures import PictureSet
 from weft.data.tokenizer import load_tokenizer
+from weft.diffusion.class_words import class_file
 from weft.diffusion.image_loader import ImageLoader, PictureOrder
 from weft.errors import UsageError
 from weft.plugins import call
@@ -149,7 +150,8 @@ def prepare_images(recipe: Recipe) -> ImageJob:
             f"{list(settings.patch_size)} divide; the loss does not count what was added"
         )
         job = replace(job, notes=(*job.notes, note))
-    return replace(job, pictures=pictures)
+    files = {**job.files, **class_file(pictures.classes)}
+    return replace(job, pictures=pictures, files=files)
 
 
 def about(pictures: PictureSet) -> Mapping[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from weft.diffusion.class_words import class_number
 from weft.diffusion.coordinated_noise import CoordinatedNoise
 from weft.diffusion.patch_denoiser import PatchDenoiser, SolverSteps
 from weft.diffusion.sample import seeded_noise, solver_of
@@ -21,7 +22,7 @@ from weft.diffusion.sampling_run import SampleSource, SamplingRun
 from weft.diffusion.sampling_table import SamplingShape
 from weft.diffusion.solver import sample_times
 from weft.errors import UsageError
-from weft.models.patches import patchify, unpatchify
+from weft.models.patches import patchify, real_values, unpatchify
 
 if TYPE_CHECKING:
     from weft.diffusion.denoiser import Denoiser
@@ -92,31 +93,30 @@ def settings_with_frames(settings: DiffusionSettings, frames: int) -> DiffusionS
     return settings.model_copy(update={"size": (frames, *settings.size[1:])})
 
 
-def asked_conditions(settings: DiffusionSettings, count: int, classes: str = "") -> T:
+def asked_conditions(
+    settings: DiffusionSettings,
+    count: int,
+    classes: str = "",
+    names: Sequence[str] = (),
+) -> T:
     """Return the class number of each of ``count`` samples, int64 ``[count]``.
 
-    The number of classes stands for no class. ``classes``: class numbers with commas between, to be used in turn;
-    "none": no class; "": all classes in turn. Raises :class:`UsageError` for an unknown class, and for a model that is
-    conditioned on texts.
+    The number of classes stands for no class. ``classes``: names or numbers of classes with commas between, to be used
+    in turn; "none": no class; "": all classes in turn. ``names``: names of the classes. Raises :class:`UsageError` for
+    an unknown class, and for a model that is conditioned on texts.
     """
     known = settings.classes
     if settings.text:
         raise UsageError(
             "this model reads texts, which weft sample cannot encode; call weft.diffusion.sample with their states"
         )
-    if classes == "none" or not known:
-        if classes not in ("", "none"):
-            raise UsageError(
-                f"--class {classes}: this model knows no classes; leave it out"
-            )
-        return torch.full((count,), known)
-    words = classes.split(",") if classes else [*map(str, range(known))]
-    wrong = [w for w in words if not w.strip().isdecimal() or int(w) >= known]
-    if wrong:
-        raise UsageError(
-            f"--class {wrong[0]} is not possible; the model's classes are 0 to {known - 1}, and none"
-        )
-    return torch.tensor([int(words[i % len(words)]) for i in range(count)])
+    if not classes:
+        return torch.arange(count) % known if known else torch.zeros(count).long()
+    try:
+        asked = [class_number(word, known, names) for word in classes.split(",")]
+    except UsageError as error:
+        raise UsageError(f"--class {classes}: {error}") from None
+    return torch.tensor([asked[i % len(asked)] for i in range(count)])
 
 
 class TableSampling:
@@ -216,7 +216,8 @@ class TableSampling:
         """
         count, request = len(conditions), self.request
         tokens = PatchDenoiser(
-            self.denoiser, conditions, self.solver.evaluations, request.guidance, self.dropped
+            self.denoiser, conditions, self.solver.evaluations, request.guidance, self.dropped,
+            real_values(self.settings),
         )  # fmt: skip
         blocks: dict[int, T] = {}
         source = SampleSource(

@@ -38,6 +38,8 @@ class PatchDenoiser:
         ``guidance``: scale of classifier-free guidance; 1: none. Otherwise a batch has every sample twice, with and
             without its condition.
         ``dropped``: the condition that stands for none.
+        ``real``: which values of the patches are of pixels, bool ``[patches, values]``, as
+            :func:`weft.models.patches.real_values` returns it; None: all. The others stay zero.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PatchDenoiser:
         times: Sequence[float],
         guidance: float = 1.0,
         dropped: T | int = 0,
+        real: T | None = None,
     ) -> None:
         shape = denoiser.model.shape
         self.denoiser, self.times, self.guidance = denoiser, tuple(times), guidance
@@ -55,6 +58,7 @@ class PatchDenoiser:
         self.copies = 1 if guidance == 1 else 2
         without = torch.zeros_like(conditions) + dropped
         self.conditions = torch.cat((conditions, without)[: self.copies])
+        self.real = None if real is None or bool(real.all()) else real
 
     def own(self) -> PatchDenoiser:
         """Return a copy for another thread, with its own modules that share the weights."""
@@ -91,10 +95,14 @@ class PatchDenoiser:
     def final(self, hidden: T, prepared: PreparedTokens) -> T:
         """Return the prediction ``[samples, tokens, values]``, with classifier-free guidance applied."""
         predicted = self.denoiser.model.ended(hidden, prepared.signals)
-        if self.copies == 1:
-            return predicted
-        conditional, unconditional = predicted.chunk(2)
-        return unconditional + self.guidance * (conditional - unconditional)
+        if self.copies == 2:
+            conditional, unconditional = predicted.chunk(2)
+            moved = conditional - unconditional
+            predicted = unconditional + self.guidance * moved
+        if self.real is not None:  # beyond the image a prediction means nothing
+            real = self.real.to(predicted.device)[prepared.places]
+            predicted = predicted * real
+        return predicted
 
 
 class SolverSteps:

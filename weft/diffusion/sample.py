@@ -36,24 +36,32 @@ def solver_of(name: str) -> Solver:
     return solver
 
 
-def guided(predict: Predict, scale: float, dropped: T | int) -> Predict:
+def guided(predict: Predict, scale: float | T, dropped: T | int) -> Predict:
     """Return ``predict`` with classifier-free guidance (Ho & Salimans 2022).
 
     The result is ``without + scale * (with - without)``, of the predictions with and without condition; 1: no guidance.
+    ``scale``: one for all, or that of each image ``[batch]``; only those with another one than 1 are evaluated twice.
     ``dropped``: the condition that stands for none.
     """
-    if scale == 1:
+    scales = torch.as_tensor(scale, dtype=torch.float64)
+    if (scales == 1).all():
         return predict
 
     def predicted(noised: T, time: T, condition: T) -> T:
-        without = torch.zeros_like(condition) + dropped
+        each = scales.to(noised.device).expand(len(noised))
+        twice = each != 1
+        without = torch.zeros_like(condition[twice]) + dropped
         both = predict(
-            torch.cat((noised, noised)),
-            torch.cat((time, time)),
+            torch.cat((noised, noised[twice])),
+            torch.cat((time, time[twice])),
             torch.cat((condition, without)),
         )
-        conditional, unconditional = both.chunk(2)
-        return unconditional + scale * (conditional - unconditional)
+        conditional, unconditional = both[: len(noised)], both[len(noised) :]
+        moved = conditional[twice] - unconditional
+        factors = each[twice].to(moved.dtype).view(-1, *[1] * (moved.dim() - 1))
+        whole = conditional.clone()
+        whole[twice] = unconditional + factors * moved
+        return whole
 
     return predicted
 
@@ -68,6 +76,7 @@ class Picture:
         ``query``: the evaluation that the sampler needs next; None once the image is finished.
         ``image``: the finished image; None before.
         ``steps``: number of predictions so far.
+        ``guidance``: scale of classifier-free guidance; 1: none.
     """
 
     condition: T
@@ -75,6 +84,7 @@ class Picture:
     query: Query | None = None
     image: T | None = None
     steps: int = 0
+    guidance: float = 1.0
 
     def advance(self, predicted: T | None) -> None:
         """Pass the prediction ``predicted`` to the sampler; None starts the sampler."""
@@ -90,25 +100,32 @@ class Picture:
 
 
 def begun_picture(
-    process: NoiseProcess, solver: Solver, steps: int, noise: T, condition: T
-) -> Picture:
+    process: NoiseProcess, solver: Solver, steps: int, noise: T, condition: T, guidance: float = 1.0
+) -> Picture:  # fmt: skip
     """Return a picture that begins with ``noise`` ``[...]`` and takes ``steps`` steps of ``solver``."""
     times = sample_times(process, steps)
-    picture = Picture(condition, solver(process, times, noise[None]))
+    picture = Picture(condition, solver(process, times, noise[None]), guidance=guidance)
     picture.advance(None)
     return picture
 
 
 @torch.inference_mode()
-def advance_pictures(pictures: Sequence[Picture], predict: Predict) -> None:
-    """Evaluate the model once for all ``pictures``, which may be at different steps, and advance each."""
+def advance_pictures(
+    pictures: Sequence[Picture], predict: Predict, dropped: T | int = 0
+) -> None:
+    """Evaluate the model once for all ``pictures``, which may be at different steps, and advance each.
+
+    ``dropped``: the condition that stands for none, for pictures with guidance.
+    """
     queries = [each.query for each in pictures if each.query is not None]
     if len(queries) < len(pictures) or not queries:
         raise UsageError("a picture that is finished wants no prediction")
     noised = torch.cat([query.noised for query in queries])
     time = torch.tensor([query.time for query in queries], dtype=torch.float64)
     condition = torch.stack([each.condition for each in pictures])
-    predicted = predict(noised, time.to(noised.device), condition)
+    scales = torch.tensor([each.guidance for each in pictures], dtype=torch.float64)
+    with_guidance = guided(predict, scales, dropped)
+    predicted = with_guidance(noised, time.to(noised.device), condition)
     for picture, of_picture in zip(pictures, predicted, strict=True):
         picture.advance(of_picture[None])
 
@@ -148,7 +165,6 @@ def sample(
     if request.guidance != 1 and request.guidance < 0:
         raise UsageError(f"--guidance = {request.guidance} is below 0; use 1 for none")
     solver = solver_of(request.sampler)
-    predict = guided(predict, request.guidance, dropped)
     images: list[T] = []
     for start in range(0, len(request.conditions), request.batch):
         conditions = request.conditions[start : start + request.batch]
@@ -156,11 +172,12 @@ def sample(
             begun_picture(
                 process, solver, request.steps,
                 seeded_noise(shape, request.seed, request.first + start + i).to(condition.device), condition,
+                request.guidance,
             )
             for i, condition in enumerate(conditions)
         ]  # fmt: skip
         while pictures[0].query is not None:
-            advance_pictures(pictures, predict)
+            advance_pictures(pictures, predict, dropped)
         images += [each.image for each in pictures if each.image is not None]
         if passed is not None:
             passed(len(images))

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import uvicorn
 
+from weft.serve.api_server import ApiServer
 from weft.serve.connections import GuardedProtocol, guarded
 from weft.serve.gate import GateRules
-from weft.serve.server import Server
 
 #: Connections that the system may keep until the server takes them; as many may come in one turn of the event loop.
 BACKLOG = 512
@@ -31,7 +31,7 @@ class Front(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        server: Server,
+        server: ApiServer,
         drain: float,
         warn: Callable[[str], None],
     ) -> None:
@@ -71,7 +71,7 @@ class Front(uvicorn.Server):
 
 
 def front_of(
-    server: Server,
+    server: ApiServer,
     rules: GateRules,
     warn: Callable[[str], None],
     drain: float = 30,

@@ -1,17 +1,10 @@
 """``weft serve``: a model over HTTP, with the interfaces of OpenAI and Anthropic."""
 
 import asyncio
-import hashlib
-import hmac
-import json
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -25,18 +18,11 @@ from weft.generate.beam_search import LENGTH_PENALTY
 from weft.generate.embedding import LONGEST
 from weft.generate.engine import check_ids
 from weft.pages import render
-from weft.serve.answering import (
-    NO_ENGINE,
-    PLAIN,
-    AnswerForm,
-    Answering,
-    refusal_of,
-    while_connected,
-)
-from weft.serve.anthropic import CountRequest, MessagesRequest, error_of
+from weft.serve.answering import PLAIN, AnswerForm, Answering, while_connected
+from weft.serve.anthropic import CountRequest, MessagesRequest
+from weft.serve.api_server import MESSAGES, ApiServer, refused_for, seed_for_key
 from weft.serve.embeddings import encoded_vector
-from weft.serve.gate import Gate, GateRules, is_json
-from weft.serve.lengths import PIECE, TokenLimit, TooManyTokens, check_tree
+from weft.serve.lengths import TokenLimit, TooManyTokens
 from weft.serve.model_choice import AUTO, ModelChoice, last_question
 from weft.serve.prompts import ChatPrompt, Prompts
 from weft.serve.protocol import (
@@ -46,7 +32,6 @@ from weft.serve.protocol import (
     EmbeddingRequest,
     Language,
     Modelled,
-    Refusal,
     SamplingRequest,
     ScoreRequest,
     Texts,
@@ -54,23 +39,11 @@ from weft.serve.protocol import (
     Untokenized,
 )
 from weft.serve.replies import Answer, Replies, usage_of
-from weft.serve.request_reader import RequestReader
 from weft.serve.responses import ResponsesRequest
 from weft.serve.server_metrics import AnswerTimer, ServerMetrics
 
-Q = TypeVar("Q", bound=Modelled)
 
-#: Most bytes of a request, and of all requests that are being answered.
-LARGEST, ALL = 8 * 2**20, 64 * 2**20
-
-#: Seconds within which a request must have arrived completely.
-PATIENCE = 60
-
-#: Where Anthropic's interface begins.
-MESSAGES = "/v1/messages"
-
-
-class Server:
+class Server(ApiServer):
     """Serves the model of ``backend`` under ``name``, and the model with each of ``adapters`` under the adapter's own
     name.
 
@@ -82,43 +55,25 @@ class Server:
             holds.
     """
 
+    backend: Backend
+    metrics: ServerMetrics
+
     def __init__(
         self, backend: Backend, tokenizer: Tokenizer, name: str, keys: Sequence[str] = (), tokens: int = 1024,
         adapters: Sequence[str] = (), context: int | None = None,
     ) -> None:  # fmt: skip
-        self.backend, self.tokenizer, self.name, self.keys, self.tokens = (
-            backend,
-            tokenizer,
-            name,
-            keys,
-            tokens,
-        )
+        super().__init__(backend, name, ServerMetrics(backend), keys)
+        self.tokenizer, self.tokens = tokenizer, tokens
         self.adapters, self.context = adapters, context
         #: Chooses the model of requests that name ``auto``; None: such a name is not known.
         self.choice: ModelChoice | None = None
-        self.reader = RequestReader()
         self.prompts = Prompts(tokenizer, backend.facts.vocab, name)
-        self.metrics = ServerMetrics(backend)
-        self.begun = int(time.time())
-        self.held = 0  # bytes of questions that are being answered
         self.embedding = asyncio.Lock()
-        self.ending = False  # no answer is awaited any more
 
-    def app(self, rules: GateRules | None = None) -> Any:
-        """Return the ASGI application for uvicorn, behind ``rules``. The engine's thread ends with the application."""
-
-        @asynccontextmanager
-        async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            yield
-            await asyncio.to_thread(self.backend.close)
-            self.prompts.close()
-
-        routes = [
+    def routes(self) -> list[Route]:
+        return [
             Route("/", self.page),
-            Route("/health", self.health),
-            Route("/metrics", self.measures),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{id:path}", self.model),
+            *super().routes(),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
@@ -129,90 +84,12 @@ class Server:
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
-        handlers: dict[Any, Any] = {
-            Refusal: refused, WeftError: refused, Exception: refused,
-            HTTPException: no_route, ClientDisconnect: client_gone,
-        }  # fmt: skip
-        app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-        return self.metrics.counting(
-            self._ending_quietly(Gate(self._weighing(app), rules or GateRules()))
-        )
 
-    def _weighing(self, app: Any) -> Any:
-        """Wrap the ASGI application ``app``, and count the bytes of requests in progress in ``held``."""
-
-        async def weighed(scope: Any, receive: Any, send: Any) -> None:
-            own = 0
-
-            async def counted() -> Any:
-                nonlocal own
-                message = await receive()
-                size = len(message.get("body", b""))
-                own, self.held = own + size, self.held + size
-                return message
-
-            try:
-                await app(scope, counted, send)
-            finally:
-                self.held -= own
-
-        return weighed
-
-    def _ending_quietly(self, app: Any) -> Any:
-        """Wrap the ASGI application ``app``, so that its requests end without a traceback once the server ends."""
-
-        async def quiet(scope: Any, receive: Any, send: Any) -> None:
-            began = False
-
-            async def watched(message: Any) -> None:
-                nonlocal began
-                began = True
-                await send(message)
-
-            try:
-                await app(scope, receive, watched)
-            except asyncio.CancelledError:
-                if not self.ending or scope["type"] != "http":
-                    raise
-                if not began:
-                    await JSONResponse(Refusal(503, "the server ends").body, 503)(
-                        scope, receive, send
-                    )
-
-        return quiet
+    def closed(self) -> None:
+        self.prompts.close()
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(render("serve/chat_page.html"))
-
-    async def health(self, request: Request) -> Response:
-        failure = self.backend.failure
-        return JSONResponse(
-            {"status": "ok"} if failure is None else {"status": str(failure)},
-            503 if failure else 200,
-        )
-
-    async def measures(self, request: Request) -> Response:
-        return Response(
-            self.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST}
-        )
-
-    async def models(self, request: Request) -> Response:
-        self._tenant(request)
-        return JSONResponse(
-            {"object": "list", "data": [self._card(name) for name in self.names]}
-        )
-
-    async def model(self, request: Request) -> Response:
-        self._tenant(request)
-        name = request.path_params["id"]
-        if name not in self.names:
-            raise Refusal(
-                404,
-                f"there is no model {name!r} here, but {self.name!r}",
-                "model_not_found",
-                "model",
-            )
-        return JSONResponse(self._card(name))
 
     @property
     def names(self) -> list[str]:
@@ -222,11 +99,11 @@ class Server:
         return [self.name, *self.adapters, *([AUTO] if self.choice else [])]
 
     def _card(self, name: str) -> dict[str, Any]:
-        """Return what clients may know about a model."""
-        return {
-            "id": name, "object": "model", "created": self.begun, "owned_by": "weft",
-            "parent": None if name == self.name else self.name, "max_model_len": self.limit.tokens,
-        }  # fmt: skip
+        return super()._card(name) | {"max_model_len": self.limit.tokens}
+
+    async def _choose(self, asked: Modelled) -> None:
+        if self.choice and asked.model == AUTO:
+            asked.model = await self.choice.choose(await self._text_of(asked))
 
     async def completions(self, request: Request) -> Response:
         asked = await self._question(request, CompletionRequest)
@@ -463,80 +340,6 @@ class Server:
             raise refused_for(asked, "tokens", f"ids are below {self.tokenizer.vocab}")
         return JSONResponse({"prompt": await self.prompts.decode(asked.tokens)})
 
-    def _tenant(self, request: Request) -> str:
-        """Return the tenant that a request belongs to: prefixes in the cache are shared only within the same
-        API key.
-        """
-        if not self.keys:
-            return ""
-        scheme, _, given = (
-            request.headers.get("authorization", "").strip().partition(" ")
-        )
-        bearer = (
-            given.strip()
-            if scheme.lower() == "bearer"
-            else request.headers.get("x-api-key", "")
-        )
-        sent = bearer.encode("latin-1")
-        tenants = [
-            number
-            for number, key in enumerate(self.keys)
-            if hmac.compare_digest(key.encode(), sent)
-        ]
-        if not tenants:
-            raise Refusal(
-                401,
-                "no valid API key; send the header Authorization: Bearer KEY",
-                "invalid_api_key",
-            )
-        return f"key {tenants[0]}"
-
-    async def _body(self, request: Request) -> bytes:
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > LARGEST:
-                raise Refusal(413, f"the request has more than {LARGEST} bytes")
-            if self.held > ALL:
-                raise Refusal(
-                    429,
-                    "too many bytes of questions are in hand; try again later",
-                    "busy",
-                )
-        return bytes(body)
-
-    async def _question(self, request: Request, kind: type[Q]) -> Q:
-        self._tenant(request)
-        if not is_json(request.headers.get("content-type")):
-            raise Refusal(
-                415,
-                "send the question as JSON, with the header Content-Type: application/json",
-            )
-        try:
-            async with asyncio.timeout(PATIENCE):
-                body = await self._body(request)
-        except TimeoutError:
-            raise Refusal(
-                408, f"the request was not whole after {PATIENCE} seconds"
-            ) from None
-        request.scope["size"] = len(body)
-        check_tree(body)
-        # Python's part of the work lets the event loop go on meanwhile
-        if len(body) > PIECE:
-            asked = await asyncio.to_thread(self.reader.read, kind, body)
-        else:
-            asked = self.reader.read(kind, body)
-        if self.choice and asked.model == AUTO:
-            asked.model = await self.choice.choose(await self._text_of(asked))
-        if asked.model not in (None, *self.names):
-            raise Refusal(
-                404,
-                f"there is no model {asked.model!r} here, but {self.name!r}",
-                "model_not_found",
-                "model",
-            )
-        return asked
-
     async def _text_of(self, asked: Modelled) -> str:
         """Return the text by which a model is chosen: the prompt, or the user's last message; "" for other requests."""
         if isinstance(asked, Conversing):
@@ -642,46 +445,3 @@ def session_of(request: Request, asked: SamplingRequest) -> str:
     ``x-session-id`` of ``request``, or else in the body ``asked``.
     """
     return request.headers.get("x-session-id", "") or asked.session
-
-
-def seed_for_key(key: str, tenant: str) -> int:
-    """Return the seed of a request that sets none and whose client has chosen ``key``: the same when the request comes
-    again. ``tenant``: whose request it is.
-    """
-    said = json.dumps([key, tenant]).encode()
-    return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest()) >> 1
-
-
-def refused_for(asked: Modelled, field: str, why: str) -> Refusal:
-    """Build a refusal of ``field`` for the reason ``why``, with the name by which the client knows the field."""
-    name = asked.NAMES.get(field, field)
-    return Refusal(400, f"{name}: {why}", param=name)
-
-
-async def refused(request: Request, error: Exception) -> Response:
-    """Return the response that tells the client of ``error``. The traceback of an unexpected error is logged, too."""
-    refusal = refusal_of(error)
-    again = refusal.status == 429 or refusal.code == NO_ENGINE
-    headers = {"retry-after": "1"} if again else {}
-    return JSONResponse(body_of(request, refusal), refusal.status, headers)
-
-
-def body_of(request: Request, refusal: Refusal) -> dict[str, Any]:
-    """Return the JSON body of a refusal, in Anthropic's form for paths of Anthropic's API and in OpenAI's form
-    otherwise.
-    """
-    return error_of(refusal) if request.url.path.startswith(MESSAGES) else refusal.body
-
-
-async def no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    said = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(
-        body_of(request, Refusal(error.status_code, said)),
-        error.status_code,
-        error.headers,
-    )
-
-
-async def client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it

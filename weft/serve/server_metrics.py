@@ -72,38 +72,33 @@ class LoadCollector:
             yield CounterMetricFamily(f"weft_{name}", COUNTS[name], value)
 
 
-class ServerMetrics:
-    """Prometheus metrics of the requests that ``backend`` answers, and of its engines."""
+class RequestMetrics:
+    """Prometheus metrics of requests, whatever they ask for.
 
-    def __init__(self, backend: Backend) -> None:
-        registry = self.registry = CollectorRegistry()
+    Attributes:
+        ``registry``: all metrics.
+        ``requests``: requests by path and status.
+        ``whole``: seconds from a question to an answer's end.
+    """
 
-        def counter(name: str, said: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"weft_{name}", said, labels, registry=registry)
-
-        def timed(name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(
-                f"weft_{name}_seconds", said, buckets=buckets, registry=registry
-            )
-
-        self.requests = counter(
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self.counter(
             "requests", "Requests that were answered.", ("path", "status")
         )
-        self.prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self.hits = counter(
-            "prefix_hit_tokens", "Tokens of prompts that were found computed."
-        )
-        self.written = counter("generation_tokens", "Tokens that were written.")
-        self.first = timed(
-            "time_to_first_token", "From a question to its answer's first token.", FIRST
-        )
-        self.next = timed(
-            "inter_token_latency", "From one token of an answer to the next.", NEXT
-        )
-        self.whole = timed(
+        self.whole = self.timed(
             "e2e_request_latency", "From a question to an answer's end.", WHOLE
         )
-        registry.register(LoadCollector(backend))
+
+    def counter(self, name: str, said: str, labels: tuple[str, ...] = ()) -> Counter:
+        """Return a new counter called ``name``, of which ``said`` is said."""
+        return Counter(f"weft_{name}", said, labels, registry=self.registry)
+
+    def timed(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
+        """Return a new histogram of seconds called ``name``, of which ``said`` is said."""
+        return Histogram(
+            f"weft_{name}_seconds", said, buckets=buckets, registry=self.registry
+        )
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -125,6 +120,25 @@ class ServerMetrics:
             await app(scope, receive, watched if scope["type"] == "http" else send)
 
         return counted
+
+
+class ServerMetrics(RequestMetrics):
+    """Prometheus metrics of the requests for texts that ``backend`` answers, and of its engines."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self.prompt = self.counter("prompt_tokens", "Tokens of prompts.")
+        self.hits = self.counter(
+            "prefix_hit_tokens", "Tokens of prompts that were found computed."
+        )
+        self.written = self.counter("generation_tokens", "Tokens that were written.")
+        self.first = self.timed(
+            "time_to_first_token", "From a question to its answer's first token.", FIRST
+        )
+        self.next = self.timed(
+            "inter_token_latency", "From one token of an answer to the next.", NEXT
+        )
+        self.registry.register(LoadCollector(backend))
 
 
 class AnswerTimer:

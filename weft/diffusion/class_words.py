@@ -1,0 +1,86 @@
+"""Which image is meant by a word: the name or the number of a class."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from weft.diffusion.denoiser import Denoiser
+
+T = torch.Tensor
+
+#: The file of a checkpoint that has the names of the classes, as a list of JSON.
+CLASS_FILE = "classes.json"
+#: The word for an image of no class in particular.
+NO_CLASS = "none"
+#: Most classes that an error line names.
+SHOWN_CLASSES = 12
+
+
+def class_file(names: Sequence[str]) -> dict[str, bytes]:
+    """Return the file that a checkpoint keeps of the ``names`` of classes, by its name; none if there are none."""
+    return {CLASS_FILE: json.dumps([*names]).encode()} if names else {}
+
+
+def class_names(files: Mapping[str, bytes], classes: int) -> tuple[str, ...]:
+    """Return the names of ``classes`` classes in the ``files`` of a checkpoint; empty if they have none of these."""
+    try:
+        names = json.loads(files.get(CLASS_FILE, b"[]"))
+    except ValueError:
+        return ()
+    fits = isinstance(names, list) and len(names) == classes
+    return tuple(map(str, names)) if fits else ()
+
+
+def class_number(word: str, classes: int, names: Sequence[str] = ()) -> int:
+    """Return the number of the class that ``word`` names, or ``classes`` for "none".
+
+    ``classes``: number of classes of the model. ``names``: their names, which count before their numbers. Raises
+    :class:`UsageError` for a word that names none.
+    """
+    word = word.strip()
+    known = {name.casefold(): number for number, name in enumerate(names)}
+    if word.casefold() in known:
+        return known[word.casefold()]
+    if word.casefold() == NO_CLASS:
+        return classes
+    if not classes:
+        raise UsageError(
+            f"{word!r} is no class, as this model knows none; leave it out, or say none"
+        )
+    if word.isdecimal() and len(word) < 10 and int(word) < classes:
+        return int(word)
+    if not names:
+        raise UsageError(
+            f"{word[:80]!r} is not possible; the model's classes are 0 to {classes - 1}, and none"
+        )
+    if len(names) > SHOWN_CLASSES:
+        raise UsageError(f"there is no class {word[:80]!r}; {nearest(word, names)}")
+    listed = ", ".join(names)
+    raise UsageError(
+        f"there is no class {word[:80]!r}; the model's classes are {listed}, and none"
+    )
+
+
+def prompt_condition(denoiser: Denoiser, prompt: str) -> T:
+    """Return the condition of an image that ``prompt`` describes: the number of a class.
+
+    ``prompt``: name or number of a class; "" or "none": no class. Raises :class:`UsageError` for another one, and for
+    models that read texts.
+    """
+    settings = denoiser.settings
+    if settings.text:
+        raise UsageError(
+            "this model reads texts, which cannot be encoded here; call weft.diffusion.sample with their states"
+        )
+    device = denoiser.model.conditioning.time_in.device
+    number = class_number(
+        prompt.strip() or NO_CLASS, settings.classes, denoiser.class_names
+    )
+    return torch.tensor(number, device=device)

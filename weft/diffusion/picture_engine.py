@@ -1,0 +1,141 @@
+"""Denoises pictures of many requests in one batch, each at a step of its own, with its own seed and guidance."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.diffusion.sample import (
+    Picture,
+    advance_pictures,
+    begun_picture,
+    seeded_noise,
+    solver_of,
+)
+from weft.errors import UsageError
+
+if TYPE_CHECKING:
+    from weft.diffusion.denoiser import Denoiser
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class PictureAsk:
+    """One image that is asked for.
+
+    Attributes:
+        ``condition``: number of its class, or text states.
+        ``steps``: number of steps.
+        ``sampler``: name of the sampler.
+        ``guidance``: scale of classifier-free guidance; 1: none.
+        ``seed``, ``number``: seed of the noise, and number of the image among those of this seed.
+    """
+
+    condition: T
+    steps: int = 20
+    sampler: str = "euler"
+    guidance: float = 1.0
+    seed: int = 0
+    number: int = 0
+
+
+class PictureJob:
+    """An image on its way from noise.
+
+    Attributes:
+        ``ask``: what is asked for.
+        ``picture``: its state; None while it waits.
+        ``image``: the image ``[channels, (frames,) height, width]``; None before it is finished.
+    """
+
+    def __init__(self, ask: PictureAsk) -> None:
+        self.ask = ask
+        self.picture: Picture | None = None
+        self.image: T | None = None
+
+
+class PictureEngine:
+    """Makes images with ``denoiser``, at most ``most`` of them in a batch; others wait for their turn.
+
+    An image joins the batch as soon as there is room, whatever steps the others are at, and leaves it as soon as it is
+    finished. Its values do not depend on the others, but for the rounding of products of other sizes.
+
+    Attributes:
+        ``running``: images in the batch.
+        ``waiting``: images that wait, in order.
+        ``evaluations``: predictions so far, of which an image with guidance needs two for each of one without.
+    """
+
+    def __init__(self, denoiser: Denoiser, most: int) -> None:
+        self.denoiser, self.most = denoiser, most
+        self.running: list[PictureJob] = []
+        self.waiting: deque[PictureJob] = deque()
+        self.evaluations = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.running or self.waiting)
+
+    def submit(self, asks: Sequence[PictureAsk]) -> list[PictureJob]:
+        """Add images to those that wait, and return them. Raises :class:`UsageError` for a sampler that is none."""
+        for ask in asks:
+            solver_of(ask.sampler)
+        jobs = [PictureJob(ask) for ask in asks]
+        self.waiting += jobs
+        return jobs
+
+    def cancel(self, jobs: Sequence[PictureJob]) -> None:
+        """Take those of ``jobs`` out that are not finished."""
+        gone = set(jobs)
+        self.running = [job for job in self.running if job not in gone]
+        self.waiting = deque(job for job in self.waiting if job not in gone)
+
+    def step(self) -> list[PictureJob]:
+        """Let waiting images join, evaluate the model once for the batch, and return the images that are finished."""
+        while self.waiting and len(self.running) < self.most:
+            job = self.waiting.popleft()
+            job.picture = self._begun(job.ask)
+            self.running.append(job)
+        pictures = [job.picture for job in self.running if job.picture is not None]
+        if not pictures:
+            return []
+        advance_pictures(pictures, self.denoiser, self.denoiser.dropped)
+        self.evaluations += sum(1 + (each.guidance != 1) for each in pictures)
+        finished = []
+        for job in self.running:
+            assert job.picture is not None
+            if job.picture.image is not None:
+                job.image = job.picture.image[0]
+                finished.append(job)
+        self.running = [job for job in self.running if job.image is None]
+        return finished
+
+    def _begun(self, ask: PictureAsk) -> Picture:
+        denoiser, device = self.denoiser, ask.condition.device
+        noise = seeded_noise(denoiser.shape, ask.seed, ask.number).to(device)
+        return begun_picture(
+            denoiser.process, solver_of(ask.sampler), ask.steps, noise, ask.condition, ask.guidance
+        )  # fmt: skip
+
+
+def check_guidance(denoiser: Denoiser, guidance: float) -> None:
+    """Raise :class:`UsageError` for a scale that ``denoiser`` cannot be guided by."""
+    settings = denoiser.settings
+    if guidance < 0:
+        raise UsageError(f"a guidance of {guidance:g} is below 0; give 1 for none")
+    if guidance == 1:
+        return
+    if not (settings.classes or settings.text):
+        raise UsageError(
+            "this model knows neither classes nor texts to guide by; give 1"
+        )
+    if not settings.drop:
+        raise UsageError(
+            "this model was trained without dropped conditions (settings.drop = 0), which guidance needs; give 1"
+        )

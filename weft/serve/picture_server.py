@@ -1,0 +1,153 @@
+"""``weft serve`` of a diffusion transformer: images over HTTP, with the interface of OpenAI."""
+
+import asyncio
+import base64
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from prometheus_client.core import GaugeMetricFamily, Metric
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from weft.diffusion.class_words import prompt_condition
+from weft.diffusion.denoiser import Denoiser
+from weft.diffusion.image_files import as_pixels, png_bytes
+from weft.diffusion.picture_engine import PictureAsk, check_guidance
+from weft.diffusion.sample import solver_of
+from weft.errors import UsageError
+from weft.serve.answering import while_connected
+from weft.serve.api_server import ApiServer, refused_for, seed_for_key
+from weft.serve.picture_requests import PictureRequest
+from weft.serve.picture_service import PictureLoad, PictureService
+from weft.serve.server_metrics import RequestMetrics
+
+#: Seeds that the server chooses are below this.
+CHOSEN_SEEDS = 2**31
+
+#: What is said of every field of :class:`PictureLoad`, with the name of its metric.
+PICTURE_LOAD = (
+    ("images_running", "Images that are being made."),
+    ("images_waiting", "Images that wait for their turn."),
+    ("image_evaluations", "Predictions of the model, of one image each."),
+)
+
+
+class PictureLoadCollector:
+    """Collects Prometheus metrics of how busy ``service`` is."""
+
+    def __init__(self, service: PictureService) -> None:
+        self.service = service
+
+    def collect(self) -> Iterator[Metric]:
+        load: PictureLoad = self.service.load()
+        for value, (name, said) in zip(load, PICTURE_LOAD, strict=True):
+            yield GaugeMetricFamily(f"weft_{name}", said, float(value))
+
+
+class PictureMetrics(RequestMetrics):
+    """Prometheus metrics of the requests for images that ``service`` answers.
+
+    Attributes:
+        ``made``: images that were finished and sent.
+    """
+
+    def __init__(self, service: PictureService) -> None:
+        super().__init__()
+        self.made = self.counter("images", "Images that were made.")
+        self.registry.register(PictureLoadCollector(service))
+
+
+class PictureServer(ApiServer):
+    """Serves the images that ``denoiser`` makes under ``name``.
+
+    Args:
+        ``service``: denoises, in a thread of its own.
+        ``denoiser``: the model.
+        ``keys``: API keys, one of which each request must have; without any, all requests are accepted.
+    """
+
+    metrics: PictureMetrics
+
+    def __init__(
+        self,
+        service: PictureService,
+        denoiser: Denoiser,
+        name: str,
+        keys: Sequence[str] = (),
+    ) -> None:
+        super().__init__(service, name, PictureMetrics(service), keys)
+        self.service, self.denoiser = service, denoiser
+
+    def routes(self) -> list[Route]:
+        return [
+            *super().routes(),
+            Route("/v1/images/generations", self.images, methods=["POST"]),
+        ]
+
+    @property
+    def size(self) -> str:
+        """Width and height of an image, or of a frame of a video, as requests give them."""
+        height, width = self.denoiser.shape[-2:]
+        return f"{width}x{height}"
+
+    def _card(self, name: str) -> dict[str, Any]:
+        about = {"size": self.size, "classes": [*self.denoiser.class_names]}
+        return super()._card(name) | about
+
+    async def images(self, request: Request) -> Response:
+        """Answer a request for images."""
+        asked = await self._question(request, PictureRequest)
+        asks = self._asks(request, asked)
+        images = await while_connected(request, self.service.make(asks))
+        data = await asyncio.to_thread(_encoded, images, asked.response_format)
+        self.metrics.made.inc(len(images))
+        self.metrics.whole.observe(time.perf_counter() - request.scope["began"])
+        return JSONResponse(
+            {"created": int(time.time()), "data": data, "size": self.size, "output_format": "png",
+             "seed": asks[0].seed, "model": self.name}
+        )  # fmt: skip
+
+    def _asks(self, request: Request, asked: PictureRequest) -> list[PictureAsk]:
+        """Return the images of a request. Raises :class:`Refusal` with the name of a field that is wrong."""
+        if asked.size not in ("auto", self.size):
+            said = f"this model's images are {self.size}, not {asked.size}"
+            raise refused_for(asked, "size", said)
+        if asked.n > self.service.most:
+            said = f"{asked.n} images are asked for at once; the most is {self.service.most}"
+            raise refused_for(asked, "n", said)
+        field = "prompt"
+        try:
+            condition = prompt_condition(self.denoiser, asked.prompt)
+            field = "sampler"
+            solver_of(asked.sampler)
+            field = "guidance"
+            check_guidance(self.denoiser, asked.guidance)
+        except UsageError as error:
+            raise refused_for(asked, field, str(error)) from None
+        seed = asked.seed
+        if seed is None:
+            key = request.headers.get("idempotency-key", "")
+            tenant = self._tenant(request)
+            seed = seed_for_key(key, tenant) if key else secrets.randbelow(CHOSEN_SEEDS)
+        return [
+            PictureAsk(condition, asked.steps, asked.sampler, asked.guidance, seed, n)
+            for n in range(asked.n)
+        ]
+
+
+def _encoded(images: Sequence[torch.Tensor], form: str) -> list[dict[str, str]]:
+    """Return ``images`` as PNG files in JSON; a video is a strip of its frames. ``form``: "b64_json" or "url"."""
+    data = []
+    for image in images:
+        pixels = as_pixels(image.float().cpu().numpy())
+        text = base64.b64encode(png_bytes(pixels)).decode()
+        data.append(
+            {"b64_json": text}
+            if form == "b64_json"
+            else {"url": f"data:image/png;base64,{text}"}
+        )
+    return data
