@@ -8,9 +8,14 @@ import pytest
 import torch
 
 from tests.models.test_diffusion_transformer import model_of
-from weft.diffusion.class_words import class_names, class_number, prompt_condition
+from weft.diffusion.class_words import class_names, class_number
 from weft.diffusion.denoiser import Denoiser
-from weft.diffusion.picture_engine import PictureAsk, PictureEngine, check_guidance
+from weft.diffusion.picture_engine import (
+    PictureAsk,
+    PictureEngine,
+    check_guidance,
+    prompt_condition,
+)
 from weft.diffusion.sample import SampleRequest, sample
 from weft.errors import UsageError
 

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
-
-import torch
 
 from weft.errors import UsageError, nearest
-
-if TYPE_CHECKING:
-    from weft.diffusion.denoiser import Denoiser
-
-T = torch.Tensor
 
 #: The file of a checkpoint that has the names of the classes, as a list of JSON.
 CLASS_FILE = "classes.json"
@@ -66,21 +58,3 @@ def class_number(word: str, classes: int, names: Sequence[str] = ()) -> int:
     raise UsageError(
         f"there is no class {word[:80]!r}; the model's classes are {listed}, and none"
     )
-
-
-def prompt_condition(denoiser: Denoiser, prompt: str) -> T:
-    """Return the condition of an image that ``prompt`` describes: the number of a class.
-
-    ``prompt``: name or number of a class; "" or "none": no class. Raises :class:`UsageError` for another one, and for
-    models that read texts.
-    """
-    settings = denoiser.settings
-    if settings.text:
-        raise UsageError(
-            "this model reads texts, which cannot be encoded here; call weft.diffusion.sample with their states"
-        )
-    device = denoiser.model.conditioning.time_in.device
-    number = class_number(
-        prompt.strip() or NO_CLASS, settings.classes, denoiser.class_names
-    )
-    return torch.tensor(number, device=device)

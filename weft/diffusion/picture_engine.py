@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.diffusion.class_words import NO_CLASS, class_number
 from weft.diffusion.sample import (
     Picture,
     advance_pictures,
@@ -122,6 +123,24 @@ class PictureEngine:
         return begun_picture(
             denoiser.process, solver_of(ask.sampler), ask.steps, noise, ask.condition, ask.guidance
         )  # fmt: skip
+
+
+def prompt_condition(denoiser: Denoiser, prompt: str) -> T:
+    """Return the condition of an image that ``prompt`` describes: the number of a class.
+
+    ``prompt``: name or number of a class; "" or "none": no class. Raises :class:`UsageError` for another one, and for
+    models that read texts.
+    """
+    settings = denoiser.settings
+    if settings.text:
+        raise UsageError(
+            "this model reads texts, which cannot be encoded here; call weft.diffusion.sample with their states"
+        )
+    device = denoiser.model.conditioning.time_in.device
+    number = class_number(
+        prompt.strip() or NO_CLASS, settings.classes, denoiser.class_names
+    )
+    return torch.tensor(number, device=device)
 
 
 def check_guidance(denoiser: Denoiser, guidance: float) -> None:

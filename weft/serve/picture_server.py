@@ -13,10 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from weft.diffusion.class_words import prompt_condition
 from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.image_files import as_pixels, png_bytes
-from weft.diffusion.picture_engine import PictureAsk, check_guidance
+from weft.diffusion.picture_engine import PictureAsk, check_guidance, prompt_condition
 from weft.diffusion.sample import solver_of
 from weft.errors import UsageError
 from weft.serve.answering import while_connected
@@ -52,12 +51,12 @@ class PictureMetrics(RequestMetrics):
     """Prometheus metrics of the requests for images that ``service`` answers.
 
     Attributes:
-        ``made``: images that were finished and sent.
+        ``images_sent``: images that were finished and sent.
     """
 
     def __init__(self, service: PictureService) -> None:
         super().__init__()
-        self.made = self.counter("images", "Images that were made.")
+        self.images_sent = self.counter("images", "Images that were made.")
         self.registry.register(PictureLoadCollector(service))
 
 
@@ -104,7 +103,7 @@ class PictureServer(ApiServer):
         asks = self._asks(request, asked)
         images = await while_connected(request, self.service.make(asks))
         data = await asyncio.to_thread(_encoded, images, asked.response_format)
-        self.metrics.made.inc(len(images))
+        self.metrics.images_sent.inc(len(images))
         self.metrics.whole.observe(time.perf_counter() - request.scope["began"])
         return JSONResponse(
             {"created": int(time.time()), "data": data, "size": self.size, "output_format": "png",
