@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.cases import write_corpus  # noqa: E402
-from tests.resilience.trials import KINDS, trial  # noqa: E402
+from tests.resilience.trials import KINDS, LAYOUTS, OF_REPLICAS, WHOLE, trial  # noqa: E402
 
 COLUMNS = (
     "detect_s",
@@ -34,19 +34,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for kind in KINDS:
+    for kind in KINDS + OF_REPLICAS:
         parser.add_argument(f"--{kind}", type=int, default=0, metavar="TRIALS")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first trial of each kind"
+    )
+    parser.add_argument(
+        "--whole", action="store_true", help="only replicas that are edited in place"
     )
     parser.add_argument("--json", type=Path, default=ROOT / "bench/results/faults.json")
     given = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         corpus = write_corpus(Path(folder))
-        for kind in KINDS:
+        for kind in KINDS + OF_REPLICAS:
+            whole = given.whole or kind in OF_REPLICAS
             for seed in range(given.seed, given.seed + getattr(given, kind)):
-                row = trial(kind, seed, corpus, Path(folder))
+                row = trial(
+                    kind, seed, corpus, Path(folder), WHOLE if whole else LAYOUTS
+                )
                 rows.append(row)
                 times = "  ".join(
                     f"{name} {row[name]:.2f}" for name in COLUMNS if name in row

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch.distributed as dist
@@ -31,6 +32,9 @@ from weft.resilience.watching import Watching
 from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run, open_run
 from weft.train.setup import Job
+
+if TYPE_CHECKING:
+    from weft.resilience.layers_ahead import LayersAhead
 
 #: Copies of a rank's state on its machine (two of its own and two of another rank's), and the share of the free memory
 #: that they may take.
@@ -66,6 +70,8 @@ class RankGuard(Watching):
         ``recovery``: copies in memory from which the present view continues; None if the view continues from a
             checkpoint, or begins the run.
         ``slow``: slow ranks and the reaction to them.
+        ``wished``: layout of the present view without regard to slow ranks.
+        ``ahead``: layers on their way to other ranks, beside the steps; None if there are none.
         ``progress``: progress through steps and data.
         ``seconds``: duration of each stage of the change to the present view.
         ``since``: time (``time.monotonic``) at which the previous view ended.
@@ -95,7 +101,8 @@ class RankGuard(Watching):
         self.seconds: dict[str, float] = {}
         self.since = time.monotonic()
         self.longest_step = 0.0  # seconds
-        self.layout = recipe.layout
+        self.layout = self.wished = recipe.layout
+        self.ahead: LayersAhead | None = None
         self.kept: KeptModel | None = None
         self.edited = False
         self._known: set[int] = set()  # all members so far
@@ -108,6 +115,8 @@ class RankGuard(Watching):
 
         Collective over ``mesh``.
         """
+        if self.ahead is not None:
+            self.ahead.finish(self.progress.step)
         leaves = from_all(self.membership.leaving, mesh.step_group)
         if self.snapshots:
             before = self.snapshots[-1]
@@ -187,13 +196,17 @@ class RankGuard(Watching):
     def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
         self.run, self.job, begun = run, job, time.monotonic()
         self.seconds["rebuild_s"] = begun - self.since - sum(self.seconds.values())
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.close()
         if self.recovery is None:
             resumed = super().fill(run, job, state, mesh)
             if run.fresh and not self.view.first:
                 resumed.notes.append(FROM_START)
             return resumed
+        came = ahead.parts(self.recovery.progress.step) if ahead is not None else ()
         self.seconds["bytes"] = restore(
-            self.recovery, self.snapshots, state, mesh.step_group
+            self.recovery, self.snapshots, state, mesh.step_group, came
         )
         self.seconds["recover_s"] = time.monotonic() - begun
         return Resumed(replace(self.recovery.progress), [str(self.recovery)])
@@ -270,7 +283,8 @@ class RankGuard(Watching):
         recorder.log(
             "view", epoch=view.epoch, ranks=len(numbers), layout=str(mesh.layout), lost=lost, joined=joined,
             edited=self.edited, stage_speeds=speeds, groups_made=[str(key) for key in self.groups.created],
-            groups_kept=len(self.groups.reused), **self.seconds,
+            groups_kept=len(self.groups.reused), bytes_ahead=sum(said.get("ahead", 0) for said in view.facts),
+            **self.seconds,
         )  # fmt: skip
         self._known |= set(numbers)
 
@@ -299,6 +313,42 @@ class RankGuard(Watching):
             self.slow.act(
                 self.watch, self.view.members, self.layout, self.membership.remove
             )
+        if self.slow.rebalance and self.layout.pp > 1 and self.snapshots:
+            self._copy_layers_ahead()
+
+    def _copy_layers_ahead(self) -> None:
+        """Begin to copy the layers that will have another rank, if they are not under way; say so once all are there.
+
+        All ranks decide this after the same step.
+        """
+        from weft.resilience.layers_ahead import LayersAhead, can_copy_ahead
+
+        view, membership = self.view, self.membership
+        if self.ahead is None:
+            present = view.members[: self.layout.world]
+            after = self.slow.layout_for(self.wished, present)
+            if after == self.layout or not can_copy_ahead(self.job, self.state):
+                return
+            self.ahead = LayersAhead(
+                self.state, self.job, after, present.index(membership.me), present, membership.endpoint,
+                membership.token, view.epoch, self.limit.total_seconds(),
+            )  # fmt: skip
+        if self.ahead.there:
+            membership.publish(layers=view.epoch)
+
+    @property
+    def layers_are_there(self) -> bool:
+        """Whether all layers that will have another rank are there, up to the last steps, or cannot come ahead."""
+        said = self.membership.published
+        others = [
+            m.number
+            for m in self.view.members[: self.layout.world]
+            if m != self.membership.me
+        ]
+        return self.ahead is None or (
+            self.ahead.there
+            and all(said.get(n, {}).get("layers") == self.view.epoch for n in others)
+        )
 
     @property
     def remembers(self) -> bool:  # type: ignore[override]
@@ -311,4 +361,4 @@ class RankGuard(Watching):
             self._looked = time.monotonic()
             for number in asked_to_leave(self.run.folder):
                 self.membership.remove(number)
-        return self.slow.rebalance or self.membership.called
+        return (self.slow.rebalance and self.layers_are_there) or self.membership.called

@@ -207,6 +207,7 @@ class RankParty:
             "slow": self.guard.slow.factors,
             "order": self.guard.slow.order,
             "groups": self.guard.groups.facts(),
+            "ahead": self.guard.ahead.sent if self.guard.ahead else 0,
             FACT: copies,
         }
 
@@ -257,7 +258,7 @@ class RankParty:
         world = recipe.layout.world
         if self.rank >= world:
             self.wait_for_place()
-        present = guard.view.members[:world]
+        present, guard.wished = guard.view.members[:world], recipe.layout
         layout = guard.slow.layout_for(recipe.layout, present)
         recipe = recipe.model_copy(update={"layout": layout})
         self._hang_up = HangUp(self.end_stuck, guard.groups.connections())

@@ -6,7 +6,7 @@ gives it.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,17 +136,18 @@ def restore(
     snapshots: Sequence[Snapshots],
     state: State,
     group: dist.ProcessGroup | None = None,
+    came: Iterable[tuple[str, Part]] = (),
 ) -> int:
     """Fill ``state``, whatever its layout, with the state of ``recovery``. Returns the bytes sent to other ranks.
 
     Collective over the ranks of ``group``, those of the new view. ``snapshots``: this rank's copies of earlier views;
-    empty if it was in none.
+    empty if it was in none. ``came``: name and values of tensors of that state which this rank has got already.
     """
     from weft.checkpoint.reshard import redistribute
 
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     sent = redistribute(
-        list(parts_to_give(recovery, snapshots, rank)), state.tensors(), group
+        [*parts_to_give(recovery, snapshots, rank), *came], state.tensors(), group
     )
     state.updates = recovery.progress.updates
     return sent

@@ -1,0 +1,336 @@
+"""Layers of a pipeline that change their rank are copied there beside the steps that go on meanwhile.
+
+Once all ranks know that a stage is slow, they know under which layout they will go on, and so which layers move. Each
+rank sends the parameters and moments of its moving layers to their next rank, in a thread of its own, and trains on. A
+step changes them, so that the gradients by which a layer is updated follow: they are a third of what an update by Adam
+changes, and the receiver applies the same update to what it has. When all copies are there the ranks end their view;
+only the gradients of the last step are then under way. (ElasWave, 2025, lets layers migrate without a stop.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weft.layout.axes import AXES
+from weft.layout.dims import Logical, Tensor, extents
+from weft.layout.layout import Layout
+from weft.layout.parts import TORCH_DTYPES, Part
+from weft.layout.placement import Place, Placement
+from weft.memory.on_device import OnDevice
+from weft.net.endpoint import Endpoint
+from weft.net.wire import Head, SealedConnection
+from weft.parallel.state import Held, State, Updater
+from weft.recipe.conflicts import AskedRecipe
+from weft.recipe.step_techniques import asked_techniques
+from weft.resilience.views import Member
+from weft.schedule.stages import assign_stages, make_table
+from weft.shapes.dim import Dim
+from weft.train.setup import Job
+
+if TYPE_CHECKING:
+    from weft.train.rule_optimizer import RuleOptimizer
+
+T = torch.Tensor
+
+#: Seconds between two attempts to reach a rank that has not begun to receive.
+DIAL_S = 0.05
+
+
+class LayerMove(NamedTuple):
+    """Change of a layer's rank. ``source``, ``target``: coordinates along ``pp`` before and afterwards."""
+
+    layer: int
+    source: int
+    target: int
+
+
+def layer_ranks(job: Job, layout: Layout) -> list[int]:
+    """Return the coordinate along ``pp`` of the rank that has each layer; [] if several ranks have a stage.
+
+    ``job``: the checked recipe; ``layout``: its layout, or another with as many ranks.
+    """
+    length = job.recipe.data.seq_len
+    table = make_table(layout, 2 * layout.pp, job.shape, length)
+    ranks: dict[int, int] = {}
+    for number, stage in enumerate(assign_stages(job.shape, layout, table, length)):
+        holders = table.holders(number)
+        if len(holders) != 1:
+            return []
+        ranks |= dict.fromkeys(stage.layers, holders[0])
+    return [ranks[layer] for layer in sorted(ranks)]
+
+
+def layer_moves(job: Job, before: Layout, after: Layout) -> list[LayerMove]:
+    """Return the layers that have another rank in the layout ``after`` than in ``before``, with these ranks."""
+    pairs = zip(layer_ranks(job, before), layer_ranks(job, after), strict=False)
+    return [
+        LayerMove(layer, source, target)
+        for layer, (source, target) in enumerate(pairs)
+        if source != target
+    ]
+
+
+def can_copy_ahead(job: Job, state: State) -> bool:
+    """Return whether an update of ``state`` follows from gradients alone, element by element, and is never undone."""
+    recipe, optimizer = job.recipe, state.optimizer
+    asked = AskedRecipe(**dict(recipe), shape=job.shape)
+    return (
+        bool(getattr(getattr(optimizer, "rule", None), "elementwise", False))
+        and not recipe.optimizer.post_validation
+        and not any(asked_techniques(asked))
+        and type(state.tiers) is OnDevice
+        and not state.due
+        and all(held.rows is None for held in state.held)
+    )
+
+
+def counterpart(layout: Layout, rank: int, stage: int) -> int:
+    """Return the rank with the coordinate ``stage`` along ``pp``, and else with those of world rank ``rank``."""
+    own = Place.of(layout, rank)
+    wanted = {axis: own.rank(axis) for axis in AXES} | {"pp": stage}
+    return next(
+        other
+        for other in range(layout.world)
+        if all(Place.of(layout, other).rank(axis) == at for axis, at in wanted.items())
+    )
+
+
+def bytes_of(tensor: T) -> memoryview:
+    """Return the bytes of ``tensor``, which the result keeps alive."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+@dataclass(eq=False)
+class SentLayers:
+    """An update rule that also keeps the gradients of moving layers, for the ranks to which they move.
+
+    ``rule``: the update rule; ``targets``: the rank to which each moving parameter goes, by name; ``jobs``: gets what
+    is to be sent.
+    """
+
+    rule: Updater
+    targets: Mapping[str, int]
+    jobs: SimpleQueue[Any]
+
+    def slots(self, held: Held) -> dict[str, Part]:
+        return self.rule.slots(held)
+
+    def __call__(self, held: Sequence[Held], grads: Sequence[T], lr: float) -> None:
+        for h, grad in zip(held, grads, strict=True):
+            if h.name in self.targets:  # an update may change the gradient
+                head = {"kind": "gradient", "name": h.name, "lr": lr}
+                self.jobs.put((self.targets[h.name], head, [grad.detach().clone()]))
+        self.rule(held, grads, lr)
+
+
+@dataclass(eq=False)
+class LayersAhead:
+    """Copies of layers that move, on their way beside the steps: those of this rank, and those that come to it.
+
+    Create it on all ranks between the same two steps.
+
+    Attributes:
+        ``state``: this rank's state, whose update rule sends gradients from now on.
+        ``job``: the checked recipe with the present layout.
+        ``after``: the layout to which the layers move.
+        ``rank``: this rank in the present view.
+        ``members``: members of the present view, by rank.
+        ``endpoint``, ``token``: listener of this process, and the run's secret.
+        ``epoch``: number of the present view.
+        ``limit``: seconds that a transfer may take.
+        ``there``: whether all layers of this rank have come to their next ranks, or cannot.
+        ``sent``: bytes sent so far.
+        ``problem``: why something could not be sent; "" if nothing has failed.
+    """
+
+    state: State
+    job: Job
+    after: Layout
+    rank: int
+    members: Sequence[Member]
+    endpoint: Endpoint
+    token: str
+    epoch: int
+    limit: float
+    there: bool = False
+    sent: int = 0
+    problem: str = ""
+    _came: dict[str, Held] = field(default_factory=dict)
+    # by the ranks that send: the step at whose end they have sent all
+    _ends: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        before = self.job.recipe.layout
+        own = Place.of(before, self.rank).rank("pp")
+        moves = layer_moves(self.job, before, self.after)
+        self.targets = {
+            f"blocks.{move.layer}.": counterpart(before, self.rank, move.target)
+            for move in moves
+            if move.source == own
+        }
+        self._sources = {
+            counterpart(before, self.rank, move.source)
+            for move in moves
+            if move.target == own
+        }
+        assert self.state.optimizer is not None
+        self._rule: RuleOptimizer = self.state.optimizer  # type: ignore[assignment]
+        self._jobs: SimpleQueue[Any] = SimpleQueue()
+        self._channel = self.endpoint.open(self._name, self.token, self._receive)
+        self._links: dict[int, SealedConnection] = {}
+        self._begin()
+        self._thread = Thread(target=self._work, name="weft-layers", daemon=True)
+        self._thread.start()
+
+    @property
+    def _name(self) -> str:
+        return f"layers/{self.epoch}"
+
+    def _begin(self) -> None:
+        """Copy the moving parameters with their slots, as they are between these two steps."""
+        targets: dict[str, int] = {}
+        for held in self.state.held:
+            block = ".".join(held.name.split(".")[:2]) + "."
+            if block in self.targets and held.local.numel():
+                targets[held.name] = self.targets[block]
+                self._jobs.put((self.targets[block], *_described(held)))
+        self._jobs.put(None)
+        self.state.optimizer = SentLayers(self._rule, targets, self._jobs)
+
+    # --- what the guard calls ---
+
+    def finish(self, step: int) -> None:
+        """Wait until the gradients of the last ``step`` have been applied where they go. No step may follow."""
+        for target in {*self.targets.values()}:
+            self._jobs.put((target, {"kind": "end", "step": step}, []))
+        self._jobs.put("over")
+        self._thread.join(self.limit)
+
+    def parts(self, step: int) -> Iterator[tuple[str, Part]]:
+        """Yield the name and the values of each tensor that has come, if all came as they were after ``step``."""
+        if not self._sources or {*self._ends} != self._sources:
+            return
+        if {*self._ends.values()} != {step}:
+            return
+        for held in self._came.values():
+            yield f"model.{held.name}", held.part(held.local)
+            for name, part in held.slots.items():
+                yield f"optimizer.{name}.{held.name}", part
+
+    def close(self) -> None:
+        """End all sending and receiving."""
+        self._channel.close()
+        self._jobs.put("over")
+
+    # --- in the thread that sends ---
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) != "over":
+            if job is None:
+                self.there = True
+            elif not self.problem:
+                self._try_to_send(*job)
+        self.there = True
+
+    def _try_to_send(self, target: int, head: Head, tensors: list[T]) -> None:
+        try:
+            if target not in self._links:
+                self._links[target] = self._dial(target)
+            link = self._links[target]
+            self.sent += link.send(head, [bytes_of(tensor) for tensor in tensors])
+            link.receive(limit=self.limit)
+        except OSError as error:
+            # the layers then move after the steps, with all else
+            self.problem = error.strerror or str(error)
+            self.there = True
+
+    def _dial(self, target: int) -> SealedConnection:
+        deadline = time.monotonic() + self.limit
+        while True:
+            try:
+                return self._channel.dial(
+                    self.members[target].address,
+                    {"rank": self.rank},
+                    self.limit,
+                    self.limit,
+                )
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(DIAL_S)
+
+    # --- in the threads that receive ---
+
+    def _receive(self, connection: SealedConnection) -> None:
+        source = int(connection.hello["rank"])
+        with suppress(OSError):
+            while True:
+                head, payload = connection.receive()
+                if head["kind"] == "end":
+                    self._ends[source] = head["step"]
+                elif head["kind"] == "gradient":
+                    held = self._came[head["name"]]
+                    gradient = torch.frombuffer(payload, dtype=held.local.dtype)
+                    lr = float(head["lr"])
+                    self._rule([held], [gradient.view(held.local.shape)], lr)
+                else:
+                    self._came[head["name"]] = _taken(head, payload)
+                connection.send({})
+        connection.close()
+
+
+def _described(held: Held) -> tuple[Head, list[T]]:
+    """Return what describes ``held``, as JSON, and copies of its value and its slots."""
+    parts = {"": held.part(held.local), **held.slots}
+    about = [
+        {
+            "slot": name,
+            "box": part.box,
+            "shape": part.tensor.shape,
+            "dtype": part.tensor.dtype,
+            "dims": part.tensor.dims,
+        }
+        for name, part in parts.items()
+    ]
+    head: Head = {
+        "kind": "layer",
+        "name": held.name,
+        "updates": int(held.updates),
+        "learns": held.learns,
+        "dims": [[dim.name, dim.count, dim.unit] for dim in held.logical.dims],
+        "parts": about,
+    }
+    return head, [part.values.detach().clone() for part in parts.values()]
+
+
+def _taken(head: Head, payload: memoryview) -> Held:
+    """Return the parameter that :func:`_described` has described; ``payload``: its value and its slots."""
+    parts: dict[str, Part] = {}
+    start = 0
+    for about in head["parts"]:
+        box = tuple((lo, hi) for lo, hi in about["box"])
+        dtype, dims = about["dtype"], tuple(about["dims"])
+        tensor = Tensor(tuple(about["shape"]), dtype, dims)
+        shape = extents(box)
+        values = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+        bytes_of(values)[:] = payload[start : start + values.nbytes]
+        start += values.nbytes
+        parts[about["slot"]] = Part(values, box, tensor)
+    whole = parts.pop("")
+    logical = Logical(tuple(Dim(*dim) for dim in head["dims"]), None, (), whole.box)
+    parameter = nn.Parameter(whole.values, requires_grad=bool(head["learns"]))
+    held = Held(
+        head["name"], logical, Placement(whole.box, 0, 1), whole.values, parameter
+    )
+    held.slots, held.updates = parts, torch.tensor(float(head["updates"]))
+    return held
