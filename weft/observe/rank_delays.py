@@ -142,8 +142,9 @@ def slow_computers(
 
     ``digests``: summary of every rank's last steps. ``best``: for each rank, the shortest computing time of a step, in
     seconds, among earlier judgements. ``shares``: for each rank, its amount of work relative to the mean; without an
-    entry the share is 1.
+    entry the share is 1. Ranks without work are not judged.
     """
+    digests = [d for d in digests if shares.get(d.rank, 1)]
     common = sorted(set.intersection(*(set(d.steps) for d in digests)))
     if len(common) < FEWEST or len(digests) < 2:
         return []
@@ -428,8 +429,8 @@ class DelayWatch:
         computers = slow_computers(self.digests, self._best, self.shares)
         if not computers:
             for each in self.digests:
-                seconds = each.compute / self.shares.get(each.rank, 1)
-                self._best[each.rank] = min(seconds, self._best.get(each.rank, np.inf))
+                seconds = each.compute / (self.shares.get(each.rank, 1) or np.nan)
+                self._best[each.rank] = min(self._best.get(each.rank, np.inf), seconds)
         self._look_at_links()
         # it handles messages slowly, too
         slow = {rank for v in computers for rank in v.ranks}

@@ -104,7 +104,7 @@ def counterpart(layout: Layout, rank: int, stage: int) -> int:
     )
 
 
-def bytes_of(tensor: T) -> memoryview:
+def _bytes_of(tensor: T) -> memoryview:
     """Return the bytes of ``tensor``, which the result keeps alive."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return flat.numpy().data
@@ -247,7 +247,7 @@ class LayersAhead:
             if target not in self._links:
                 self._links[target] = self._dial(target)
             link = self._links[target]
-            self.sent += link.send(head, [bytes_of(tensor) for tensor in tensors])
+            self.sent += link.send(head, [_bytes_of(tensor) for tensor in tensors])
             link.receive(limit=self.limit)
         except OSError as error:
             # the layers then move after the steps, with all else
@@ -323,7 +323,7 @@ def _taken(head: Head, payload: memoryview) -> Held:
         tensor = Tensor(tuple(about["shape"]), dtype, dims)
         shape = extents(box)
         values = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-        bytes_of(values)[:] = payload[start : start + values.nbytes]
+        _bytes_of(values)[:] = payload[start : start + values.nbytes]
         start += values.nbytes
         parts[about["slot"]] = Part(values, box, tensor)
     whole = parts.pop("")

@@ -122,6 +122,11 @@ class SlowRanks:
             for verdict in watch.verdicts
             if verdict.kind == "computer"
         }
+        # a rank that was too slow for a single sample shows nothing, and is as it was
+        idle = {
+            members[rank].number for rank, share in watch.shares.items() if not share
+        }
+        slow |= {number: self.factors[number] for number in idle & self.factors.keys()}
         before, self._judged = self._judged, slow
         if self.actions != "say":
             self._act_on_network(watch, members, layout, remove)
