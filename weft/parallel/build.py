@@ -100,7 +100,8 @@ def parallelize(
         hooks = replace(hooks, saver=saver)
 
     pipeline = None
-    if mesh.size("pp") > 1 or memory.weights == "file":
+    by_table = memory.weights == "file" or memory.tiles > 1
+    if mesh.size("pp") > 1 or by_table:
         log("stages")
         from weft.parallel.pipeline import Pipeline
 
@@ -150,7 +151,7 @@ def parallelize(
 
     log("memory")
     place = "cpu" if sharded and memory.offloads_state else mesh.device
-    if memory.weights == "file":
+    if by_table:
         make_unheld(model, mesh.device, kept=everywhere)
     else:
         # a plugin's module has made its own buffers
@@ -172,7 +173,7 @@ def parallelize(
         layers = copies.moving_layers(model)
         make = partial(make, go_home=partial(copies.bring_experts_home, layers))
     if pipeline is not None:
-        state = pipeline.start(dtype, tiers, make, memory.experts)
+        state = pipeline.start(dtype, tiers, make, memory.experts, memory.tiles)
     elif sharded:
         state = sharded_state(model, mesh, make)
     elif replicated:

@@ -58,18 +58,25 @@ class Pipeline:
 
     def start(
         self, compute: torch.dtype, tiers: OnDevice, make: Callable[..., State],
-        experts: str = "all",
+        experts: str = "all", tiles: int = 1,
     ) -> State:  # fmt: skip
         """Take over the model's parameters, connect to the other ranks of the pipeline, and return the state.
 
         The parameters must be allocated on the device. ``compute``: data type in which parameters compute; ``tiers``:
         where the state rests; ``make``: function that builds the state from units, and from the names of those
         parameters that several ranks of the pipeline hold. ``experts``: "chosen" if a pass brings only those experts
-        that its tokens choose (``memory.experts``).
+        that its tokens choose (``memory.experts``). ``tiles``: into how many tiles the weights of projections are cut
+        (``memory.tiles``).
         """
         if experts == "chosen":
             from weft.parallel.experts.chosen import ChosenExperts, listen_to_routers
-        self.streamed, self.compute = tiers.places.get("weights") == "file", compute
+        in_tiles = set[str]()
+        if tiles > 1:
+            from weft.parallel.tiles import TiledWeight, put_tiles_in_place, tiled_names
+
+            in_tiles = tiled_names(self.model)
+        self.streamed = tiles > 1 or tiers.places.get("weights") == "file"
+        self.compute = compute
         described = dict(self.model.logical_parameters())
         used: dict[tuple[frozenset[int], torch.dtype, Any], list[Full]] = {}
         shared: dict[tuple[int, ...], list[str]] = {}
@@ -88,7 +95,7 @@ class Pipeline:
             learns, several = parameter.requires_grad, len(copies) > 1
             # What other stages have, too, is summed over them last of all, and is a unit of its own.
             # a layer's experts, of which passes bring some
-            alone = ""
+            alone = name if name in in_tiles else ""
             if experts == "chosen" and ".ffn.experts." in name:
                 alone = name.rpartition(".")[0]
             alike = learns, self.mesh.sharing(logical), several, alone
@@ -103,8 +110,12 @@ class Pipeline:
         in_order = sorted(used.items(), key=lambda item: min(item[0][0]))
         users = []
         for (stages, dtype, (*_, alone)), named in in_order:
-            make_unit = ChosenExperts if alone else TableUnit
-            users.append((stages, make_unit(named, self.mesh, dtype, tiers)))
+            if alone in in_tiles:
+                unit: TableUnit = TiledWeight(named, self.mesh, dtype, tiers, tiles)
+            else:
+                make_unit = ChosenExperts if alone else TableUnit
+                unit = make_unit(named, self.mesh, dtype, tiers)
+            users.append((stages, unit))
         if experts == "chosen":
             listen_to_routers(self.model, tiers, [unit for _, unit in users])
         # The model holds its pipeline; a circle would keep process groups, and gloo's threads, until it is collected.
@@ -123,6 +134,8 @@ class Pipeline:
             sums[group] = sorted(names)
         units: list[Unit] = [unit for _, unit in users]
         state = make([*units, Unit(whole)] if whole else units, sums)
+        if tiles > 1:
+            put_tiles_in_place(model, state)
         if experts == "chosen":  # norms are summed in the same order
             state.learning.sort(key=lambda h: places.get(h.name, (sys.maxsize,)))
         self.here = PipelineRank(

@@ -93,6 +93,24 @@ class Unit:
     #: Whether every use follows :meth:`State.visit`, so that an update can wait until then.
     visited: ClassVar[bool] = False
 
+    @property
+    def pieces(self) -> Sequence[Unit]:
+        """The units by which parameters are updated: this one, unless a subclass is updated piece by piece."""
+        return (self,)
+
+    def share_of(self, grads: Mapping[str, T]) -> Mapping[str, T]:
+        """Return those of the gradients ``grads`` that update this unit, by name."""
+        return grads
+
+    def make_slots(self, optimizer: Updater, tiers: OnDevice) -> None:
+        """Make the slots of ``optimizer`` for every parameter that learns, and let them rest in ``tiers``."""
+        for h in self.held:
+            if h.learns:
+                h.slots |= optimizer.slots(h)
+                h.updates = torch.zeros((), device=h.local.device)
+        moments = [part.values for h in self.held for part in h.slots.values()]
+        tiers.rest(self, "moments", moments)
+
     def gather(self) -> None:
         """Make the whole parameters ready for compute. In this class they always are."""
 
@@ -186,15 +204,9 @@ class State:
 
     def make_slots(self) -> None:
         """Make the optimizer's slots for every parameter that learns, from the parameters' values."""
-        if self.optimizer is None:
-            return
-        for unit in self.units:
-            for h in unit.held:
-                if h.learns:
-                    h.slots |= self.optimizer.slots(h)
-                    h.updates = torch.zeros((), device=h.local.device)
-            moments = [part.values for h in unit.held for part in h.slots.values()]
-            self.tiers.rest(unit, "moments", moments)
+        if self.optimizer is not None:
+            for unit in self.units:
+                unit.make_slots(self.optimizer, self.tiers)
 
     def gather(self) -> None:
         """Make the whole parameters of all units ready for compute. Collective."""
@@ -249,14 +261,17 @@ class State:
         :class:`weft.parallel.revocable_updates.RevocableUpdates`.
         """
         if any(h.learns for h in unit.held):
-            with self.tiers.trying(unit) if revocable else self.tiers.updating(unit):
-                self._update(unit, grads, lr, scale)
+            brought = self.tiers.trying if revocable else self.tiers.updating
+            for piece in unit.pieces:
+                with brought(piece):
+                    self._update(piece, grads, lr, scale)
 
     def _update(
         self, unit: Unit, grads: Mapping[str, T], lr: float, scale: float = 1.0
     ) -> None:
         assert self.optimizer is not None, "a state that only computes"
         held = [h for h in unit.held if h.learns]
+        grads = unit.share_of(grads)
         reduced = [grads[h.name] for h in held]
         if scale != 1.0:
             torch._foreach_mul_(reduced, scale)
@@ -280,7 +295,8 @@ class State:
             if unit in but:
                 continue
             if unit.visited and any(h.learns for h in unit.held):
-                self.due[unit] = DueUpdate(grads, lr, scale)
+                due = DueUpdate(grads, lr, scale)
+                self.due |= dict.fromkeys(unit.pieces, due)
             else:
                 self.update(unit, grads(unit), lr, scale)
 
@@ -368,13 +384,17 @@ class State:
             return 0
         first = self.learning[0]
         return int(first.updates.item()) + any(
-            h is first for unit in self.due for h in unit.held
+            h.updates is first.updates for unit in self.due for h in unit.held
         )
 
     @updates.setter
     def updates(self, count: int) -> None:
-        for h in self.learning:
+        for h in self._held_in_pieces():
             h.updates.fill_(count)
+
+    def _held_in_pieces(self) -> Iterator[Held]:
+        pieces = (piece for unit in self.units for piece in unit.pieces)
+        return (h for piece in pieces for h in piece.held)
 
     def bring_home(self) -> None:
         """Move all rows (such as experts that have moved) back to the ranks whose boxes contain them. Collective."""
@@ -423,7 +443,7 @@ class State:
     def fill(self, values: Values) -> None:
         """Write initial ``values`` into all parameters, and make the optimizer's slots from them."""
         self.expose()
-        for h in self.held:
+        for h in self._held_in_pieces():
             if h.local.numel():
                 h.local.copy_(values(h.name, h.logical, h.box))
         self.make_slots()

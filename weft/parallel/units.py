@@ -91,13 +91,7 @@ class TableUnit(Unit):
         ]
         self.shapes = [full.shape for full in self.full]
         self.live = not self.apart
-        tiers.rest(self, "weights", [h.local for h in self.held], self.piece)
-        for h in self.held:
-            h.parameter.data = h.local.data  # which is elsewhere now
-        # Where reduced gradients go, if they do not stay in memory.
-        away = self.learns and tiers.places.get("gradients") == "file"
-        self.reduced = {h.name: torch.zeros_like(h.local) for h in self.held if away}
-        tiers.rest(self, "gradients", self.reduced.values())
+        self.rest()
         self.release(drop=True)
         # this rank's share of what the nearest ranks hold together
         self.near: torch.Tensor | None = None
@@ -106,6 +100,16 @@ class TableUnit(Unit):
         # gradients in the wide type, until they are reduced
         self.sums: dict[str, torch.Tensor] = {}
         self.at: list[list[torch.Tensor]] = []  # the full parameters at several points
+
+    def rest(self) -> None:
+        """Let the state rest where the settings say, with room for reduced gradients where these do not stay."""
+        self.tiers.rest(self, "weights", [h.local for h in self.held], self.piece)
+        for h in self.held:
+            h.parameter.data = h.local.data  # which is elsewhere now
+        # Where reduced gradients go, if they do not stay in memory.
+        away = self.learns and self.tiers.places.get("gradients") == "file"
+        self.reduced = {h.name: torch.zeros_like(h.local) for h in self.held if away}
+        self.tiers.rest(self, "gradients", self.reduced.values())
 
     @property
     def piece(self) -> int:

@@ -20,7 +20,8 @@ class Memory(Section):
     ZeRO-Offload (Ren et al. 2021), SuperOffload (Lian et al. 2025), Deep Optimizer States (Maurya et al. 2024).
     """
 
-    asks: ClassVar = {"speculate": "speculation", "alternate": "alternating-updates"}
+    asks: ClassVar = {"speculate": "speculation", "alternate": "alternating-updates",
+                         "tiles": "tiled-weights"}  # fmt: skip
 
     weights: Place = Field(
         "device",
@@ -90,6 +91,15 @@ class Memory(Section):
             "Share of the weights in the host's memory that the device updates while the host"
             " updates the others. 0: the host updates all. 'auto': the best share, measured "
             "in the first steps."
+        ),
+    )
+
+    tiles: int = Field(
+        1,
+        ge=1,
+        description=(
+            "Into how many tiles the weight of each projection is cut. Tiles that rest on the host or in a file"
+            " are brought, used and freed one by one, in forward, backward and update. 1: weights are whole."
         ),
     )
 

@@ -1,0 +1,351 @@
+"""Weights in tiles: a product that is larger than memory, whose weight comes and goes tile by tile.
+
+ZeRO-Infinity (Rajbhandari et al. 2021, 2104.07857, section 5.1.3) calls these products tiled operators. A weight
+``[out, in]`` is cut along ``out``. A tile has the same share of every rank's rows, so that a rank's rows of all tiles
+together are still one range of rows of the logical tensor. They rest side by side, and whoever reads the state between
+two steps (checkpoints, copies, proofs) sees one tensor. In a pass every tile is fetched, gathered, multiplied and freed
+before the next is gathered; backward also reduces its gradient and lets it rest. Updates go tile by tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.layout.placement import Placement
+from weft.memory.resting_tiles import rest_side_by_side, rows_of_whole_pages
+from weft.models.fused import times
+from weft.models.projections import Projections
+from weft.models.widened import multiply
+from weft.parallel.state import Held, State, Unit, Updater
+from weft.parallel.units import Full, TableUnit
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.memory.on_device import OnDevice
+    from weft.models.transformer import Transformer
+
+T = torch.Tensor
+
+#: The values of the state.
+OWN: Callable[[Held], T] = attrgetter("local")
+
+
+class WeightTile(TableUnit):
+    """One tile of a weight, as a unit that is gathered, reduced and updated by itself.
+
+    ``weight``: the weight; ``first`` and ``last``: the range of rows of every rank's share that the tile has. The other
+    arguments are those of :class:`weft.parallel.units.TableUnit`, with one parameter.
+    """
+
+    def __init__(
+        self, weight: TiledWeight, first: int, last: int, full: Full, mesh: Mesh,
+        compute: torch.dtype, tiers: OnDevice,
+    ) -> None:  # fmt: skip
+        self.weight, self.first, self.last = weight, first, last
+        self.in_use = ExitStack()
+        self.gradient: T | None = None  # of the tile's rows, until it is reduced
+        super().__init__([full], mesh, compute, tiers)
+        # A lone rank computes with what was read, where that has the right type.
+        self.as_read = (
+            self.size == 1
+            and self.wide == compute
+            and self.held[0].local.device == mesh.device
+        )
+
+    def rest(self) -> None:
+        """Leave it to the weight to let all its tiles rest side by side."""
+        self.reduced = {}
+
+    @torch.no_grad()
+    def gather(self, values: Callable[[Held], T] = OWN) -> None:
+        """Make the tile's rows of all ranks, ``[rows, in]``. Collective. ``values``: as in :class:`TableUnit`."""
+        if self.live or not self.as_read:
+            super().gather(values)
+            return
+        self.in_use.enter_context(self.tiers.at_hand(self, "weights"))
+        self.full[0].data = values(self.held[0])
+        self.live = True
+
+    def release(self, drop: bool) -> None:
+        """Free the tile's rows, whatever ``drop`` says."""
+        if self.live and self.as_read:
+            self.full[0].data = self.full[0].data.new_empty(0)
+            self.in_use.close()
+            self.live = False
+        else:
+            super().release(True)
+
+    def share_of(self, grads: Mapping[str, T]) -> Mapping[str, T]:
+        """Return the tile's rows of the weight's reduced gradient in ``grads``."""
+        name, whole = self.held[0].name, grads[self.held[0].name]
+        if whole is self.weight.reduced.get(name):
+            return self.reduced
+        return {name: self.rows_of(whole)}
+
+    def rows_of(self, whole: T) -> T:
+        """Return the tile's part of ``whole``, a tensor of all rows of the weight that this rank holds."""
+        rows = len(self.held[0].local)  # none if the rank has fewer rows than others
+        return whole.narrow(0, self.first if rows else 0, rows)
+
+    @torch.no_grad()
+    def add_gradient(self, gradient: T) -> None:
+        """Sum ``gradient`` ``[rows, in]`` over the ranks that share the state, and add it to that of the step so far.
+
+        Collective. The weights' memory can be freed before.
+        """
+        self.weight.begin_gradient()
+        if self.wide != self.compute:
+            self.sums[self.held[0].name] = gradient.to(self.wide)
+        else:
+            self.gradient = gradient
+        self.reduce()
+        self.weight.end_gradient()
+
+    def _taken(self, h: Held, full: nn.Parameter) -> T | None:
+        gradient, self.gradient = self.gradient, None
+        return self.sums.pop(h.name, gradient)
+
+
+class TiledWeight(TableUnit):
+    """A weight in tiles, as a unit whose gather does nothing: a product gathers the tiles one by one.
+
+    ``named``: the weight, ``[out, in]``; ``tiles``: the most tiles into which it is cut. In files tiles have whole
+    pages, so that there may be fewer. The other arguments are those of :class:`weft.parallel.units.TableUnit`.
+
+    Attributes:
+        ``pieces``: the tiles.
+        ``rows``: rows that a product has; ``share``: the most rows that a rank holds of them.
+    """
+
+    def __init__(
+        self, named: Sequence[Full], mesh: Mesh, compute: torch.dtype, tiers: OnDevice, tiles: int
+    ) -> None:  # fmt: skip
+        (full,) = named
+        self.mesh, self.compute, self.tiers = mesh, compute, tiers
+        self.replicas, self.sharing = mesh.sharing(full.logical)
+        self.size = mesh.size(self.sharing)
+        self.learns = full.parameter.requires_grad
+        self.live, self.near, self.full = True, None, []
+        self.rows, width = full.logical.local_shape
+        self.share = -(-self.rows // self.size)
+        device = full.parameter.device
+        kind = torch.promote_types(compute, torch.float32) if self.learns else compute
+        rows = -(-self.share // tiles)
+        if "file" in tiers.places.values():
+            step = rows_of_whole_pages(width * kind.itemsize)
+            rows = -(-rows // step) * step
+        first, last = full.placement.box[0]
+        self._tiles = []
+        for begin in range(0, self.share, rows):
+            end = min(begin + rows, self.share)
+            box = ((min(first + begin, last), min(first + end, last)), full.placement.box[1])  # fmt: skip
+            at = Placement(box, full.placement.replica, full.placement.replicas)
+            values = torch.empty(self.size * (end - begin), width, dtype=compute, device=device)  # fmt: skip
+            values.untyped_storage().resize_(0)
+            part = full._replace(parameter=nn.Parameter(values, self.learns), placement=at)  # fmt: skip
+            self._tiles.append(WeightTile(self, begin, end, part, mesh, compute, tiers))
+        local = self._side_by_side("weights", [t.held[0].local for t in self._tiles])
+        for tile in self._tiles:
+            tile.held[0].parameter.data = tile.held[0].local.data
+        parameter = nn.Parameter(local, self.learns)
+        self.held = [Held(full.name, full.logical, full.placement, parameter.detach(), parameter)]  # fmt: skip
+        self.reduced = {}
+        if self.learns and tiers.places.get("gradients") == "file":
+            grads = [torch.zeros_like(t.held[0].local) for t in self._tiles]
+            self.reduced[full.name] = self._side_by_side("gradients", grads)
+            for tile, grad in zip(self._tiles, grads, strict=True):
+                tile.reduced = {full.name: grad}
+
+    def _side_by_side(self, kind: str, tensors: Sequence[T], slot: str = "") -> T:
+        return rest_side_by_side(self.tiers, self._tiles, kind, tensors, slot)
+
+    @property
+    def pieces(self) -> Sequence[Unit]:
+        return self._tiles
+
+    @property
+    def tiles(self) -> Sequence[WeightTile]:
+        """The tiles, in the order of their rows."""
+        return self._tiles
+
+    def make_slots(self, optimizer: Updater, tiers: OnDevice) -> None:
+        """Make the optimizer's slots of every tile, which rest side by side."""
+        if not self.learns:
+            return
+        (held,) = self.held
+        for tile in self._tiles:
+            h = tile.held[0]
+            h.slots |= optimizer.slots(h)
+            h.updates = torch.zeros((), device=h.local.device)
+        held.updates = self._tiles[0].held[0].updates
+        for slot in self._tiles[0].held[0].slots:
+            parts = [tile.held[0].slots[slot].values for tile in self._tiles]
+            held.slots[slot] = held.part(self._side_by_side("moments", parts, slot))
+
+    def gather(self, values: Callable[[Held], T] = OWN) -> None:
+        """Do nothing, as a product gathers the tiles one by one."""
+
+    def release(self, drop: bool) -> None:
+        """Free the tiles that an error may have left in memory, whatever ``drop`` says."""
+        for tile in self._tiles:
+            tile.release(True)
+
+    def fold(self) -> None:
+        """Do nothing, as every gradient is reduced at once."""
+
+    def reduce(self) -> None:
+        """Do nothing, as every gradient is reduced at once."""
+
+    def begin_gradient(self) -> None:
+        """Make room for the gradient of a step, unless the step has begun."""
+        (held,) = self.held
+        if held.parameter.grad is not None:
+            return
+        for tile in self._tiles:
+            tile.held[0].norm = tile.held[0].parameter.grad = None
+        if self.reduced:
+            held.parameter.grad = self.reduced[held.name]
+            return
+        held.parameter.grad = torch.zeros_like(held.local)
+        for tile in self._tiles:
+            at = tile.held[0]
+            at.parameter.grad = tile.rows_of(held.parameter.grad)
+
+    def end_gradient(self) -> None:
+        """Compute the norm of the gradient from those of its tiles that went to a file."""
+        norms = [n for tile in self._tiles if (n := tile.held[0].norm) is not None]
+        if norms:
+            self.held[0].norm = torch.linalg.vector_norm(torch.stack(norms))
+
+    def columns(self, tile: WeightTile, y: T) -> T:
+        """Return those columns of ``y`` ``[tokens, size * share]`` that the rows of ``tile`` make.
+
+        Shape: ``[tokens, size, rows of a rank]``, a view.
+        """
+        return y.unflatten(1, (self.size, self.share))[:, :, tile.first : tile.last]
+
+
+class TileUse(NamedTuple):
+    """A tile in memory: ``number`` is that of its weight among those of the product, ``values`` are its rows."""
+
+    number: int
+    weight: TiledWeight
+    tile: WeightTile
+    values: T
+
+
+class TiledProducts:
+    """Products of one input with some weights in tiles. It stands in place of the weights in a module.
+
+    ``weights``: the weights; ``state``: the state, which runs postponed updates of a tile before its use.
+    """
+
+    def __init__(self, weights: Sequence[TiledWeight], state: State) -> None:
+        self.weights, self.state = weights, state
+
+    def __call__(self, x: T) -> tuple[T, ...]:
+        """Map ``x`` ``[batch, seq, in]`` to ``[batch, seq, out]`` for each weight."""
+        learns = torch.is_grad_enabled() and any(w.learns for w in self.weights)
+        anchor = torch.zeros((), requires_grad=learns)
+        results: tuple[T, ...] = _TiledProject.apply(x, anchor, self)
+        return results
+
+    def walk(self) -> Iterator[TileUse]:
+        """Gather the tiles of all weights one by one, the next read while the present one computes. Collective."""
+        uses = [(i, w, tile) for i, w in enumerate(self.weights) for tile in w.tiles]
+        self.state.fetch(uses[0][2])
+        for place, (number, weight, tile) in enumerate(uses):
+            self.state.visit(tile)
+            tile.gather()
+            for _, _, following in uses[place + 1 : place + 2]:
+                self.state.fetch(following)
+            try:
+                yield TileUse(number, weight, tile, tile.full[0].detach())
+            finally:
+                tile.release(True)
+
+
+class _TiledProject(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, anchor, products):  # type: ignore[no-untyped-def]
+        ctx.products = products
+        ctx.save_for_backward(x if anchor.requires_grad else None)
+        ctx.shape = x.shape
+        rows = x.flatten(0, 1)  # [tokens, in]
+        outputs = [rows.new_empty(len(rows), w.size * w.share) for w in products.weights]  # fmt: skip
+        for number, weight, tile, values in products.walk():
+            place = weight.columns(tile, outputs[number])
+            place.copy_(times(rows, values).view(place.shape))
+            del values
+        pairs = zip(outputs, products.weights, strict=True)
+        return tuple(y[:, : w.rows].unflatten(0, x.shape[:2]) for y, w in pairs)
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        rows = None if x is None else x.detach().flatten(0, 1)
+        weights = ctx.products.weights
+        flat = [
+            F.pad(g.flatten(0, 1), (0, w.size * w.share - w.rows))
+            for g, w in zip(grads, weights, strict=True)
+        ]
+        if not ctx.needs_input_grad[0]:
+            for weight, grad in zip(weights, flat, strict=True):
+                for tile in weight.tiles if weight.learns else ():
+                    _learn(weight, tile, grad, rows)
+            return None, None, None
+        d_x: T | None = None
+        for number, weight, tile, values in ctx.products.walk():
+            part = weight.columns(tile, flat[number]).flatten(1)
+            d_x = times(part, values.t(), plus=d_x)
+            del values
+            tile.release(True)  # what follows needs its room
+            if weight.learns:
+                _learn(weight, tile, flat[number], rows)
+        assert d_x is not None
+        return d_x.view(ctx.shape), None, None
+
+
+def _learn(weight: TiledWeight, tile: WeightTile, grad: T, rows: T | None) -> None:
+    """Add the gradient of a tile to the step's. ``grad``: ``[tokens, size * share]``; ``rows``: ``[tokens, in]``."""
+    assert rows is not None, "the input was not saved"
+    part = weight.columns(tile, grad).flatten(1)  # [tokens, rows of the tile]
+    tile.add_gradient(multiply(part.t(), rows))
+
+
+def tiled_names(model: Transformer) -> set[str]:
+    """Return the names of the weights of ``model`` that can be tiled: those of projections within its blocks.
+
+    Weights of which a rank uses some rows only (key/value heads that ``tp`` does not divide) are left whole, as are
+    those with the same input.
+    """
+    names = set[str]()
+    for module in model.blocks.modules():
+        if isinstance(module, Projections):
+            for group in module.TOGETHER:
+                if not module.own_rows.keys() & {*group}:
+                    names |= {module.inside(n) for n in group if n in module._parameters}  # fmt: skip
+    return names
+
+
+def put_tiles_in_place(model: Transformer, state: State) -> None:
+    """Let the products of all weights in tiles, which are units of ``state``, stand in place of the model's weights."""
+    tiled = {u.held[0].name: u for u in state.units if isinstance(u, TiledWeight)}
+    for module in model.blocks.modules():
+        if not isinstance(module, Projections):
+            continue
+        for group in module.TOGETHER:
+            weights = [tiled[module.inside(n)] for n in group if module.inside(n) in tiled]  # fmt: skip
+            if len(weights) < len(group):
+                continue
+            module.products[group] = TiledProducts(weights, state)
+            for name, weight in zip(group, weights, strict=True):
+                module.products[name,] = TiledProducts([weight], state)
+                del module._parameters[name]
