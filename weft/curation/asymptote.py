@@ -23,7 +23,7 @@ EXPONENTS = (0.02, 4.0)
 
 @dataclass(frozen=True)
 class Asymptote:
-    """Law ``scale * size ** -exponent + floor``, with the 90 % interval of its floor.
+    """Scaling law of the loss, ``scale * size ** -exponent + floor``, with the 90 % interval of its floor.
 
     Attributes:
         ``scale``: reducible loss at size 1.

@@ -27,7 +27,7 @@ def kept_count(documents: int, share: float | None, number: int | None) -> int:
 def score_order(
     scores: np.ndarray, ids: Sequence[str], keep: Keep, seed: int = 0
 ) -> np.ndarray:
-    """Return the indices of the documents, those first that are kept first.
+    """Return the indices of the documents in the order in which they are kept.
 
     ``scores``: float64 ``[documents]``; a document without a score (NaN) comes last. ``keep``: whether high or low
     scores come first, or documents in an order drawn from ``seed`` and the ids. Equals are ordered by id.

@@ -14,11 +14,11 @@ _POLICIES = (
 def kept_lines(
     text: str, least_words: int = 3, longest_word: int = 1000, ended: bool = True
 ) -> list[str]:
-    """Return the lines of ``text`` that C4 keeps, without white space at both ends and without citations as in "[3]".
+    """Return the lines of ``text`` that C4 keeps, without white space at both ends and without citations such as "[3]".
 
-    Lines are left out that end without a mark or with an ellipsis, that have few words or a very long one, and those
-    about JavaScript, cookies and terms of use. A line for which C4 drops the whole page (:func:`is_filler`,
-    :func:`is_program`) is kept, so that a filter behind can drop the page.
+    Dropped lines: those without a punctuation mark at the end or with an ellipsis, with few words or a very long one,
+    and those about JavaScript, cookies and terms of use. A line for which C4 drops the whole page (:func:`is_filler`,
+    :func:`is_program`) is kept, so that a later filter can drop the page.
 
     ``least_words``: fewest words of a line. ``longest_word``: most characters of a word. ``ended``: whether lines must
     end with a mark.
@@ -42,7 +42,10 @@ def is_filler(line: str) -> bool:
 
 
 def is_program(line: str) -> bool:
-    """Return whether the line has a curly bracket, for which C4 drops the whole page, and is not about JavaScript."""
+    """Return whether the line looks like code, for which C4 drops the whole page.
+
+    That is a line with a curly bracket, unless it is about JavaScript.
+    """
     return "{" in line and "javascript" not in line.lower()
 
 

@@ -17,12 +17,12 @@ from weft.curation.table_footers import LakeTable, type_kind
 
 @dataclass(frozen=True)
 class ContainmentEdge:
-    """A table that another one contains, as far as it was looked at.
+    """A containment: all examined rows of ``table`` are in the table ``within``.
 
     Attributes:
         ``table``, ``within``: names of the tables.
-        ``rows``: rows that were looked for, all of which are there.
-        ``is_proved``: whether these are all rows of the table.
+        ``rows``: number of examined rows.
+        ``is_proved``: whether all rows of the table were examined.
     """
 
     table: str
@@ -67,7 +67,7 @@ def _may_be_null(table: LakeTable, name: str) -> bool:
 
 
 def ranges_allow(table: LakeTable, within: LakeTable) -> bool:
-    """Return whether the footers allow that ``within`` contains ``table``, which its schema does."""
+    """Return whether the column ranges in the files' footers permit that ``within`` contains ``table``."""
     for name, own in table.ranges.items():
         other = within.ranges.get(name)
         if other is None or type_kind(table.types[name]) != type_kind(

@@ -33,7 +33,7 @@ class FunnelRow(NamedTuple):
 
 
 class ReasonRow(NamedTuple):
-    """Why documents were dropped. ``share``: share of the documents that the step dropped, in percent."""
+    """A reason for which a step dropped documents. ``share``: percent of the documents that the step dropped."""
 
     reason: str
     documents: str
@@ -42,7 +42,7 @@ class ReasonRow(NamedTuple):
 
 
 class StepSection(NamedTuple):
-    """A step's part of the page. ``plots``: histograms that matter most; ``more``: the others."""
+    """A step's part of the page. ``plots``: the most important histograms; ``more``: the others."""
 
     name: str
     facts: str
@@ -54,7 +54,7 @@ class StepSection(NamedTuple):
 
 
 def curation_page(pipeline: DataPipeline, parts: RunParts, problem: str) -> str:
-    """Return the page of a data run. ``problem``: why the output is of no use, "" if it is."""
+    """Return the HTML page of a data run. ``problem``: why the output cannot be used, or ""."""
     read = sum(source.read for source in parts.sources)
     kept = sum(source.documents for source in parts.sources)
     return render(

@@ -12,9 +12,9 @@ from weft.errors import WeftError
 
 
 class OperatorFailed(WeftError):
-    """Raised by an operator that can go on with no document at all, as when a server that it needs is gone.
+    """Raised by an operator that cannot process any document, for example because its server is gone.
 
-    The run ends with this error. An error of any other class is one of the documents that the operator was given.
+    The run ends with this error. An error of any other class counts as an error of single documents.
     """
 
 
@@ -25,8 +25,9 @@ class Mapper(Protocol):
     The result must be a pure function of the documents and of the operator's settings, document by document, so that it
     does not depend on shards and workers.
 
-    A mapper that cannot make all that it should from a document, and goes on, has a method ``missing``. It returns a
-    :class:`MissingDocument` for each that was not made since the last call. The run counts them, and names the first.
+    A mapper that may fail to make some documents, and goes on, has a method ``missing``. It returns a
+    :class:`MissingDocument` for each document that it failed to make since the last call. The run counts these, and
+    names the first.
     """
 
     def map(self, documents: Documents) -> Documents:
@@ -71,7 +72,7 @@ class Filter(Protocol):
 
 
 class Decision(NamedTuple):
-    """What an operator that sees all documents says of those of one shard.
+    """Decision of a joint operator about the documents of one shard.
 
     ``columns``: new columns of the documents. ``reasons``: why each document is dropped; "" for those that are kept.
     """

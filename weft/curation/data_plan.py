@@ -68,7 +68,7 @@ class DataPlan:
     Attributes:
         ``samples``: number of samples or tokens to train on, repeated ones counted again.
         ``choices``: the choices, the best one first.
-        ``utilities``: what each pool is worth, the best one first.
+        ``utilities``: utility of each pool, the best one first.
         ``floor``: loss that no amount of these pools goes below.
         ``noise``: standard deviation of a run's relative error around the law.
         ``reason``: why the first choice is the best one.
@@ -96,7 +96,7 @@ class DataPlan:
 
 
 def wear_text(half_life: Interval) -> str:
-    """Return a half-life with its interval as text, where numbers without meaning are called "none seen"."""
+    """Return a half-life with its interval as text; a half-life too long to measure is called "none seen"."""
     low, value, high = (
         "none seen" if number >= NO_WEAR else f"{number:.3g}"
         for number in (half_life.low, half_life.value, half_life.high)

@@ -51,14 +51,14 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class DataResult:
-    """What a data run has done.
+    """Result of a data run.
 
     Attributes:
         ``out``: the folder that it has written.
-        ``steps``: what each step did.
-        ``sources``: what became of each source.
+        ``steps``: outcome of each step.
+        ``sources``: numbers of documents read, dropped and left, of each source.
         ``notes``: lines for the user, about what was left out and why.
-        ``problem``: why the output is not of use, as a line; "" if it is.
+        ``problem``: why the output cannot be used, as a line, or "".
         ``seconds``: duration.
         ``tasks``, ``reused``: number of tasks, and how many of them an earlier run had done.
     """
@@ -133,7 +133,7 @@ def _opened(engine: str, setting: TaskSetting, workers: int) -> Iterator[Engine]
 
 
 class StepSegment(NamedTuple):
-    """Consecutive steps that one task applies to a shard. ``steps``: mappers and filters; ``joint``: what follows."""
+    """Consecutive mappers and filters that one task applies to a shard, and the joint operator that follows, if any."""
 
     steps: list[int]
     joint: int | None

@@ -35,7 +35,9 @@ class SurvivorSettings(Section):
 
 
 def survivor_scores(documents: Documents, settings: SurvivorSettings) -> np.ndarray:
-    """Return how much each document should survive its duplicates, float64. A document without a score has -inf.
+    """Return the score of each document, by which the survivor of a group of duplicates is chosen, as float64.
+
+    A document without a score has -inf.
 
     Raises the errors of :func:`weft.curation.column_values.number_column`.
     """
@@ -95,7 +97,7 @@ def choose_survivors(
 
 
 def id_ranks(ids: Sequence[str]) -> np.ndarray:
-    """Return the place of each id in the sorted order of all."""
+    """Return the rank of each id in the sorted order of all ids."""
     ranks = np.empty(len(ids), np.int64)
     ranks[sorted(range(len(ids)), key=ids.__getitem__)] = np.arange(len(ids))
     return ranks

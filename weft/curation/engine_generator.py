@@ -29,7 +29,7 @@ TODAY = datetime(2025, 1, 1)
 
 
 class GeneratorFiles(NamedTuple):
-    """What a model says without being built: a hash of its weights, and its tokenizer."""
+    """Hash of a model's weights, and its tokenizer; reading both needs no model in memory."""
 
     weights: str
     tokenizer: Tokenizer

@@ -32,7 +32,7 @@ class EvaluationIndex(NamedTuple):
 
 
 class OverlapCounts(NamedTuple):
-    """What documents have of evaluation sets.
+    """Overlaps of documents with evaluation sets.
 
     Attributes:
         ``hits``: number of places of each document where an n-gram of any set begins.
@@ -143,7 +143,7 @@ def build_evaluation_index(
 
 
 def count_overlaps(texts: Sequence[str], index: EvaluationIndex) -> OverlapCounts:
-    """Return what each of ``texts`` has of the sets of ``index``."""
+    """Count the n-grams that each of ``texts`` shares with the evaluation sets of ``index``."""
     hits = np.zeros(len(texts), np.int64)
     in_sets = np.zeros((len(texts), len(index.names)), bool)
     for block in text_blocks(texts):

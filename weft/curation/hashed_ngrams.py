@@ -19,7 +19,7 @@ _MIXERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class NgramSettings(Section):
-    """Settings of hashed n-grams."""
+    """Settings for turning a text into a vector of hashed n-grams."""
 
     words: int = Field(2, ge=0, le=5, description="Words of the longest n-gram.")
     characters: int = Field(

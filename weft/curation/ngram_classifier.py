@@ -26,7 +26,7 @@ class NgramClassifier:
     Attributes:
         ``settings``: how texts become vectors.
         ``weights``: float32 ``[2**bits]``.
-        ``bias``: what is added to the weighted sum.
+        ``bias``: number added to the weighted sum.
     """
 
     settings: NgramSettings
@@ -39,7 +39,7 @@ class NgramClassifier:
         return self.probability_of(vector)
 
     def probability_of(self, vector: SparseVector) -> float:
-        """Return the same for the vector of a text."""
+        """Return the probability of :meth:`probability` for the vector of a text."""
         weights = self.weights[vector.indices].astype(np.float64)
         return float(_sigmoid(weights @ vector.values.astype(np.float64) + self.bias))
 
@@ -91,7 +91,7 @@ def _sigmoid(logits: Any) -> Any:
 def save_classifier(
     classifier: NgramClassifier, file: Path, report: dict[str, Any]
 ) -> None:
-    """Write the classifier to ``file`` (safetensors), and ``report``, what it was judged on, to ``file`` with .json.
+    """Write the classifier to ``file`` (safetensors), and the ``report`` of its evaluation to ``file`` with .json.
 
     Raises :class:`WeftError` if a file cannot be written.
     """
@@ -113,14 +113,14 @@ def save_classifier(
 
 
 def report_file(file: Path) -> Path:
-    """Return the file beside a classifier that says what it was judged on."""
+    """Return the path of the report beside a classifier's file."""
     return file.with_name(f"{file.name}.json")
 
 
 def load_classifier(file: Path) -> NgramClassifier:
     """Read the classifier that :func:`save_classifier` has written.
 
-    Raises :class:`WeftError` for a file that is missing, damaged or something else.
+    Raises :class:`WeftError` for a file that is missing, damaged or no classifier.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -22,8 +22,7 @@ _FRAME = {
 
 
 class StepDigests(NamedTuple):
-    """Digests of a step. ``early``: digest of all that its statistics or summaries come from; ``whole``: digest of the
-    rest, too.
+    """Digests of a step: ``early`` of the inputs of its statistics or summaries; ``whole`` of all settings and code.
     """
 
     early: str

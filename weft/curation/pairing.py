@@ -29,8 +29,10 @@ class _Place(NamedTuple):
 
 
 def pair_summary(documents: Documents) -> dict[str, np.ndarray]:
-    """Return what :func:`pair_documents` needs to know of each document: a hash of the id of the document that it was
-    made from, which is its own for real documents, uint64 ``[documents, 2]``, and whether it was made.
+    """Return arrays for :func:`pair_documents`: for each document a hash of its source, and whether it is synthetic.
+
+    The hash is uint64 ``[documents, 2]``, of the id of the document from which a synthetic one was made, or of a real
+    document's own id.
     """
     made_by = documents.columns.get(GENERATOR, [""] * len(documents))
     sources = documents.columns.get(SOURCE, documents.ids)

@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PoolUtility:
-    """What a pool of samples is worth.
+    """Utility of a pool of samples for training.
 
     Attributes:
         ``exponent``: exponent by which the reducible loss falls with the number of new samples, below 0.

@@ -27,7 +27,7 @@ _PROVENANCE = {SOURCE: "", STYLE: "", GENERATOR: "", CUT: 0, FAILED: ""}
 
 @dataclass(frozen=True)
 class RephrasePlan:
-    """What is written from every document.
+    """Plan of rephrasing: which styles, prompts and settings of the generator.
 
     Attributes:
         ``prompts``: prompt of each style by its name.
@@ -44,7 +44,7 @@ class RephrasePlan:
     keep: bool
 
     def identity(self, style: str, generator: str) -> str:
-        """Return a hash of all that a text of ``style`` depends on beside its passage. ``generator``: its digest."""
+        """Return a hash of all inputs of a text of ``style`` except its passage. ``generator``: its digest."""
         seed = self.seed if self.writing.temperature else 0
         return digest(generator, self.prompts[style], astuple(self.writing), seed)
 

@@ -55,13 +55,13 @@ class ShardOutput:
 
 @dataclass
 class SourceCounts:
-    """What became of a source.
+    """Counts of a source: documents read, dropped and left.
 
     Attributes:
         ``label``, ``kind``, ``path``: the source.
         ``read``: number of documents read.
         ``dropped``: number of documents dropped, by the number of the step.
-        ``documents``, ``characters``, ``tokens``: what is left; ``tokens`` is None without a tokenizer.
+        ``documents``, ``characters``, ``tokens``: how many are left; ``tokens`` is None without a tokenizer.
     """
 
     label: str
@@ -76,7 +76,7 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did.
+    """Outcome of a step.
 
     ``number``, ``operator``: the step; ``computed``: number of documents for which the operator was called in this run
     or the one that did the task; ``notes``: what the operator says to the user.
@@ -91,7 +91,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class RunParts:
-    """What the stages of a run have come to.
+    """Collected results of a run's stages.
 
     ``digests``: digest of each step; ``reads``: results of the tasks that read; ``unread``: lines that name files of
     sources that are not read.

@@ -30,7 +30,7 @@ from weft.errors import WeftError
 
 @dataclass(frozen=True)
 class RunningStep:
-    """A step as a task knows it. ``name``: what error lines call it, such as "steps[2] (words)"."""
+    """A step with its operator, in a task's process. ``name``: name for error lines, such as "steps[2] (words)"."""
 
     name: str
     operator: Operator
@@ -39,7 +39,7 @@ class RunningStep:
 
 @dataclass(frozen=True)
 class AppliedStep:
-    """What a step made of a shard.
+    """Result of applying a step to a shard.
 
     ``digest``: digest of the step's output. ``computed``: number of documents for which the operator was called.
     """

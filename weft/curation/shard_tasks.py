@@ -53,7 +53,7 @@ Words = dict[str, Any]
 
 @dataclass(frozen=True)
 class TaskSetting:
-    """What all tasks of a run share. ``work``: the folder of intermediate files."""
+    """Settings that all tasks of a run share. ``work``: the folder of intermediate files."""
 
     pipeline: DataPipeline
     work: Path
@@ -70,7 +70,7 @@ class TaskSetting:
 
 
 def step_name(number: int, operator: str) -> str:
-    """Return what error lines call a step. ``number``: its index in the pipeline."""
+    """Return the name of a step in error lines. ``number``: the step's index in the pipeline."""
     return f"steps[{number}] ({operator})"
 
 

@@ -15,7 +15,7 @@ HIDDEN, RATE, BATCH = 64, 1e-2, 64
 
 
 class SmallNetworks:
-    """Networks of one hidden layer, which train at the same time from different initial weights and in other orders.
+    """Networks of one hidden layer, trained together with different initial weights and orders of the data.
 
     ``width``: number of features of an example; ``classes``: number of classes; ``runs``: number of networks;
     ``seed``: seed of the initial weights and of the batches.

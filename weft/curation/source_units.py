@@ -54,7 +54,7 @@ class UnitFile:
 
 @dataclass(frozen=True)
 class SourceUnit:
-    """What one task reads.
+    """The files that one task reads.
 
     ``source``: index of the source; ``label``: the source's name in ids; ``files``: its files, empty for a source that
     is read as a stream.

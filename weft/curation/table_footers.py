@@ -20,7 +20,7 @@ DAY = 86_400 * 10**9
 
 
 class ColumnRange(NamedTuple):
-    """What footers say of the values of a column.
+    """Range of a column's values according to the files' footers.
 
     Attributes:
         ``low``, ``high``: smallest and largest known value, in a form that is comparable over types; None if none is

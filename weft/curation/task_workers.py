@@ -34,7 +34,7 @@ Engine = Callable[[Sequence[Words], OnDone], None]
 
 
 def setting_words(setting: TaskSetting) -> Words:
-    """Return what another process needs to do tasks, as values that JSON can hold."""
+    """Return ``setting`` as JSON values, for another process that runs tasks."""
     pipeline = setting.pipeline.model_dump(mode="json", by_alias=True)
     return {"pipeline": pipeline, "work": str(setting.work)}
 
@@ -135,7 +135,7 @@ class _Pool:
 
 
 def task_name(task: Words) -> str:
-    """Return what error lines call a task."""
+    """Return the name of a task in error lines."""
     kind: str = task["kind"]
     return f"shard {task['shard']} ({kind})" if "shard" in task else f"the task {kind!r}"  # fmt: skip
 
@@ -168,9 +168,9 @@ def serve_tasks(handle: int) -> None:
 
 
 def reply_to(setting: Callable[[], TaskSetting], task: Words) -> Words:
-    """Do a task, and return what the process that has sent it is told: a result, or the line of an error.
+    """Run a task, and return the reply to the process that sent it: a result, or the line of an error.
 
-    ``setting``: function that returns what all tasks share; an error that it raises is told, too.
+    ``setting``: function that returns the shared settings; an error that it raises is part of the reply, too.
     """
     try:
         return {"result": run_task(setting(), task)}

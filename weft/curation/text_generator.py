@@ -57,10 +57,10 @@ class WritingSettings:
 
 
 class TextGenerator(Protocol):
-    """Interface of what writes texts for the prompts of a pipeline."""
+    """Interface of generators, which write texts for the prompts of a pipeline."""
 
     def digest(self) -> str:
-        """Return a hash of all that decides what is written: weights, tokenizer, kind of arithmetic."""
+        """Return a hash of all that determines the written texts: weights, tokenizer, kind of arithmetic."""
         ...
 
     def count(self, text: str) -> int:

@@ -21,7 +21,7 @@ _FEW = 10
 
 @dataclass(frozen=True)
 class ClassifierReport:
-    """What a classifier was trained and judged on.
+    """Report on the training and evaluation of a classifier.
 
     Attributes:
         ``auc``: area under the ROC curve on the held-out examples.
@@ -79,7 +79,7 @@ def train_classifier(
     share: float = 0.2,
     seed: int = 0,
 ) -> TrainedClassifier:
-    """Train on most groups of the examples, and judge on the groups that are held out.
+    """Train a classifier on most groups of the examples, and evaluate it on the held-out groups.
 
     A group of both kinds of examples, such as a package and its spoilt copy, is held out in both. ``share``: share of
     groups that are held out; ``seed``: seed of their choice and of the training. Raises :class:`UsageError` if there

@@ -77,8 +77,9 @@ class Control(Section):
         None,
         ge=0,
         description=(
-            "Component of the observation whose growth beyond its best of the episode is the "
-            "progress, for reward = 'product' and 'sum'. Left out: the environment's own reward."
+            "For reward = 'product' and 'sum': index of the component of the observation that measures "
+            "progress, by its growth beyond its best value in the episode. Left out: the environment's "
+            "own reward."
         ),
     )
     terms: tuple[RewardTerm, ...] = Field(
@@ -132,7 +133,7 @@ class Control(Section):
         description="Steps of each environment between two updates of the policy, with method = 'ppo'.",
     )
     epochs: PositiveInt = Field(
-        4, description="Times that method = 'ppo' learns from the same steps."
+        4, description="Number of passes of method = 'ppo' over the same steps."
     )
     minibatch: PositiveInt = Field(
         256, description="Transitions in each update, over all ranks together."
@@ -149,13 +150,12 @@ class Control(Section):
         ge=0,
         le=1,
         description=(
-            "Weight of later steps in generalised advantage estimation (its lambda), with "
-            "method = 'ppo'."
+            "Lambda of generalised advantage estimation, the decay per step, with method = 'ppo'."
         ),
     )
     clip: PositiveFloat = Field(
         0.2,
-        description="Largest change of an action's probability ratio that 'ppo' rewards.",
+        description="Clip range of 'ppo': how far an action's probability ratio may move from 1.",
     )
     entropy: float = Field(
         0.0, ge=0, description="Weight of the policy's entropy in the loss of 'ppo'."
@@ -187,15 +187,15 @@ class Control(Section):
         0.0,
         ge=0,
         description=(
-            "Updates for each transition ('dqn', 'sac'), to which whoever is ahead waits. 0: "
-            "neither workers nor the learner wait, and the ratio that comes out is recorded."
+            "Number of updates per transition ('dqn', 'sac'); workers or learner wait to keep it. 0: "
+            "neither waits, and the resulting ratio is recorded."
         ),
     )
     lockstep: bool = Field(
         False,
         description=(
-            "Workers wait for the learner after each step and the learner for them ('dqn', "
-            "'sac'): every step of all environments is followed by one update for each."
+            "Let workers and learner ('dqn', 'sac') take turns: after one step of every environment, the "
+            "learner makes one update per environment."
         ),
     )
     average: float = Field(
@@ -209,17 +209,19 @@ class Control(Section):
         ge=0,
         le=1,
         description=(
-            "Share of random actions of 'dqn', to which it falls from 1 in the first tenth of "
-            "the run."
+            "Share of random actions with 'dqn' after the first tenth of the run, in which the share "
+            "falls from 1."
         ),
     )
     every: PositiveInt = Field(
         1_000,
-        description="Transitions in a step of the run, after which it is recorded and may be saved ('dqn', 'sac').",
+        description=(
+            "Number of transitions in a step of the run ('dqn', 'sac'); metrics and checkpoints come at "
+            "the end of steps."
+        ),
     )
     episodes: PositiveInt = Field(
-        100,
-        description="Episodes by which the policy is evaluated at the end of the run.",
+        100, description="Number of episodes in an evaluation of the policy."
     )
     evaluate: int = Field(
         0, ge=0, description="Steps of the run between evaluations; 0: only at the end."

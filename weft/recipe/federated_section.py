@@ -17,7 +17,10 @@ class Federated(FederatedTravel):
 
     policy: str = Field(
         "fedavg",
-        description="Who works for how long, and how updates become changes of the model.",
+        description=(
+            "Federation policy: which clients train, for how many steps, and how their updates change the"
+            " model."
+        ),
     )
     listen: str = Field(
         "",
@@ -29,14 +32,20 @@ class Federated(FederatedTravel):
     )
     clients: PositiveInt = Field(
         5,
-        description="Number of clients with which work begins; on a virtual clock the number of all clients.",
+        description=(
+            "Number of clients that must have joined before training begins; on a virtual clock the "
+            "number of all clients."
+        ),
     )
     rounds: PositiveInt = Field(
         100, description="Changes of the server's model after which the run ends."
     )
     seconds: NonNegativeFloat = Field(
         0.0,
-        description="Seconds, of the virtual clock if there is one, after which the run ends; 0: no limit.",
+        description=(
+            "Seconds after which the run ends, on the virtual clock if clients are simulated; 0: no "
+            "limit."
+        ),
     )
     steps: PositiveInt = Field(
         20, description="Local steps of a client, each with train.batch samples."
@@ -63,43 +72,45 @@ class Federated(FederatedTravel):
     aggregate: str = Field(
         "mean",
         description=(
-            "Rule by which the updates of a change are combined, as in resilience.aggregate: 'mean', or a rule that "
-            "some wrong updates cannot mislead."
+            "Rule that combines the updates of a change, as in resilience.aggregate: 'mean', or a robust "
+            "rule that tolerates some wrong updates."
         ),
     )
     faulty: NonNegativeInt = Field(
-        1, description="Number of wrong updates in a change that such a rule tolerates."
+        1,
+        description="Number of wrong updates in a change that a robust rule of 'aggregate' is to tolerate.",
     )
     fan_in: int = Field(
         0,
         ge=0,
         description=(
-            "Number of updates, or of sums of them, that an aggregator adds up before it passes their sum on; 0: one "
-            "flat sum."
+            "Hierarchical aggregation: number of updates, or of partial sums, that an aggregator adds up "
+            "before it passes their sum on. 0: one flat sum."
         ),
     )
     aggregator: Literal["here", "process"] = Field(
         "here",
         description=(
-            "Where aggregators add up: in the server's process, or in one of their own that finds updates in shared "
-            "memory (fan_in of at least 3)."
+            "Process of the aggregators: the server's, or a separate one that reads updates in shared "
+            "memory, which needs fan_in = 3 or more."
         ),
     )
     fresh: Literal["none", "inversion"] = Field(
         "none",
         description=(
-            "What becomes of stale updates of simulated clients. 'inversion': the server looks for data that would "
-            "give the update, and trains on them from its present model; it thereby reconstructs clients' data in part."
+            "How stale updates of simulated clients are replaced. 'inversion': the server finds synthetic"
+            " data that would give the update, and trains on them from its present model; this partly "
+            "reconstructs clients' data."
         ),
     )
     fresh_after: PositiveInt = Field(
-        5, description="Staleness from which on an update is treated so."
+        5, description="Staleness from which on an update is replaced by 'fresh'."
     )
     patience: PositiveFloat = Field(
         600.0,
         description=(
-            "Seconds for which the server waits for missing clients, and in rounds for answers. It then goes on with "
-            "those there are."
+            "Seconds for which the server waits for clients to join, and in each round for updates. It "
+            "then goes on with those that have come."
         ),
     )
     samples: str = Field(
@@ -113,46 +124,52 @@ class Federated(FederatedTravel):
         0.2,
         ge=0,
         lt=1,
-        description="Share of these samples that no client has, and by which the model is judged.",
+        description="Share of 'samples' that is held out from all clients, to evaluate the model.",
     )
     partition: Literal["even", "dirichlet", "classes", "natural"] = Field(
         "classes",
         description=(
-            "How samples are divided among simulated clients. 'even': at random; 'dirichlet': of each class shares by "
-            "a Dirichlet distribution; 'classes': a few classes for each client; 'natural': whole groups."
+            "How samples are divided among simulated clients. 'even': at random; 'dirichlet': each class "
+            "in shares that a Dirichlet distribution draws; 'classes': a few classes for each client; "
+            "'natural': whole groups."
         ),
     )
     alpha: PositiveFloat = Field(
         0.5,
-        description="Parameter of the Dirichlet distribution; the smaller, the more clients differ.",
+        description="Parameter of partition = 'dirichlet'; the smaller, the more the clients' data differ.",
     )
     classes: PositiveInt = Field(
-        2, description="Classes of each client with partition = 'classes'."
+        2, description="Number of classes of each client with partition = 'classes'."
     )
     speeds: tuple[PositiveFloat, ...] = Field(
         (1.0,),
         min_length=1,
         description=(
-            "Seconds that simulated clients take for a local step, client by client; repeated if they are fewer."
+            "Seconds that each simulated client takes for a local step; a list shorter than the number of"
+            " clients is repeated."
         ),
     )
     jitter: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Largest relative deviation of the duration of a simulated work, at random.",
+        description="Largest random deviation of a simulated duration, as a share of it.",
     )
     drops: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Share of simulated works that are lost, at random: the client goes away, and comes back.",
+        description=(
+            "Probability that a simulated client is lost during its local steps; it comes back after "
+            "'away' seconds."
+        ),
     )
     away: PositiveFloat = Field(
-        60.0, description="Seconds after which such a client comes back."
+        60.0,
+        description="Seconds after which a client that was lost ('drops') comes back.",
     )
     seed: NonNegativeInt = Field(
-        0, description="Seed of the partition, and of who takes part in a round."
+        0, description="Seed of the partition and of the choice of clients in a round."
     )
 
     @property

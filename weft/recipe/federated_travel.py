@@ -16,7 +16,7 @@ class FederatedTravel(HostSection):
 
     join: str = Field(
         "",
-        description="The file with the invitation of the server that this run is a client of; weft client sets it.",
+        description="File with the invitation to the server of which this run is a client; weft client sets it.",
     )
     name: str = Field(
         "",
@@ -26,41 +26,41 @@ class FederatedTravel(HostSection):
     compress: str = Field(
         "none",
         description=(
-            "Compression of what clients send, as in sync.compress. What a message loses is added to the client's next "
-            "one."
+            "Compression of clients' updates, as in sync.compress. A client adds the compression error to"
+            " its next update (error feedback)."
         ),
     )
     compress_back: str = Field(
         "none",
         description=(
-            "Compression of the model's changes that clients are sent after their first whole model. What a message "
-            "loses comes with a later one."
+            "Compression of the model's changes on their way to clients, which first get the whole model."
+            " The compression error is added to a later change (error feedback)."
         ),
     )
     average: Literal["factors", "product"] = Field(
         "factors",
         description=(
-            "What is averaged of adapters: their two factors each by itself, or the product of the factors, which the "
-            "server then factorises again."
+            "With adapters: average each of their two factors by itself, or the products of the factors, "
+            "which the server then factorises again."
         ),
     )
     moments: Literal["new", "kept"] = Field(
         "new",
         description=(
-            "Whether a client's optimizer begins every work with new moments, so that work given out again is the same "
-            "work, or with those of its last work."
+            "Optimizer moments of a client at the beginning of its local steps: new ones, so that "
+            "repeated work gives the same update, or those of its last local steps."
         ),
     )
     secure: bool = Field(
         False,
         description=(
-            "Mask clients' updates in pairs, so that the server sees the sum of a round alone. Needs a policy with "
-            "rounds, and at least 2 clients in each."
+            "Mask clients' updates in pairs, so that the server sees only the sum of a round, not single "
+            "updates (secure aggregation). Needs a policy with rounds, and at least 2 clients in each."
         ),
     )
     clip: NonNegativeFloat = Field(
         0.0,
-        description="Norm to which the difference of a client is scaled down; 0: no limit.",
+        description="Largest norm of a client's update; a larger update is scaled down to it. 0: no limit.",
     )
     noise: NonNegativeFloat = Field(
         0.0,
@@ -78,12 +78,13 @@ class FederatedTravel(HostSection):
     largest: NonNegativeFloat = Field(
         100.0,
         description=(
-            "Updates are refused whose norm per step is more than so many times the median of the last ones; 0: none."
+            "Largest norm per step of an update, as a multiple of the median of the last updates; an "
+            "update beyond it is refused. 0: no limit."
         ),
     )
     grace: PositiveFloat = Field(
         30.0,
-        description="Seconds for which a client whose connection broke may come back to its work.",
+        description="Seconds in which a client may reconnect after a broken connection and keep its work.",
     )
 
     @property

@@ -125,12 +125,16 @@ class ModelShape(Section):
     inputs: dict[str, tuple[PositiveInt, ...]] = Field(
         {},
         description=(
-            "Names and shapes of the arrays that a model reads which learns from simulations ([stream]), such as "
-            "{ parameters = [3] }. Left out: the model reads tokens."
+            "For a model that learns from simulations ([stream]): names and shapes of its input arrays, "
+            "such as { parameters = [3] }. Left out: the model reads tokens."
         ),
     )
     outputs: dict[str, tuple[PositiveInt, ...]] = Field(
-        {}, description="Names and shapes of the arrays that such a model predicts."
+        {},
+        description=(
+            "For a model that learns from simulations ([stream]): names and shapes of the arrays that it "
+            "predicts."
+        ),
     )
     vocab: int = Field(
         0,
@@ -174,9 +178,9 @@ class ModelShape(Section):
         0,
         ge=0,
         description=(
-            "Hidden width of a second, small feed-forward network in each layer (Duo-LLM). In "
-            "training each token draws the big one, the small one or none, layer by layer; "
-            "elsewhere it takes the big ones. 0: none."
+            "Hidden width of a second, small feed-forward network in each layer (Duo-LLM). In training "
+            "each token randomly uses the big network, the small one or none in each layer; otherwise it "
+            "uses the big ones. 0: no second network."
         ),
     )
     dropout: float = Field(
@@ -278,17 +282,17 @@ class ModelShape(Section):
     residual: Literal["standard", "ladder"] = Field(
         "standard",
         description=(
-            "What attention and feed-forwards read. 'standard': the sum of all before them; "
-            "'ladder': that sum without the one just before them, so that with layout.tp its "
-            "output travels meanwhile."
+            "Input of attention and feed-forward networks. 'standard': the sum of all earlier outputs; "
+            "'ladder': the sum without the latest output, which ranks of layout.tp can then exchange "
+            "meanwhile (Ladder Residual)."
         ),
     )
     ladder_from: int = Field(
         0,
         ge=0,
         description=(
-            "With residual = 'ladder': index of the first layer that is of the ladder; those "
-            "before it are standard."
+            "With residual = 'ladder': index of the first layer with residual = 'ladder'; earlier layers "
+            "are 'standard'."
         ),
     )
     rope_interleaved: bool = Field(

@@ -191,11 +191,11 @@ class PolicyLoss(Section):
     )
     value_clip: PositiveFloat | None = Field(
         0.2,
-        description="How far a value may move from its value at sampling before the critic's loss is cut.",
+        description="Clip range of the critic: how far a value may move from its value at sampling.",
     )
     correction: SamplerCorrection = Field(
         SamplerCorrection(),
-        description="How tokens count whose probability differs between the sampler and the trainer.",
+        description="Correction for tokens whose probability differs between the sampler and the trainer.",
     )
 
     @property

@@ -19,8 +19,8 @@ class RewardSettings(Section):
     ask: str = Field(
         "",
         description=(
-            "Words around each question of a task with a reward, in which {question} stands for it. "
-            "Left out: the question alone."
+            "Template of each prompt, in which {question} stands for the question, for a task with a "
+            "reward. Left out: the question alone."
         ),
     )
     tag: str = Field(
@@ -34,8 +34,9 @@ class RewardSettings(Section):
     curriculum: bool = Field(
         False,
         description=(
-            "Ask questions of the levels from which most is to be learned, by their pass rates so far, instead of "
-            "those that the task's settings ask for. For tasks with levels, such as 'addition'."
+            "Choose the difficulty of each question by the pass rates so far, so that most is learned. "
+            "Otherwise the task's own settings give it. For tasks with levels, such as "
+            "'addition'."
         ),
     )
     turns: int = Field(

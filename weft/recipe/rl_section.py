@@ -41,13 +41,13 @@ class Reinforcement(HostSection):
     )
     group: PositiveInt = Field(
         8,
-        description="Answers to each question, whose rewards are compared with each other.",
+        description="Number of answers to each question, whose rewards are compared with each other.",
     )
     batch: NonNegativeInt = Field(
         0,
         description=(
-            "Questions of one rollout phase, between two of which all answers are written by the same weights. 0: as "
-            "many as one update takes, train.batch / rl.group."
+            "Number of questions in a rollout phase, whose answers are all written by the same weights. "
+            "0: as many as one update uses, train.batch / rl.group."
         ),
     )
     epochs: PositiveInt = Field(
@@ -74,8 +74,8 @@ class Reinforcement(HostSection):
     keep: NonNegativeInt = Field(
         0,
         description=(
-            "Of how many rollout phases, the newest, all answers stay in the run's folder, in answers/*.jsonl: "
-            "conversations with rewards and versions of the weights, which data.kind = 'chat' reads. 0: of none."
+            "Number of latest rollout phases whose answers are kept in the run's folder "
+            "(answers/*.jsonl), as conversations with rewards that data.kind = 'chat' reads. 0: none."
         ),
     )
     most_unscored: float = Field(
@@ -91,7 +91,7 @@ class Reinforcement(HostSection):
         SupervisedStart(), description="Supervised steps before the first rewards."
     )
     loss: PolicyLoss = Field(
-        PolicyLoss(), description="Parts of the method's loss that are to be otherwise."
+        PolicyLoss(), description="Settings that replace parts of the method's loss."
     )
 
     @property

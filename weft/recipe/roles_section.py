@@ -12,15 +12,15 @@ class RolloutRole(Section):
     layout: Layout = Field(
         Layout(),
         description=(
-            "Layout of the model that writes, on the ranks of training. Left out: every rank "
-            "writes with a whole model of its own."
+            "Layout of the model while it writes answers, on the same ranks as training. Left out: every "
+            "rank writes with a whole model of its own."
         ),
     )
     ranks: NonNegativeInt = Field(
         0,
         description=(
-            "Processes that write while others train. 0: the ranks of training write and train in turn, "
-            "or engines of other hosts write (listen)."
+            "Number of processes that write answers while the ranks train. 0: the ranks train and write "
+            "in turn, or engines of other hosts write (listen)."
         ),
     )
     listen: str = Field(
@@ -32,20 +32,23 @@ class RolloutRole(Section):
         ),
     )
     threads: NonNegativeInt = Field(
-        0, description="Threads of each such process; 0: the cores divided among them."
+        0,
+        description="Threads of each process that writes answers; 0: an equal share of the cores.",
     )
     delta: bool = Field(
         False,
         description=(
-            "Whether processes that write are sent those elements of new weights alone that have changed, where these "
-            "are fewer bytes. The weights are the same to the last bit; the ranks of training keep one more copy."
+            "Whether processes that write answers get only the changed elements of new weights, where "
+            "that takes fewer bytes. The weights are the same to the last bit; the ranks that train keep "
+            "one more copy."
         ),
     )
     invariant: bool = Field(
         False,
         description=(
-            "Whether writing and training compute the same log-probabilities to the last bit. Both are slower. "
-            "For a dense model on one CPU per rank, with the ranks of training writing."
+            "Whether generation and training compute the same log-probabilities to the last bit, which "
+            "makes both slower. For a dense model on one CPU per rank, with the ranks of training "
+            "writing."
         ),
     )
 

@@ -48,8 +48,8 @@ class SampleStream(Section):
     watermark: NonNegativeInt = Field(
         0,
         description=(
-            "Samples that the buffer must hold more of before any is drawn. With 'fifo' and 'firo' so many stay back "
-            "until the stream ends."
+            "Number of samples that the buffer must exceed before any is drawn. 'fifo' and 'firo' keep "
+            "this number in the buffer until the stream ends."
         ),
     )
     held_out: tuple[str, ...] = Field(
@@ -68,7 +68,7 @@ class SampleStream(Section):
     )
     patience: PositiveFloat = Field(
         600.0,
-        description="Seconds without any new sample after which the run gives up.",
+        description="Seconds without any new sample after which the run ends with an error.",
     )
 
     @field_validator("buffer")

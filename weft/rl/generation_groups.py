@@ -28,7 +28,7 @@ from weft.rl.weight_moves import Boxes
 
 
 class GenerationGroups(NamedTuple):
-    """How ranks are grouped for generation.
+    """Groups of ranks for generation.
 
     ``layout``: layout of a group, with the order of axes by which its ranks are numbered. ``members``: for each group
     its ranks, ascending. ``kept``: elements that ranks generate with and have trained themselves, over all ranks.

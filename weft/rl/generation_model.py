@@ -31,7 +31,7 @@ WEIGHTS = ("float", NARROW)
 
 
 class GenerationModel:
-    """The policy as ranks generate with it, beside the state that the same ranks train. Collective over these ranks.
+    """Copy of the policy for generation, beside the training state on the same ranks. Collective over these ranks.
 
     Every ``layout.world`` ranks generate with a model of their own, under ``layout``. A tensor that a rank holds whole
     in the training state, in the same type and not in a file, is shared: its memory is that of the state. All other

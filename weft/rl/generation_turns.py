@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FollowingEngine:
-    """Stands for the engine on a rank that computes what the first rank of its group asks for.
+    """Takes the engine's place on a rank that only follows the engine on the first rank of its group.
 
     ``generation``: the model that generates. Its methods are those of :class:`weft.generate.engine.Engine` that all
     ranks call; requests are made on the first rank alone.
@@ -59,7 +59,7 @@ def open_turns(
 
 
 class GenerationTurns:
-    """What a rank does in the turns in which answers are written: it writes them, or computes with the rank that does.
+    """A rank's part in generation: it runs an engine, or computes along with the rank that does.
 
     ``generation``: the model that generates. ``engine``: this rank's engine.
     """

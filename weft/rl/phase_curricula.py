@@ -44,7 +44,7 @@ class PhaseCurricula:
         return cls(kept, levels, {})
 
     def begin(self, phase: int) -> None:
-        """Take the curricula as they are before rollout phase ``phase``."""
+        """Set :attr:`now` to the curricula before rollout phase ``phase``."""
         for task, levels in self.levels.items():
             saved = self.kept.get(str(task))
             if saved is None:
@@ -56,7 +56,7 @@ class PhaseCurricula:
     def end(
         self, phase: int, answered: Iterable[tuple[TaskQuestion, ScoredGroup]]
     ) -> None:
-        """Take in all answers of rollout phase ``phase``, with their questions."""
+        """Update the curricula by all answers of rollout phase ``phase``, given with their questions."""
         results: dict[int, list[LevelResult]] = {task: [] for task in self.levels}
         for question, group in answered:
             if question.level is not None:

@@ -38,8 +38,8 @@ def phase_samples(
 ) -> list[PolicySample]:
     """Return the samples of all answers of a rollout phase, group by group. Collective.
 
-    Computed are the advantages, and those log-probabilities that the loss compares with: under the weights before the
-    first update, and under the reference model. ``built``: the model that is trained, and its state.
+    Computes the advantages, and the log-probabilities that the loss needs: under the weights before the first update,
+    and under the reference model. ``built``: the model that is trained, and its state.
     """
     loss = job.loss
     texts = [

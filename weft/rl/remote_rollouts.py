@@ -358,7 +358,7 @@ class RemoteRollouts:
 
 
 class FollowingRollouts:
-    """What a rank other than the first one does for rollouts on other processes: it sends its parts of the weights.
+    """Part of a rank other than the first in rollouts by other processes: it sends its parts of the weights.
 
     ``sender``: sends them.
     """

@@ -95,7 +95,7 @@ class SentWeights(NamedTuple):
 
 
 class RolloutSource(Protocol):
-    """Interface of whoever writes answers for training, on the same ranks as training or on others."""
+    """Interface of sources of answers for training, on the same ranks as training or on others."""
 
     def request(self, groups: Sequence[GroupRequest]) -> None:
         """Ask for the answers of ``groups``, and return at once."""

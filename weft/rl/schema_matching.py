@@ -87,7 +87,7 @@ def check_schema(schema: Any, place: str = "schema") -> None:
 
 
 def matches(value: Any, schema: Schema, root: Schema) -> bool:
-    """Whether ``value``, as read from JSON, is as ``schema`` says; ``root``: the whole schema, for references."""
+    """Return whether ``value``, as read from JSON, follows ``schema``; ``root``: the whole schema, for references."""
     if isinstance(schema, bool):
         return schema
     return all(

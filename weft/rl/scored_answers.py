@@ -73,10 +73,10 @@ def pass_at(k: int, right: int, answers: int) -> float:
 
 
 def phase_figures(groups: Sequence[ScoredGroup], version: int) -> dict[str, Any]:
-    """Return what people watch in a rollout phase, as numbers by name.
+    """Return the metrics of a rollout phase, as numbers by name.
 
-    ``version``: number of updates of the weights that are about to learn. The lag of an answer is by how many updates
-    the weights that have begun it are older.
+    ``version``: number of updates of the weights that are about to learn. An answer's lag is the number of updates
+    between the weights that began it and ``version``.
     """
     rewards = [reward for group in groups for reward in group.scored]
     answers = [answer for group in groups for answer in group.group.answers]

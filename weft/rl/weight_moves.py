@@ -36,7 +36,7 @@ Boxes = Mapping[str, Sequence[Box]]
 
 
 class WeightsMoved(NamedTuple):
-    """What a move of weights has cost on this rank.
+    """Bytes and time of a move of weights, on this rank.
 
     Attributes:
         ``received``: bytes that came from other ranks, without padding.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     ),
 )  # fmt: skip
 class DiffusionArchitecture:
-    """What the rest of Weft asks of a model of kind "diffusion"."""
+    """Architecture of models of kind "diffusion": checks, parameter table, sizes, model class and job."""
 
     @staticmethod
     def check(shape: ModelShape) -> None:
@@ -57,7 +57,7 @@ class DiffusionArchitecture:
 
     @staticmethod
     def numbers(shape: ModelShape) -> Shape:
-        """Return the few numbers on which time and memory depend."""
+        """Return the sizes on which time and memory depend."""
         from weft.shapes.diffusion_shape import diffusion_numbers
 
         return diffusion_numbers(shape)
@@ -71,7 +71,7 @@ class DiffusionArchitecture:
 
     @staticmethod
     def prepare(recipe: Recipe) -> Job:
-        """Open the images or videos, and check that all goes together."""
+        """Open the images or videos of ``recipe``, and check them against the model."""
         from weft.diffusion.image_job import prepare_images
 
         return prepare_images(recipe)

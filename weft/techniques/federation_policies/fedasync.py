@@ -20,8 +20,8 @@ class FedAsyncSettings(Section):
     unbiased: bool = Field(
         False,
         description=(
-            "Whether updates are weighted by how rarely their client sends some, so that clients count as 'weights' "
-            "says and not by their speed."
+            "Whether an update of a slow client, which sends fewer of them, counts more. Then clients "
+            "count as 'weights' says; otherwise fast clients count more."
         ),
     )
 
@@ -38,10 +38,10 @@ class FedAsyncSettings(Section):
     draws={"unbiased": (True, False)},
 )
 class FedAsync(BufferedPolicy):
-    """Adds each update to the model as it comes, stale ones with less weight.
+    """Adds each update to the model as soon as it arrives; a stale update has less weight.
 
-    Unlike in the paper the server adds the client's difference and does not mix in the client's model, which would take
-    back what others have changed meanwhile. ``federated.rate`` is the paper's mixing weight.
+    Unlike in the paper, the server adds the client's difference instead of mixing in the client's model, which would
+    undo the updates of other clients in the meantime. ``federated.rate`` is the paper's mixing weight.
     """
 
     def __init__(self, settings: Federated) -> None:

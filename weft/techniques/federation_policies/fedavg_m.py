@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     draws={"beta": (0.1, 1.0)},
 )
 class FedAvgM(CorrectedRounds):
-    """Rounds in which every local step is ``beta`` of the client's gradient and ``1 - beta`` of the last direction.
+    """Mixes into every local step the direction of the last round: ``beta`` gradient, ``1 - beta`` direction.
 
-    The direction is the mean gradient that all clients of the last round have followed, so that clients with different
-    data drift apart less. It travels down with the model. Clients should train with plain SGD.
+    The direction is the mean gradient of all clients in the last round, so that clients with different data drift apart
+    less. It is sent along with the model. Clients should train with plain SGD.
     """
 
     def __init__(self, settings: Federated) -> None:

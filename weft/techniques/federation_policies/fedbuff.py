@@ -23,8 +23,8 @@ class FedBuffSettings(Section):
     unbiased: bool = Field(
         False,
         description=(
-            "Whether updates are weighted by how rarely their client sends some, so that clients count as 'weights' "
-            "says and not by their speed."
+            "Whether an update of a slow client, which sends fewer of them, counts more. Then clients "
+            "count as 'weights' says; otherwise fast clients count more."
         ),
     )
 
@@ -41,7 +41,7 @@ class FedBuffSettings(Section):
     draws={"buffer": (1, 2), "unbiased": (True, False)},
 )
 class FedBuff(BufferedPolicy):
-    """Changes the model for every ``buffer`` updates, whoever sent them, and lets nobody wait."""
+    """Changes the model after every ``buffer`` updates, of any clients; no client waits for another."""
 
     def __init__(self, settings: Federated) -> None:
         super().__init__(settings)

@@ -33,13 +33,18 @@ class FedCompassSettings(Section):
 
     min_steps: PositiveInt = Field(20, description="Fewest local steps of a client.")
     max_steps: PositiveInt = Field(
-        100, description="Most local steps of a client, and those of its first work."
+        100,
+        description=(
+            "Most local steps of a client, and the number of its first local steps, by which its speed is"
+            " measured."
+        ),
     )
     latest: float = Field(
         1.5,
         ge=1,
         description=(
-            "Multiple of the expected duration of a group's work after which the group waits for nobody."
+            "Time after which a group no longer waits for late clients, as a multiple of its expected "
+            "duration."
         ),
     )
     normalise: bool = Field(
@@ -61,11 +66,11 @@ class FedCompassSettings(Section):
 
 @dataclass
 class ArrivalGroup:
-    """Clients that are to arrive at one time.
+    """Clients whose updates are planned to arrive at the same time.
 
     Attributes:
-        ``expected``: when they are to arrive; ``latest``: when the group waits no longer.
-        ``waiting``: clients that work; ``arrived``: updates with their staleness.
+        ``expected``: planned time of arrival; ``latest``: time after which the group no longer waits.
+        ``waiting``: clients whose updates are still to come; ``arrived``: updates with their staleness.
     """
 
     expected: float
@@ -86,7 +91,7 @@ class ArrivalGroup:
     draws={"max_steps": (40, 100), "normalise": (True, False)},
 )
 class FedCompass(FederationPolicy):
-    """Gives each client so many local steps that it arrives together with others.
+    """Chooses each client's number of local steps so that the updates of a group arrive together.
 
     The server measures each client's speed, in seconds for a step. A client that begins joins the group whose expected
     arrival leaves it the most steps between ``min_steps`` and ``max_steps``. If there is none, it opens a group of its

@@ -31,8 +31,8 @@ class FedFixSettings(Section):
     unbiased: bool = Field(
         True,
         description=(
-            "Whether an update counts for as many changes as its client has missed while it worked. Otherwise slow "
-            "clients count less than 'weights' says."
+            "Whether an update is weighted by the number of changes of the model during the client's "
+            "work. Otherwise slow clients count less than 'weights' says."
         ),
     )
 

@@ -17,10 +17,10 @@ from weft.registry import register
     figure="loss `0.0814`, `0.09` with 3 of 10 clients; FedAvg `0.2196`, `0.404` (`bench/federated.py`)",
 )
 class Scaffold(CorrectedRounds):
-    """Rounds in which clients add ``c - c_i`` to each gradient: what all clients' gradients are, minus their own.
+    """Corrects the gradients of each client ``i`` by ``c - c_i``: the mean gradient of all clients minus its own.
 
-    ``c_i`` is the mean of a client's gradients in its last work, and ``c`` the mean of these over all clients, weighted
-    by their shares. A client keeps its ``c_i``, so that it should take part again and again.
+    ``c_i`` is the mean of the client's gradients in its last round, and ``c`` the mean of these over all clients,
+    weighted by their shares. A client keeps its ``c_i`` between rounds.
     """
 
     client_step = ClientStep(control=True)

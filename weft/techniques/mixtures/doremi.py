@@ -19,7 +19,10 @@ class DoremiSettings(Section):
 
     mix_reference: str = Field(
         "",
-        description="Reference model: a checkpoint, a folder or an id of a model with the same tokenizer.",
+        description=(
+            "Reference model, above whose loss a source has excess loss: a checkpoint, a folder or an id "
+            "of a model with the same tokenizer."
+        ),
     )
     mix_rate: float = Field(
         1.0, ge=0, description="Step size of the weights: log w grows by rate * excess."

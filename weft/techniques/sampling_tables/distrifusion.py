@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class DistrifusionSettings(Section):
-    """How old the keys of other bands are, and from when on."""
+    """Settings of DistriFusion: the age of other bands' keys, and the number of synchronous steps."""
 
     age: int = Field(
         1, ge=0, description="Steps by which the keys of other ranks' bands are old."

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class DualparalSettings(Section):
-    """Lengths of blocks and of their context, in frames."""
+    """Settings of DualParal: lengths of blocks and of their context, in frames."""
 
     frames: int = Field(8, ge=1, description="Frames of a block.")
     context: int = Field(

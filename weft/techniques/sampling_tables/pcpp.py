@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PcppSettings(Section):
-    """Which part of the neighbours is seen, how old, and from when on."""
+    """Settings of PCPP: the visible part of neighbouring bands, the age of its keys, and the synchronous steps."""
 
     part: float = Field(
         0.5,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PipefusionSettings(Section):
-    """Number of patches, and from when on their keys are old."""
+    """Settings of PipeFusion: number of patches, and number of steps with fresh keys alone."""
 
     patches: int = Field(
         0, ge=0, description="Number of patches of the image; 0: as many as ranks."

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class VideoInfinitySettings(Section):
-    """How far a frame sees, and how many frames all others see."""
+    """Settings of Video-Infinity: number of neighbouring frames, and of global frames, that a frame attends to."""
 
     padding: int = Field(
         8, ge=0, description="Frames that a frame sees before and after its own."

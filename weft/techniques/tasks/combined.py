@@ -34,7 +34,7 @@ class CombinedSettings(Section):
         ),
     )
     scale: PositiveFloat = Field(
-        1.0, description="What the combined reward is divided by."
+        1.0, description="Number by which the combined reward is divided."
     )
 
     @field_validator("parts")

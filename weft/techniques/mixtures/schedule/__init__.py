@@ -44,8 +44,8 @@ class ScheduleSettings(Section):
     mix_between: Literal["linear", "stepped"] = Field(
         "linear",
         description=(
-            "What holds between two moments of mix_schedule: weights move in a straight line ('linear'), or stay until "
-            "the next moment ('stepped')."
+            "Weights between two entries of mix_schedule: they change in a straight line ('linear'), or "
+            "stay until the next entry ('stepped')."
         ),
     )
 
