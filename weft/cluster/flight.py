@@ -114,7 +114,7 @@ class Flight:
 
     @property
     def unproved(self) -> bool:
-        """Whether another suspected answer may have made the last engine crash. The answer is then tried once more."""
+        """Whether the last engine's crash may be the fault of another answer; this answer is then tried once more."""
         return not self.alone
 
     @property

@@ -22,8 +22,7 @@ _FRAME = {
 
 
 class StepDigests(NamedTuple):
-    """Digests of a step: ``early`` of the inputs of its statistics or summaries; ``whole`` of all settings and code.
-    """
+    """Digests of a step: ``early`` of the inputs of its statistics or summaries; ``whole`` of all settings and code."""
 
     early: str
     whole: str

@@ -71,7 +71,7 @@ class OnDevice:
         return 0
 
     def keep(self, owner: Hashable, kind: str) -> None:
-        """Keep some tensors in memory between their next two uses. Here they are there always.
+        """Do nothing: this tier holds all tensors on the device. Others keep them there between their next two uses.
 
         ``owner``: the unit (parameters that are updated together) whose tensors are kept; ``kind``: "weights",
         "gradients" or "moments". A use is a context of :meth:`at_hand`.

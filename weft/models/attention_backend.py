@@ -57,7 +57,7 @@ class DecodeRows(NamedTuple):
 
 
 class MeasuredPiece(NamedTuple):
-    """A piece of work of the backend that was measured to be the fastest."""
+    """A piece of attention work, assigned to the backend that was measured as fastest for it."""
 
     backend: "AttentionBackend"
     piece: "BackendPiece"

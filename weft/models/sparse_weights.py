@@ -47,9 +47,9 @@ class SparseWord(NamedTuple):
 
 
 def read_sparse_word(word: str) -> SparseWord | None:
-    """Return what ``word`` asks for: ``sparse``, ``sparse:SHARE``, either with ``:bfloat16`` behind it.
+    """Parse ``word``: ``sparse`` or ``sparse:SHARE``, either with ``:bfloat16`` after it; None for other words.
 
-    Returns None for other words. Raises :class:`UsageError` for a share that is none.
+    Raises :class:`UsageError` if SHARE is no share.
     """
     first, *others = word.split(":")
     if first != SPARSE:

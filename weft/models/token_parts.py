@@ -187,7 +187,7 @@ class LayerRunner(Protocol):
         seen: Any,
         enter: Enter | None,
     ) -> Any:
-        """Do as :meth:`weft.models.transformer.Transformer.run_blocks`."""
+        """Run layers as :meth:`weft.models.transformer.Transformer.run_blocks` does, with the same arguments."""
 
 
 class Overlap:

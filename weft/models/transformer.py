@@ -510,9 +510,9 @@ class Transformer(Module):
     ) -> Stream:
         """Run the block with index ``i`` on ``x`` ``[batch, seq/tp, embed]``, and return its output of the same shape.
 
-        The residual stream of a ladder model has other forms too, which :meth:`settled` and :meth:`packed` take.
-        ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin; ``seen``:
-        where routers record their counts.
+        In a ladder model (``model.residual``) ``x`` may have the other forms that :meth:`settled` and :meth:`packed`
+        take. ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin;
+        ``seen``: where routers record their counts.
         """
         block, saver = self.blocks[str(i)], self.hooks.saver
         if self.shape.residual == "ladder":

@@ -97,7 +97,7 @@ class DeviceUse:
     streams: dict[str, float]
 
     def share(self, queued: bool) -> float:
-        """Return the share of the time that is in stretches that are compute-bound (``queued``) or launch-bound."""
+        """Return the share of time in which the device was compute-bound (``queued``) or else launch-bound."""
         total = sum(stretch.length for stretch in self.stretches)
         part = sum(s.length for s in self.stretches if s.queued == queued)
         return part / max(total, 1e-9)

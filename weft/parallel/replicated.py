@@ -153,9 +153,9 @@ def _arrived(
 
 @dataclass(eq=False)
 class ReplicaUnit(Unit):
-    """A unit that every replica holds whole, whose gradients are summed during backward.
+    """A unit that every replica holds whole, whose gradients are summed over replicas during backward.
 
-    ``own``: the unit's parcels. ``parcels``: those of all units.
+    ``own``: the unit's parcels (gradients that are reduced in one message). ``parcels``: the parcels of all units.
     """
 
     own: Sequence[Parcel]

@@ -51,7 +51,7 @@ class RolePlan(NamedTuple):
 
     @property
     def settings(self) -> str:
-        """The settings of a recipe that ask for this."""
+        """The recipe's settings for this plan, as text."""
         if self.in_turn:
             return f"layout of {self.trainers}"
         return f"layout of {self.trainers}, roles.rollout.ranks={self.writers}, rl.staleness={self.staleness}"
@@ -87,10 +87,10 @@ def phase_times(
 
 
 def writers_waited(times: PhaseTimes, writers: int, trainers: int) -> bool:
-    """Whether the writers of a run that wrote ahead had nothing to do at times, as nobody waited for them.
+    """Whether the writers of a run that wrote ahead were idle at times, because no rank waited for them.
 
-    ``times``: what :func:`phase_times` returned for the run with these numbers of ranks. ``times.write`` is then the
-    most that writing may take.
+    ``times``: result of :func:`phase_times` for the run with these numbers of ranks. If they were, ``times.write`` is
+    only an upper bound of the time to write.
     """
     return times.write / writers < times.train / trainers * (1 + WAITED)
 

@@ -31,11 +31,11 @@ BLOCK, LEAST = 16, 4
 
 @dataclass(frozen=True)
 class ThinkingModel:
-    """A model in the numbers that its cost depends on.
+    """Sizes of a model that determine the cost of reasoning with it.
 
-    ``parameters``: those that a token is multiplied with; ``width``: bytes of each. ``layers``; ``keys``: bytes of keys
-    and values of a token in all layers; ``queries``: elements of the queries of a token in all layers. ``shares``: of
-    its keys, those that a token can read.
+    ``parameters``: number of parameters that multiply each token; ``width``: bytes of a parameter. ``layers``: number
+    of layers; ``keys``: bytes of a token's keys and values in all layers; ``queries``: elements of a token's queries in
+    all layers. ``shares``: shares of the earlier keys that a token may read.
     """
 
     name: str

@@ -85,10 +85,10 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class InterferencePredictor:
-    """A regression from the last windows to the slowdown of the next step.
+    """Predicts the slowdown of the next step by a regression on the probes of the last time windows.
 
-    ``quiet``: the quickest value of every probe. ``weights``: of the features. ``spread``: how far, in logarithms, the
-    measured slowdown was below and above the predicted one in windows that the regression had not seen.
+    ``quiet``: the quickest value of every probe. ``weights``: weights of the regression's features. ``spread``: how
+    far, in logarithms, the measured slowdown was below and above the prediction, in windows not used for the fit.
     """
 
     quiet: Array
@@ -109,9 +109,9 @@ def features(recent: Array, quiet: Array) -> Array:
 
 
 def learn(windows: Array) -> InterferencePredictor:
-    """Learn from ``windows``, ``[window, probe]``: the older half fits the weights, the newer half the bounds.
+    """Fit a predictor to ``windows``, ``[window, probe]``: weights to the older half, bounds to the newer half.
 
-    The bounds are those of split conformal prediction (Vovk et al. 2005): quantiles of what the newer half leaves over.
+    The bounds are those of split conformal prediction (Vovk et al. 2005): quantiles of the newer half's residuals.
     """
     quiet = np.quantile(windows, 0.02, axis=0)
     rows = np.array(
@@ -131,7 +131,7 @@ def learn(windows: Array) -> InterferencePredictor:
 
 
 def judged(windows: Array, after: int) -> dict[str, float]:
-    """Judge predictions of every window from ``after`` on by what was learned from the windows before ``after``.
+    """Evaluate predictions of every window from ``after`` on by a predictor fitted to the windows before ``after``.
 
     Returns the share of windows between the bounds (``covered``), the mean absolute error of the logarithm
     (``error``), and that of predicting the mean of the windows before (``constant``) and the last window (``last``).

@@ -13,7 +13,7 @@ RANK_VARIABLES = re.compile(
 
 
 def environment_without_ranks() -> dict[str, str]:
-    """Return the environment variables of this process without those of a rank, for a process that is none."""
+    """Return the environment variables of this process without those that make a process a rank."""
     return {
         name: value
         for name, value in os.environ.items()

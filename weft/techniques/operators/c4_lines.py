@@ -36,7 +36,7 @@ class C4LinesSettings(Section):
     figure="decisions and texts of datatrove's filter on 240 pages",
 )
 class C4Lines:
-    """Leaves out lines that are no sentences (Raffel et al. 2020, JMLR 21); filter ``c4`` drops what then is short."""
+    """Removes lines that are no sentences (Raffel et al. 2020, JMLR 21); filter ``c4`` then drops short documents."""
 
     def __init__(self, step: DataStep) -> None:
         self.settings = step.own(C4LinesSettings)

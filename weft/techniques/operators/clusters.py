@@ -64,7 +64,7 @@ class ClustersSettings(SelectionSettings):
     "of each cluster 92.8 (`bench/pruning.py`)",
 )
 class Clusters:
-    """Keeps few documents of dense clusters and many of wide ones, far from others (Abbas et al. 2024, 2401.04578).
+    """Keeps few documents of dense clusters and many of wide clusters (density-based pruning, Abbas et al. 2024).
 
     Of each cluster the documents farthest from the centroid are kept. Columns: ``cluster``, ``cluster_distance``.
     """
@@ -84,7 +84,7 @@ class Clusters:
         self._said: list[str] = []
 
     def notes(self) -> list[str]:
-        """Return how much of the clusters the last decision has kept."""
+        """Return how much of each cluster the last decision has kept."""
         return self._said
 
     def summarize(self, documents: Documents) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from weft.section import Section
 
 
 class EmbedSettings(Section):
-    """Settings of the vectors."""
+    """Settings of the operator that computes document embeddings."""
 
     model: str = Field(
         description="A run, a checkpoint, a folder of Hugging Face, a GGUF file or an id of the hub."

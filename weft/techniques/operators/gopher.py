@@ -56,7 +56,7 @@ class GopherSettings(Section):
     figure="decisions of datatrove's filter on 240 pages",
 )
 class Gopher:
-    """Drops documents that are no prose by counts of words and symbols (Rae et al. 2021, 2112.11446)."""
+    """Drops documents whose counts of words and symbols are unlike prose (Rae et al. 2021, 2112.11446)."""
 
     late: ClassVar = tuple(
         name for name in GopherSettings.model_fields if name != "stop_words"

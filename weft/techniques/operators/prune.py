@@ -85,10 +85,10 @@ class PruneSettings(SelectionSettings):
     figure="digits (EL2N) at 50 %: hard 96.6, random 96.5; 5 %: easy 62.1, hard 35.3, random 80.5 (`bench/pruning.py`)",
 )
 class Prune:
-    """Keeps the hard or the easy ones of labelled examples, and warns where random ones would be better.
+    """Keeps the hardest or the easiest labelled examples, and warns if a random choice would train better.
 
-    Columns: ``difficulty``. What each class keeps, and the accuracies on held-out examples with hard, easy and random
-    ones, are notes of the run.
+    Columns: ``difficulty``. Notes of the run say how much of each class is kept, and the accuracies on held-out
+    examples after training on hard, easy and random ones.
     """
 
     late: ClassVar = tuple(

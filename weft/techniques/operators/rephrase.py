@@ -123,7 +123,7 @@ class RephraseSettings(Section):
     proof="tests/curation/test_rephrasing.py",
 )
 class Rephrase:
-    """Writes documents anew in several styles, and keeps the documents beside them."""
+    """Rephrases documents in several styles with a language model, and keeps the originals too."""
 
     def __init__(self, step: DataStep) -> None:
         self.settings = step.own(RephraseSettings)

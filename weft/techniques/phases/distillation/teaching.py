@@ -33,12 +33,12 @@ T = torch.Tensor
 class SoftTargets:
     """Loss of tokens with the joint probabilities of teachers as targets, for one pass.
 
-    A call returns the loss of the next tokens of the pass: chunks come in the order of the labels, of which the
-    teachers' outputs have one row each.
+    A call returns the loss of the next tokens of the pass. Calls come in the order of the labels; the teachers' outputs
+    have one row for each label.
 
     Attributes:
-        ``outputs``: what each teacher says about the labelled tokens of the pass.
-        ``share``: share of the loss that the teachers have; the rest is the cross entropy with the labels.
+        ``outputs``: output of each teacher for the labelled tokens of the pass.
+        ``share``: weight of the teachers in the loss; the rest is the cross entropy with the labels.
         ``average``: what is averaged over the teachers.
         ``position``: number of tokens that have had their loss.
     """

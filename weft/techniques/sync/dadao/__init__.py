@@ -56,15 +56,15 @@ class DADAOSettings(Section):
     figure="equal to a simulation to 1e-10",
 )
 class DADAO(SyncMethod):
-    """Gives every island a state of six vectors, which moves by a linear differential equation between events.
+    """Synchronises islands in pairs: each has a state of six vectors, which follows a linear differential equation.
 
-    Events are of two kinds. After ``sync.every`` steps of the optimizer, what these have changed counts as a gradient.
-    Between, a Poisson clock that all islands draw from the same seed says which two islands exchange one vector. The
-    two wait for each other and nobody else does.
+    Two kinds of events interrupt the equation. After ``sync.every`` steps of the optimizer, their change of the
+    parameters is applied as a gradient. Between gradients, a Poisson clock that all islands draw from the same seed
+    chooses pairs of islands that exchange one vector. Only these two wait for each other.
 
-    The slots are the rows of the paper's state: ``anchor`` its ``x``, ``ahead`` its ``x~``, ``dual`` and ``dual_ahead``
-    its ``y`` and ``y~``, ``pull`` and ``pull_ahead`` its ``z`` and ``z~``. Parameters count from where they began,
-    which is where ``y + nu x`` is zero.
+    The slots are the rows of the paper's state: ``anchor`` is its ``x``, ``ahead`` its ``x~``, ``dual`` and
+    ``dual_ahead`` its ``y`` and ``y~``, ``pull`` and ``pull_ahead`` its ``z`` and ``z~``. Parameters are measured from
+    their initial values, at which ``y + nu x`` is zero.
     """
 
     slots = ("anchor", "ahead", "dual", "dual_ahead", "pull", "pull_ahead")

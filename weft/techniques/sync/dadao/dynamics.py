@@ -48,9 +48,11 @@ def links_of(how: Sync, islands: int) -> Links:
 
 @dataclass(frozen=True)
 class Dynamics:
-    """How a state moves, for a loss of condition number ``condition`` and steps of length ``stride`` on ``links``.
+    """Dynamics of DADAO: how an island's state of six vectors changes by gradients, by exchanges, and between them.
 
-    ``exchanges``: exchanges of all links in a unit of time; 0 stands for as many as the theory asks for.
+    A unit of time is the time between two gradients of an island. ``condition``: condition number of the loss;
+    ``stride``: step size of a gradient; ``links``: pairs of islands that exchange; ``exchanges``: mean number of
+    exchanges over all links in a unit of time, 0: the number that the theory demands.
     """
 
     condition: float
@@ -60,23 +62,27 @@ class Dynamics:
 
     @classmethod
     def of(cls, own: DADAOSettings, how: Sync, islands: int) -> Dynamics:
-        """Build the dynamics that a recipe's settings name for so many ``islands``."""
+        """Build the dynamics for a number of ``islands`` from the settings of DADAO and of section ``[sync]``."""
         links = links_of(how, islands)
         return cls(own.condition, own.stride, links, own.exchanges)
 
     @property
     def root(self) -> float:
-        """Square root of the smallest curvature over twice the largest: how fast the slow rows follow the fast."""
+        """Rate at which an accelerated vector and its slow partner approach each other: ``(2 condition)^(-1/2)``."""
         return float((2 * self.condition) ** -0.5)
 
     @property
     def shift(self) -> float:
-        """Half the smallest curvature, in units in which a gradient is what the optimizer changes."""
+        """Half the smallest curvature of the loss, in units in which a gradient is a change of the parameters."""
         return self.root**2 / (4 * self.stride)
 
     @cached_property
     def mixing(self) -> tuple[float, float]:
-        """How slowly links mix that exchange once in a unit of time, all together, and their largest resistance."""
+        """Two constants of the graph of links, if one exchange happens in a unit of time over all links together.
+
+        They are the inverse of the smallest positive eigenvalue of the graph's Laplacian (the slower the links mix, the
+        larger), and half the largest effective resistance of a link.
+        """
         count = 1 + max(max(link) for link in self.links)
         laplacian = np.zeros((count, count))
         for i, j in self.links:
@@ -90,12 +96,12 @@ class Dynamics:
 
     @property
     def rate(self) -> float:
-        """Exchanges of all links together, in a unit of time."""
+        """Mean number of exchanges over all links in a unit of time."""
         slowness, resistance = self.mixing
         return self.exchanges or float((2 * slowness * resistance) ** 0.5)
 
     def flow(self, time: float) -> torch.Tensor:
-        """Return the matrix ``[6, 6]`` by which a state changes within ``time`` without an event."""
+        """Return the matrix ``[6, 6]`` that maps a state to the state after ``time`` without an event."""
         return torch.linalg.matrix_exp(self._slope * time)
 
     @cached_property
@@ -115,16 +121,16 @@ class Dynamics:
         return slope
 
     def learn(self, state: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Change ``state [6, n]`` in place by a ``gradient [n]`` that was computed at its row ``x``."""
+        """Apply to ``state [6, n]``, in place, a ``gradient [n]`` that was computed at the state's row ``x``."""
         residual = gradient - self.shift * state[X] - state[Y_AHEAD]
         state[X] -= self.stride * residual
         state[X_AHEAD] -= self.stride / self.root * residual
         state[Y_AHEAD] += (1 + self.root / 4) * residual
 
     def pull(self, state: torch.Tensor, difference: torch.Tensor) -> None:
-        """Change ``state [6, n]`` in place by an exchange.
+        """Apply an exchange to ``state [6, n]``, in place.
 
-        ``difference [n]``: what this island has sent (:meth:`sent`), minus what the other one has.
+        ``difference [n]``: the vector that this island has sent (:meth:`sent`), minus the one that it has received.
         """
         state[Z] -= 0.5 * difference
         state[Z_AHEAD] -= 2 * self.mixing[0] / self.rate / self.root * difference
@@ -135,7 +141,7 @@ class Dynamics:
         return state[Y] + state[Z]
 
     def clock(self, gradients: int, seed: int = 0) -> list[LinkExchange]:
-        """Return the exchanges between gradient number ``gradients`` of all islands and the next, in order of time."""
+        """Draw the exchanges between gradient number ``gradients`` of all islands and the next, in order of time."""
         random = np.random.default_rng([seed, gradients])
         times = np.sort(random.random(random.poisson(self.rate)))
         chosen = random.integers(len(self.links), size=len(times))

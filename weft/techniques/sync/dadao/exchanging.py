@@ -27,7 +27,7 @@ LAST = 3
 
 
 class Unsynchronised(PhaseFiller):
-    """Fills the phase after a step: counts a gradient every ``sync.every`` steps, and exchanges with neighbours.
+    """Fills the phase after a step: applies a gradient every ``sync.every`` steps, then exchanges with neighbours.
 
     ``context``: what the phases of a step work on. ``how``: the recipe's section ``[sync]``. ``own``: DADAO's settings.
     """
@@ -63,7 +63,7 @@ class Unsynchronised(PhaseFiller):
 
     @torch.no_grad()
     def learn_and_exchange(self, gradients: int) -> None:
-        """Count gradient number ``gradients`` of this island, and go through its exchanges up to the next one."""
+        """Apply gradient number ``gradients`` of this island, then its exchanges up to the next gradient."""
         # [6, n]
         state = torch.stack([flat_values(self.held, name) for name in DADAO.slots])
         self.dynamics.learn(state, state[X] - flat_values(self.held))

@@ -20,7 +20,7 @@ NAMES = ("anchor", "ahead", "dual", "dual_ahead", "pull", "pull_ahead")
 
 
 def drift(replica: One, root: float, nu: float, time: float) -> None:
-    """Move the six vectors of ``replica`` by ``time``, along the eigenvectors of the equation between events."""
+    """Advance the six vectors of ``replica`` by ``time`` without an event, by the equation's eigenvectors."""
     half = 1 / (2 * root)
     # rows and columns in the order of NAMES
     slope = np.array([
@@ -37,7 +37,7 @@ def drift(replica: One, root: float, nu: float, time: float) -> None:
 
 
 def simulate_interval(at: Round, own: DADAOSettings) -> None:
-    """Change one parameter of all islands as a gradient of each does, and all exchanges up to the next gradients."""
+    """Simulate one parameter of all islands: a gradient of each, then all exchanges up to the next gradients."""
     root = (1 / (2 * own.condition)) ** 0.5
     nu = 1 / (8 * own.condition * own.stride)
     dynamics = Dynamics.of(own, at.how, len(at.ones))
