@@ -15,7 +15,7 @@
     const details = document.createElement("details");
     const summary = document.createElement("summary");
     const first = figure.textContent.split(";")[0].trim();
-    summary.textContent = first.length > 70 ? first.slice(0, 67) + "..." : first;
+    summary.textContent = first.length > 70 ? first.slice(0, 67).replace(/\s+\S*$/, "") + " ..." : first;
     details.append(summary);
     for (const [name, cell] of [["Figure", figure], ["Run", recipe], ["Proof", proof], ["Module", module]]) {
       const line = document.createElement("p");
