@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 
 from weft.curation import shingles as module
-from weft.curation.min_hash import (
-    NO_WORDS,
-    band_keys,
-    match_probability,
-    minimum_hashes,
-    text_signatures,
-)
+from weft.curation.min_hash import NO_WORDS, band_keys, minimum_hashes, text_signatures
 from weft.curation.shingles import (
     HashedRuns,
     hash_words,
@@ -162,6 +156,14 @@ def binomial_band(trials: int, p: np.ndarray, level: float = 0.99) -> tuple[int,
     high = int(np.searchsorted(sums, (1 + level) / 2))
     assert 0 <= low <= high <= trials
     return low, high
+
+
+def match_probability(jaccard: float, buckets: int, hashes: int) -> float:
+    """Return the probability that two documents share a bucket, by the overlap ``jaccard`` of their shingles.
+
+    ``hashes``: number of hash functions of a bucket.
+    """
+    return 1 - (1 - jaccard**hashes) ** buckets
 
 
 def check_recall(pairs: int, seed: int) -> None:

@@ -10,14 +10,7 @@ import torch
 from tests.parallel.test_context import bounds, one_device, whole
 from weft.layout.token_order import moves
 from weft.models.part_attention import PartKeys
-from weft.models.token_parts import (
-    PassTokens,
-    TokenPart,
-    by_phase,
-    even,
-    part_by_part,
-    weaving,
-)
+from weft.models.token_parts import PassTokens, TokenPart, by_phase, even, weaving
 
 DOCUMENTS = [[24], [3, 13, 8]]
 
@@ -51,7 +44,6 @@ def test_turns() -> None:
     parts = [TokenPart(0, 1, 0, 1)] * 2
     assert [*islice(weaving(parts), 7)] == [0, 0, 1, 0, 1, 0, 1]
     assert [*islice(by_phase(parts), 6)] == [0, 1, 0, 0, 1, 1]
-    assert [*islice(part_by_part(parts), 6)] == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("back", [False, True])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Command
 from tests.serve.running import build
-from weft.observe.launches import Launches, knee, read_launches
+from weft.observe.launches import Launches, knee, launches_of, trace_events
 
 
 def trace(
@@ -47,6 +47,10 @@ def trace(
         )
     path.write_text(json.dumps({"traceEvents": events}))
     return path
+
+
+def read_launches(path: Path) -> Launches:
+    return launches_of(path, trace_events(path))
 
 
 def queue(

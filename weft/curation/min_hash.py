@@ -55,11 +55,3 @@ def band_keys(signatures: np.ndarray, buckets: int) -> np.ndarray:
     for place in range(bands.shape[2]):
         keys = mix_bits(keys * _ODD + bands[:, :, place])
     return keys
-
-
-def match_probability(jaccard: float, buckets: int, hashes: int) -> float:
-    """Return the probability that two documents share a bucket, by the overlap ``jaccard`` of their shingles.
-
-    ``hashes``: number of hash functions of a bucket.
-    """
-    return 1 - (1 - jaccard**hashes) ** buckets

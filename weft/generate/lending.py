@@ -241,46 +241,6 @@ class LoanOffice:
             self.drop(loan)
 
 
-class LocalLender:
-    """A lender in this process. ``office``: the office of the other engine. ``borrower``: name of the engine that
-    borrows.
-
-    Attributes:
-        ``moved``: bytes of queries and partial attentions so far.
-        ``sent``: bytes of cache blocks so far.
-    """
-
-    def __init__(self, office: LoanOffice, borrower: str) -> None:
-        self.office, self.borrower = office, borrower
-        self.moved = self.sent = 0
-
-    def room(self) -> int:
-        return self.office.room()
-
-    def recalled(self) -> list[int]:
-        return self.office.recalled(self.borrower)
-
-    def take(self, contents: T) -> int:
-        loan = self.office.take(contents, self.borrower)
-        self.sent += contents.nbytes
-        return loan
-
-    def fetch(self, loan: int) -> T:
-        contents = self.office.fetch(loan)
-        self.sent += contents.nbytes
-        return contents
-
-    def drop(self, loan: int) -> None:
-        self.office.drop(loan)
-
-    def ask(
-        self, layer: int, queries: Sequence[LentQuery], q: T, window: int
-    ) -> Callable[[], Partial]:
-        out, lse = self.office.attend(layer, queries, q, window)
-        self.moved += q.nbytes + out.nbytes + lse.nbytes
-        return lambda: (out, lse)
-
-
 class Borrower:
     """The borrower's side of loans: when the cache of ``engine`` is full, it moves the first blocks of its texts to
     other engines.

@@ -167,13 +167,6 @@ def by_phase(parts: Sequence[TokenPart]) -> Iterator[int]:
             yield from [number] * (HALF - 1)
 
 
-def part_by_part(parts: Sequence[TokenPart]) -> Iterator[int]:
-    """Let each part compute half a layer before the next part does: nothing is hidden."""
-    while True:
-        for number in range(len(parts)):
-            yield from [number] * HALF
-
-
 class LayerRunner(Protocol):
     """Interface of what runs layers in place of one block after the other."""
 

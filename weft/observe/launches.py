@@ -102,14 +102,6 @@ def trace_events(path: Path) -> list[dict[str, Any]]:
         ) from None
 
 
-def read_launches(path: Path) -> Launches:
-    """Read the launch statistics of a trace that ``torch.profiler`` exported for Chrome.
-
-    Raises :class:`UsageError` for other files.
-    """
-    return launches_of(path, trace_events(path))
-
-
 def launches_of(path: Path, events: Sequence[dict[str, Any]]) -> Launches:
     """Return the launch statistics of the ``events`` of the trace ``path``. Raises :class:`UsageError` for none."""
     kernels = [e for e in events if e.get("cat") == "kernel"]

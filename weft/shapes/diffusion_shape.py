@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -303,18 +303,3 @@ def diffusion_numbers(shape: ModelShape) -> "Shape":
         extras=sum(row.numel for row in inside if not row.products) / shape.layers,
         gated=0,
     )
-
-
-class Patches(NamedTuple):
-    """Grid and size of the patches of an image or a video.
-
-    ``grid``: number of patches along each axis; ``patch``: sizes of a patch along each axis.
-    """
-
-    grid: tuple[int, ...]
-    patch: tuple[int, ...]
-
-
-def patches_of(settings: DiffusionSettings) -> Patches:
-    """Return the grid of patches of a model with these ``settings``."""
-    return Patches(settings.grid, settings.patch_size)
