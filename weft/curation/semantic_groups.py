@@ -15,10 +15,10 @@ def semantic_survivors(
 ) -> np.ndarray:
     """Return for each document the index of the document that is kept in its place; its own if it is kept itself.
 
-    Documents of a cluster are looked at in the order of ``ranks``. One is dropped if its cosine with one that is kept
-    is above 1 - ``eps``, so that no chain of pairs drops a document that is like none that is kept. ``vectors``: one
-    row each; ``labels``: index of each document's cluster. After Abbas et al. 2023 (SemDeDup), where also dropped
-    documents drop others.
+    The documents of a cluster are processed in the order of ``ranks``. A document is dropped if its cosine with a kept
+    document is above 1 - ``eps``. ``vectors``: one row each; ``labels``: index of each document's cluster. After Abbas
+    et al. 2023 (SemDeDup); unlike there, dropped documents do not drop others, so that every dropped document is like
+    a kept one.
     """
     survivors = np.arange(len(vectors))
     order = np.lexsort((ranks, labels))

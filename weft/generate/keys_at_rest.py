@@ -492,9 +492,9 @@ def rest_keys(
 ) -> KeysAtRest:  # fmt: skip
     """Let the old keys of ``engine`` rest in files, and wait until their processes are ready.
 
-    ``texts``: how many texts are written at a time. ``tokens``: the most of a text. ``given``: whether the engine's own
-    cache has the size that it is to keep; if not, it gets room for the newest blocks of so many texts. ``say`` prints a
-    line. ``start``: starts a process.
+    ``texts``: number of texts that are written at a time. ``tokens``: largest number of tokens of a text. ``given``:
+    whether the engine's own cache keeps its size; if not, it is made as large as the newest blocks of ``texts`` texts
+    need. ``say`` prints a line. ``start``: starts a process.
 
     Raises :class:`UsageError` for a model whose keys cannot rest and for disks that are too slow, and
     :class:`WeftError` for folders that cannot be used.

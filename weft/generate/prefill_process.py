@@ -114,7 +114,7 @@ class PrefillProcess:
             self._pipe.send_bytes(json.dumps(about).encode())
 
     def set_quota(self, quota: float, writing: bool) -> None:
-        """Tell the process the quota of prefill, and whether decode has work so that it counts."""
+        """Tell the process the quota of prefill. It holds only while decode has work, which ``writing`` says."""
         self._control[QUOTA], self._control[WRITING] = quota, float(writing)
 
     def look(self) -> None:

@@ -121,9 +121,10 @@ def next_tokens(
 def said_of(
     logits: T, texts: Sequence[SampledText], tokens: Sequence[int]
 ) -> dict[SampledText, tuple[float, dict[int, float]]]:
-    """Return, for those ``texts`` that keep log-probabilities, that of the text's token in ``tokens``, which may be the
-    one that ends the text, and those of the likeliest other tokens. They are computed from the text's row of
-    ``logits``.
+    """Return the log-probability of each text's token, and those of the likeliest other tokens by id.
+
+    Only ``texts`` that keep log-probabilities are in the result. ``tokens``: the token of each text, which may be the
+    one that ends it. ``logits``: one row for each text.
     """
     asked = [
         (text, token, text.generation.top)

@@ -119,8 +119,7 @@ class RestingLayers:
         self._using: Iterator[list[tuple[int, T]]] | None = None
 
     def lift(self, model: Transformer, values: Values) -> None:
-        """Store the weights of the layers of ``model`` in the file, and let each layer have its weights while it
-        computes.
+        """Store the weights of the layers of ``model`` in the file, and load each layer's weights while it computes.
 
         If the window has room for all layers, the model stays as it is. ``model``: its parameters must not be allocated
         yet; ``values``: function that reads a parameter. Raises :class:`UsageError` for a model or a window that cannot

@@ -113,11 +113,11 @@ class PolicyLoss(Section):
     )
     vespo_positive: tuple[PositiveFloat, PositiveFloat] = Field(
         (2.0, 3.0),
-        description="Exponent and decay of form = 'vespo' where the advantage is not negative.",
+        description="Exponent and decay rate, two numbers, of form = 'vespo' where the advantage is not negative.",
     )
     vespo_negative: tuple[PositiveFloat, PositiveFloat] = Field(
         (3.0, 2.0),
-        description="Exponent and decay of form = 'vespo' where the advantage is negative.",
+        description="Exponent and decay rate, two numbers, of form = 'vespo' where the advantage is negative.",
     )
     off_policy: PositiveFloat | None = Field(
         None,

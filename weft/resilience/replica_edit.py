@@ -74,7 +74,7 @@ class KeptModel:
         )
 
     def edit(self, recipe: Recipe, mesh: Mesh, recorder: Recorder) -> Built:
-        """Give model and state the groups and the place of ``mesh``. What an unfinished step has left is forgotten.
+        """Move model and state to the process groups and the rank of ``mesh``; discard an unfinished step.
 
         ``recorder``: records the passes of the next steps.
         """

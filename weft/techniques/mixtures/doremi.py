@@ -20,8 +20,8 @@ class DoremiSettings(Section):
     mix_reference: str = Field(
         "",
         description=(
-            "Reference model, above whose loss a source has excess loss: a checkpoint, a folder or an id "
-            "of a model with the same tokenizer."
+            "Reference model, by which sources are judged: the excess loss of a source is its loss above "
+            "that of this model. A checkpoint, a folder or an id of a model with the same tokenizer."
         ),
     )
     mix_rate: float = Field(
