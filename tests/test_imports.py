@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "weft"
 ORDER = (
     "recipe", "shapes", "net", "layout", "models", "schedule", "data", "memory", "parallel", "peers",
     "checkpoint", "sync", "run", "train", "prove", "resilience", "rehearse", "generate", "diffusion", "cluster",
-    "serve", "rl", "federated", "streams", "curation", "search", "techniques", "cli",
+    "serve", "rl", "federated", "saddle", "streams", "curation", "search", "techniques", "cli",
 )  # fmt: skip
 #: What the two rooms beside that order may import; the planner simulates the tables that training executes.
 BESIDE: dict[str, set[str]] = {

@@ -75,7 +75,7 @@ def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list
         )
     if world == 1:
         return recipe, []
-    if recipe.control is not None:  # there is nothing to choose
+    if recipe.trains_no_language_model:  # there is nothing to choose
         layout = recipe.layout.model_copy(update={"dp": world})
         return recipe.model_copy(update={"layout": layout}), ["--layout", f"dp={world}"]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -163,6 +163,10 @@ def _live(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
             from weft.rl.control.control_run import control_job
 
             return Ending(recipe, control_job(recipe, mesh, out, resume), mesh.speaks)
+        if recipe.saddle is not None:
+            from weft.saddle.saddle_run import saddle_job
+
+            return Ending(recipe, saddle_job(recipe, mesh, out, resume), mesh.speaks)
         if recipe.federated is not None and recipe.federated.simulates:
             from weft.federated.virtual_run import virtual_job
 

@@ -126,6 +126,12 @@ KINDS: dict[str, TechniqueKind] = {
     "pair-loss": TechniqueKind("loss of pairs", "loss.kind", ("settings",), "pair_losses", ("cross-entropy",)),
     "policy-loss": TechniqueKind("method", "rl.method", (), "policy_losses"),
     "federation-policy": TechniqueKind("federation policy", "federated.policy", ("settings",), "federation_policies"),
+    "saddle-problem": TechniqueKind("saddle problem", "saddle.problem", (
+        "settings", "seed", "dtype", "device",
+    ), "saddle_problems"),
+    "saddle-method": TechniqueKind("saddle method", "saddle.method", (
+        "problem", "exchange", "settings",
+    ), "saddle_methods"),
 }  # fmt: skip
 
 

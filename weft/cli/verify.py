@@ -59,6 +59,8 @@ def verify_command(
     given = load_recipe(recipe, overrides or [], layout, origin)
     if given.federated is not None and not types:
         return _federated(given, as_json)
+    if given.saddle is not None and not types:
+        return _saddle(given, steps, dtype, as_json)
     given.need_model()
     # What is proved is the arithmetic of the layout, in a precision in which rounding cannot hide a mistake.
     given = given.model_copy(
@@ -105,6 +107,38 @@ def _federated(recipe: "Recipe", as_json: bool) -> int:
         raise WeftError(
             f"policy {policy} with real clients does not compute the same as on the virtual clock"
         )
+    return 0
+
+
+def _saddle(recipe: "Recipe", steps: int, dtype: str, as_json: bool) -> int:
+    """Compare the recipe's search for a saddle point over ranks with one device."""
+    from weft.prove.equality import TOLERANCE
+    from weft.saddle.saddle_check import compare_saddle
+
+    train = recipe.train.model_copy(update={"dtype": dtype})
+    recipe = recipe.model_copy(update={"train": train})
+    if recipe.layout.world > 1 and not in_ranks():
+        from weft.run.launch import launch
+
+        return launch(sys.argv[1:], recipe.layout.world, threads=train.threads)
+    result = compare_saddle(recipe, steps)
+    if result is None:  # another rank says it
+        return 0
+    ok = result.parameters <= TOLERANCE[dtype]
+    if as_json:
+        about = {"ok": ok, "layout": str(recipe.layout), "steps": steps, "dtype": dtype}
+        print(json.dumps(result._asdict() | about))
+    else:
+        typer.echo(
+            f"{recipe.layout} against one device, {steps} rounds in {dtype} (limit {TOLERANCE[dtype]:.0e}), "
+            f"{result.sent:,} bytes sent:"
+        )
+        verdict = "equal" if ok else "DIFFERENT"
+        typer.echo(
+            f"  parameters     {result.parameters:9.2e}  {verdict}  (worst: {result.worst})"
+        )
+    if not ok:
+        raise WeftError(f"{recipe.layout} does not compute the same as one device")
     return 0
 
 

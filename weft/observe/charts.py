@@ -42,7 +42,8 @@ CHARTS = (
     Chart("Updates for each transition", "Of the whole run so far", "", ".4~g",
           (Series("train", "ratio", "--c3"),)),
     Chart("Frechet distance of images", "Of the pixels of images that the model makes, from real ones", "", ".3~g",
-          (Series("pictures", "frechet", "--c1"),)),
+          (Series("pictures", "frechet", "--c1"), Series("saddle", "frechet", "--c2"))),
+    Chart("Saddle point", "Distance, as a part of the first one", "", ".3~g", (Series("saddle", "distance", "--c1"),)),
     Chart("Reward", "Mean of the answers that the policy has written", "", ".3f",
           (Series("rollout", "reward", "--c1", smooth=True),)),
     Chart("Right answers", "Share of questions that one, or one of all answers, gets right", "~%", ".1~%", (

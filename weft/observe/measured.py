@@ -28,7 +28,7 @@ def row_of_run(run: Path) -> dict[str, Any] | None:
     since = [r for r in records.get("train", []) if r["step"] > about["step"]]
     steps = [r for r in since if r.get("step_s")][WARM:]
     recipe = about["recipe"]
-    if recipe.get("control") or recipe.get("federated"):
+    if any(recipe.get(section) for section in ("control", "federated", "saddle")):
         return None
     model, layout, train = recipe["model"], recipe["layout"], recipe["train"]
     memory = recipe["memory"] | {

@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from weft.recipe.control_section import Control
     from weft.recipe.federated_section import Federated
     from weft.recipe.rl_section import Reinforcement
+    from weft.recipe.saddle_section import Saddle
     from weft.recipe.stream_section import SampleStream
 else:
     Control = section_elsewhere("control_section", "Control")
     Federated = section_elsewhere("federated_section", "Federated")
     Reinforcement = section_elsewhere("rl_section", "Reinforcement")
+    Saddle = section_elsewhere("saddle_section", "Saddle")
     SampleStream = section_elsewhere("stream_section", "SampleStream")
 
 #: Where runs go, each in a folder of its own.
@@ -163,6 +165,10 @@ class Recipe(Section):
         None,
         description="Clients that own their data train the model; a server, or a virtual clock, brings them together.",
     )
+    saddle: Saddle | None = Field(
+        None,
+        description="Find a saddle point over ranks, instead of training a language model.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -225,6 +231,10 @@ class Recipe(Section):
             from weft.recipe.control_rules import check_beside_control
 
             check_beside_control(self)
+        if self.saddle is not None:
+            from weft.recipe.saddle_rules import check_beside_saddle
+
+            check_beside_saddle(self)
         if self.federated is not None:
             from weft.recipe.federated_rules import check_beside_federated
 
@@ -236,11 +246,17 @@ class Recipe(Section):
         return self
 
     def need_model(self) -> None:
-        """Raise :class:`UsageError` if the recipe has ``[control]``, which trains no language model."""
-        if self.control is not None:
+        """Raise :class:`UsageError` if the recipe has ``[control]`` or ``[saddle]``, which train no language model."""
+        if self.trains_no_language_model:
+            section = "saddle" if self.control is None else "control"
             raise UsageError(
-                "this is about language models, and the recipe has [control]; weft train runs it"
+                f"this is about language models, and the recipe has [{section}]; weft train runs it"
             )
+
+    @property
+    def trains_no_language_model(self) -> bool:
+        """Whether the run has steps of its own: ``[control]`` or ``[saddle]``."""
+        return self.control is not None or self.saddle is not None
 
     @property
     def survives(self) -> bool:
@@ -249,7 +265,7 @@ class Recipe(Section):
             self.resilience.survive
             and self.layout.world > 1
             and self.layout.island == 1
-            and self.control is None
+            and not self.trains_no_language_model
             and self.stream is None
         )
 

@@ -9,7 +9,7 @@ from weft.recipe.elsewhere import here_it_is
 from weft.section import fields_at, sections_of
 
 #: Sections whose settings are meant only where no other section has a setting of that name.
-SPECIAL = ("sync", "control")
+SPECIAL = ("sync", "control", "saddle")
 
 
 def unknown_key(path: list[str], value: Any, model: type[BaseModel]) -> str:

@@ -74,12 +74,14 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job | N
 
     ``out``: the folder to create. ``resume``: the run or checkpoint to continue. Checks whether both can be used,
     whether the storage can be written, and whether the newest checkpoint is of this model. A recipe with ``[control]``,
-    or with simulated clients, has no data to prepare, and the result is None.
+    ``[saddle]`` or simulated clients has no data to prepare, and the result is None.
     """
     recipe = as_recorded(recipe, out, resume)
     with Lease() as lease:
         run = open_run(recipe, out, resume, lease, 0)
-    if recipe.control is not None or (recipe.federated and recipe.federated.simulates):
+    if recipe.trains_no_language_model or (
+        recipe.federated and recipe.federated.simulates
+    ):
         return None
     job = prepare(recipe)
     if not run.fresh:

@@ -1,0 +1,79 @@
+"""The section ``[saddle]``: a saddle point, looked for by devices that exchange compressed differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from weft.errors import UsageError
+from weft.recipe.compressor_word import NONE, compressor_of, technique_of
+from weft.recipe.host_section import HostSection
+from weft.registry import Registered, find
+
+
+class Saddle(HostSection):
+    """Section on saddle points: values that minimise over some parameters what others maximise.
+
+    Each device has a part of the objective. The ranks of a run share the devices, so that the result does not depend on
+    the number of ranks.
+    """
+
+    hosts: ClassVar[Mapping[str, str]] = {
+        "problem": "saddle-problem",
+        "method": "saddle-method",
+    }
+
+    problem: str = Field(
+        "bilinear",
+        description="The objective, which some parameters minimise and others maximise.",
+    )
+    method: str = Field(
+        "masha1",
+        description=(
+            "How devices find the saddle point together: 'extragradient' sends whole gradients, "
+            "'naive' compresses them, 'masha1' and 'masha2' compress differences of gradients."
+        ),
+    )
+    devices: PositiveInt = Field(
+        4, description="Number of parts of the objective, over all ranks together."
+    )
+    rounds: PositiveInt = Field(1_000, description="Updates of the parameters.")
+    lr: PositiveFloat = Field(
+        0.1, description="Step size, of both halves of an update."
+    )
+    compress: str = Field(
+        NONE,
+        description="Compression of what devices send to the server, in the words of sync.compress.",
+    )
+    compress_back: str = Field(
+        "",
+        description="Compression of the mean that devices get back. Left out: the same as 'compress'.",
+    )
+    evaluate: NonNegativeInt = Field(
+        0,
+        description="Rounds between two measurements of the result; 0: only at the end.",
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        for field in ("compress", "compress_back"):
+            try:
+                compressor_of(getattr(self, field) or NONE)
+            except UsageError as error:
+                raise ValueError(f"{field}: {error}") from None
+        find("saddle-method", self.method).implementation.check(self)
+        return self
+
+    def named(self) -> Iterator[Registered]:
+        words = dict.fromkeys((self.compress, self.compress_back))
+        yield from super().named()
+        yield from filter(None, map(technique_of, words))
+
+    @property
+    def compressors(self) -> tuple[Any, Any]:
+        """Compressors of what devices send and of what they get back; each is None if nothing is compressed."""
+        return compressor_of(self.compress), compressor_of(
+            self.compress_back or self.compress
+        )

@@ -1,0 +1,1 @@
+"""Methods for saddle points (:class:`weft.saddle.saddle_method.SaddleMethod`); ``saddle.method`` names them."""

@@ -1,0 +1,104 @@
+"""A bilinear game between two players, whose saddle point is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from weft.registry import register
+from weft.saddle.saddle_problem import SaddleProblem
+from weft.section import Section
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.recipe.saddle_section import Saddle
+    from weft.saddle.saddle_problem import Draw, Values
+
+    T = torch.Tensor
+
+
+class BilinearSettings(Section):
+    """Settings of the game."""
+
+    size: PositiveInt = Field(20, description="Number of values of each player.")
+    weight: NonNegativeFloat = Field(
+        0.1,
+        description="Weight of half the squares that players pay for their own values.",
+    )
+    spread: NonNegativeFloat = Field(
+        0.25,
+        description="How much the devices' matrices differ, as a part of what they share.",
+    )
+
+
+@register(
+    "saddle-problem",
+    "bilinear",
+    title="Bilinear game",
+    paper="Beznosikov et al. 2022",
+    recipe="saddle.toml",
+    proof="tests/saddle/test_masha.py",
+    figure="its operator equal to the closed form to 1e-12; its saddle point has an operator of 0",
+    settings=BilinearSettings,
+)
+class BilinearGame(SaddleProblem):
+    """``x^T A y + a^T x - b^T y + weight / 2 (x^2 - y^2)``: ``x`` minimises and ``y`` maximises.
+
+    Each device has ``A``, ``a`` and ``b`` of its own, and much in common with the others.
+    """
+
+    maximised = frozenset({"y"})
+
+    def __init__(
+        self, settings: Saddle, seed: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        import torch
+
+        super().__init__(settings, seed, dtype, device)
+        game = settings.own(BilinearSettings)
+        count, size, self.weight = self.devices, game.size, game.weight
+        random = torch.Generator().manual_seed(seed)
+
+        def drawn(*shape: int) -> T:
+            return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+        common, own = drawn(size, size), drawn(count, size, size)
+        matrices = (common + game.spread * own) / size**0.5  # [devices, size, size]
+        offsets = drawn(count, 2, size)
+        self.matrices = matrices.to(device, dtype)
+        self.offsets = offsets.to(device, dtype)
+        self.solution = self._solved()
+
+    def start(self) -> Values:
+        size = self.matrices.shape[1]
+        zeros = self.matrices.new_zeros
+        return {"x": zeros(size), "y": zeros(size)}
+
+    def value(self, number: int, values: Mapping[str, T], draw: Draw) -> T:
+        x, y = values["x"], values["y"]
+        of_x, of_y = self.offsets[number]
+        paid = self.weight / 2 * (x @ x - y @ y)
+        return x @ (self.matrices[number] @ y) + of_x @ x - of_y @ y + paid
+
+    def measures(self, values: Mapping[str, T]) -> dict[str, float]:
+        """Return the distance to the saddle point, as a part of the first one."""
+        import torch
+
+        z = torch.cat((values["x"], values["y"]))
+        return {"distance": float((z - self.solution).norm() / self.solution.norm())}
+
+    def _solved(self) -> T:
+        """Return the saddle point ``[2 size]`` of the mean of all devices."""
+        import torch
+
+        mean, offset = self.matrices.mean(0).double(), self.offsets.mean(0).double()
+        zero = torch.zeros_like(mean)
+        rows = torch.cat((zero, mean), 1), torch.cat((-mean.mT, zero), 1)
+        whole = torch.cat(rows)
+        whole += self.weight * torch.eye(
+            len(whole), dtype=whole.dtype, device=whole.device
+        )
+        return torch.linalg.lstsq(whole, -offset.flatten()[:, None]).solution[:, 0]
