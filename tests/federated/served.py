@@ -20,6 +20,7 @@ from weft.federated.federation_frames import FederationForms
 from weft.federated.federation_server import FederationServer
 from weft.federated.secure_sum import new_mask_key
 from weft.federated.server_invitation import CHANNEL
+from weft.federated.update_journal import UpdateJournal
 from weft.federated.update_judge import UpdateJudge
 from weft.net.endpoint import Endpoint
 from weft.net.wire import Head, SealedConnection
@@ -39,10 +40,13 @@ def zeros() -> dict[str, torch.Tensor]:
 class Served:
     """A server with ``rounds`` changes to come. ``settings``: those of ``[federated]``; ``grace`` and ``patience`` too.
 
+    ``journal``: keep updates, and go on after those that an earlier server in ``folder`` has kept.
     ``said``: what it has said. ``parameters``: the model. ``error``: what has ended it.
     """
 
-    def __init__(self, folder: Path, rounds: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, rounds: int = 1, journal: bool = False, **settings: Any
+    ) -> None:
         section = Federated(
             **{"rounds": rounds, "grace": 0.3, "patience": 20.0, **settings}
         )
@@ -57,9 +61,12 @@ class Served:
             lambda hello: disagreement(FACTS, hello),
         )  # fmt: skip
         policy = find("federation-policy", section.policy).implementation(section)
+        kept = UpdateJournal(folder) if journal else None
+        follow = kept.since(0) if kept else []
         self.server = FederationServer(
-            policy, self.sessions, self.forms, UpdateJudge(section.clip, section.largest), EventLog(folder),
-            self.said.append, section.patience, section.grace, section.secure,
+            policy, self.sessions, self.forms, UpdateJudge(section.clip, section.largest),
+            EventLog(folder, follow[-1].end if follow else 0), self.said.append, section.patience, section.grace,
+            section.secure, journal=kept, follow=follow,
         )  # fmt: skip
         self.parameters = zeros()
         self.changes: list[Any] = []

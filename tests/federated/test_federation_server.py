@@ -284,3 +284,67 @@ def test_a_secure_sum_of_one_is_refused(tmp_path: Path) -> None:
         served.link("a")
         served.thread.join(20)
         assert "hides nothing" in str(served.error)
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e30])
+def test_an_update_that_no_mask_can_hide_keeps_nobody_waiting(
+    tmp_path: Path, value: float
+) -> None:
+    with Served(tmp_path, 1, clients=3, secure=True, grace=60.0) as served:
+        links = {name: served.link(name) for name in "abc"}
+        orders = {name: next_order(link) for name, link in links.items()}
+        for name, sent in (("a", 1.0), ("b", 3.0), ("c", value)):
+            links[name].answer(answer(orders[name], sent))
+        assert float(ending(links["a"]).parameters["b"][0]) == pytest.approx(2.0)
+        assert "client c was refused: it could not send one" in served.heard("refused")
+
+
+def test_an_update_that_was_taken_counts_although_the_server_was_killed(
+    tmp_path: Path,
+) -> None:
+    """Its client has forgotten its old control variate, and would disagree with the server for ever."""
+    about: dict[str, object] = {"clients": 2, "policy": "scaffold", "journal": True}
+    with Served(tmp_path, **about) as served:
+        a, b = served.link("a"), served.link("b")
+        order = next_order(a)
+        next_order(b)
+        first = answer(order, 2.0, extra={"control": answer(order, 7.0).difference})
+        a.answer(first)
+        assert a.settled(20) is True
+    size = read_size(tmp_path)
+    with Served(tmp_path, 2, **about) as served:
+        again = served.link("a")
+        order = next_order(again)
+        assert order.version == 1
+        assert float(order.parameters["b"][0]) == 2.0
+        assert float(order.sent["control"]["b"][0]) == 3.5
+        assert read_size(tmp_path) > size
+        again.answer(first)  # its client has not heard that it was taken
+        assert again.settled(20) is True
+        assert "answered twice" in served.heard("answered twice")
+    assert [event.kind for event in read_events(tmp_path)][:5] == [
+        *["join"] * 2,
+        *["start"] * 2,
+        "update",
+    ]
+
+
+def read_size(folder: Path) -> int:
+    return (folder / "federation.jsonl").stat().st_size
+
+
+def test_a_gigantic_secure_sum_is_thrown_away_and_named(tmp_path: Path) -> None:
+    """Masks hide whose update it was, so that the round is repeated; three such in a row end the run with a line."""
+    with Served(tmp_path, 9, clients=2, secure=True, largest=10.0) as served:
+        a, b = served.link("a"), served.link("b")
+        for number in range(9):
+            for link in (a, b):
+                gigantic = link is b and number > 5
+                link.answer(answer(next_order(link), 1e4 if gigantic else 1.0))
+        served.thread.join(20)
+        assert (
+            len([line for line in served.said if "was thrown away: its norm" in line])
+            == 3
+        )
+        assert "3 secure sums in a row were refused" in str(served.error)
+        assert float(served.parameters["b"][0]) == 6.0

@@ -35,7 +35,7 @@ def test_noise_is_as_large_as_the_largest_part_of_a_client() -> None:
     assert not torch.equal(noisy, budget.noisy(change, ("x",), (0.75,))["a"])
     assert budget.taken == {"x": 2, "y": 1}
     again = PrivacyBudget(2.0, 0.5, 1e-5)
-    again.load_state_dict(budget.state_dict())
+    again.count(budget.state_dict())
     assert (again.taken, again.changes) == (budget.taken, 2)
     assert (
         PrivacyBudget(2.0, 0.0, 1e-5).noisy(change, ("x",), (1.0,))["a"].abs().sum()

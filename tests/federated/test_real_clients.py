@@ -179,11 +179,16 @@ def test_three_processes_come_to_the_model_of_the_virtual_clock(
 
 @pytest.mark.slow(40)
 @pytest.mark.soak
-def test_a_server_and_a_client_that_are_killed_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "every", "compress"), [("fedavg", 1, "none"), ("scaffold", 3, "topk:0.1")]
+)  # fmt: skip
+def test_a_server_and_a_client_that_are_killed_go_on(
+    tmp_path: Path, policy: str, every: int, compress: str
+) -> None:
     """SIGKILL to the server, then to a client: both come back, and the model is that of what counted."""
-    with Federation(
-        tmp_path, {"checkpoint": {"every": 1}}, rounds=12, grace=3.0
-    ) as federation:
+    about = {"policy": policy, "compress": compress}
+    tree = {"checkpoint": {"every": every}}
+    with Federation(tmp_path, tree, rounds=16, grace=3.0, **about) as federation:
         federation.serve()
         for number in range(2):
             federation.join(number)

@@ -6,7 +6,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from weft.errors import UsageError
 from weft.federated.combined_updates import RobustSum
+from weft.federated.server_invitation import (
+    ServerInvitation,
+    new_server_secret,
+    read_server_invitation,
+)
 from weft.federated.server_job import prepare_server
 from weft.layout.mesh import Mesh
 from weft.recipe import build_recipe
@@ -31,3 +39,27 @@ def test_a_real_server_takes_the_robust_rule_and_ends_after_its_seconds(
         loop.run()
         assert loader.over == "federated.seconds = 0.05 are over"
         assert not loop.stopped
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"aggregate": "medianx"}, "federated.aggregate = 'medianx'"),
+        ({"listen": "localhost:99999"}, "ports end at 65535"),
+        ({"listen": "::1:7800"}, "federated.listen"),
+        ({"secure": True, "policy": "scaffold"}, "control variates"),
+    ],
+)
+def test_settings_of_a_server_that_cannot_be_are_named(
+    settings: dict[str, Any], words: str
+) -> None:
+    tree = {"federated": {"listen": "[::1]:0", **settings}}
+    with pytest.raises(UsageError, match=words) as error:
+        prepare_server(build_recipe(tree))
+    assert "'listen':" not in str(error.value)
+
+
+@pytest.mark.parametrize("host", ["::1", "10.0.0.1", "peer:0abc", "fed.example"])
+def test_an_invitation_is_read_as_it_was_written(host: str) -> None:
+    invitation = ServerInvitation(host, 7800, new_server_secret(), True)
+    assert read_server_invitation(str(invitation)) == invitation

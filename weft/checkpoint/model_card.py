@@ -36,16 +36,25 @@ def write_model_card(checkpoint: str, folder: Path) -> None:
 def model_card(stored: StoredCheckpoint) -> str | None:
     """Return the card of a checkpoint as Markdown, or None if it does not tell what its run has read."""
     meta: dict[str, Any] = stored.meta
-    sources = read_so_far(meta["progress"].get("loader", {}))
-    if not sources:
-        return None
     progress, recipe = meta["progress"], meta["recipe"]
+    loader = progress.get("loader", {})
+    sources, federated = read_so_far(loader), recipe.get("federated") or {}
+    if not sources and not federated.get("listen"):
+        return None
     origin = recipe["model"].get("from") or recipe["model"].get("origin")
     begun = f", from `{origin}`" if origin else ""
     lines = [
         f"# {recipe.get('name') or 'model'}",
         "",
         f"Trained by Weft for {progress['step']:,} steps and {progress['tokens']:,} tokens{begun}.",
+    ]
+    if federated.get("listen"):
+        from weft.checkpoint.federated_card import federated_lines
+
+        lines += federated_lines(federated, loader)
+    if not sources:
+        return "\n".join([*lines, ""])
+    lines += [
         "",
         "## What was read",
         "",

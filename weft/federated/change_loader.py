@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.errors import WeftError
 from weft.federated.federation_page import write_federation_page
 from weft.federated.federation_server import FederationServer, ServedChange
 from weft.federated.plain_tensors import load_values, save_values
@@ -68,6 +69,8 @@ class ChangeLoader:
     keep_steps: Callable[[], set[int]]
     over: str = ""
     served: ChangeOfStep | None = None
+    #: By version, the place in the record of events behind which updates are kept in the journal.
+    places: dict[int, int] = field(default_factory=dict)
 
     def island_samples(self, position: int) -> range:
         """Return numbers in the place of the samples' own, which only clients know."""
@@ -148,11 +151,18 @@ class ChangeLoader:
         assert self.server is not None
         version, folder = self.server.policy.version, self.recorder.folder / MEMORY
         state = self.server.state_dict()
+        about: dict[str, Any] = {"clients": len(self.server.policy.members)}
         if self.budget is not None:
             state["budget"] = self.budget.state_dict()
+            about["epsilon"] = self.budget.epsilon()
+        self.kept["federated"] = about  # for the card of an export
         save_values(memory_file(self.recorder.folder, version), state)
         self.kept["federated_version"] = version
         needed = self.keep_steps()
+        self.places[version] = state["events"]
+        stored = [self.places[v] for v in needed if v in self.places]
+        if self.server.journal is not None and stored:
+            self.server.journal.forget(max(stored))
         for path in folder.glob("*.safetensors"):
             if (
                 path.stem.isdigit()
@@ -189,3 +199,17 @@ def server_memory(folder: Path, version: int) -> dict[str, Any]:
     """
     values: dict[str, Any] = load_values(memory_file(folder, version))
     return values
+
+
+def spent_budgets(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what was counted of privacy at each change that the run in ``folder`` remembers.
+
+    Models after a checkpoint were sent to clients as well, although a killed server goes back to the checkpoint.
+    """
+    for path in sorted((folder / MEMORY).glob("*.safetensors")):
+        try:
+            values: dict[str, Any] = load_values(path)
+        except WeftError:  # only that of the checkpoint must be whole
+            continue
+        if "budget" in values:
+            yield values["budget"]

@@ -104,7 +104,12 @@ class ServerLink:
         difference = clipped_difference(answer.difference, self.clip)
         left: Named | None = None
         if answer.order.secure is not None:
-            views = self._masked(answer.order.secure, difference)
+            try:
+                views = self._masked(answer.order.secure, difference)
+            except WeftError as error:
+                # no mask can hide it, so that the server is told, and the others need not wait for this client
+                head = {"kind": "failed", "token": answer.order.token, "why": str(error), "groups": []}  # fmt: skip
+                views = []
         else:
             seed = travel_seed(self.name, answer.order.version)
             packed = self.forms.up.packed(

@@ -141,3 +141,8 @@ def check_rounds(recipe: Recipe) -> None:
             f"federated.secure sums the updates of a round, and federated.policy = {settings.policy!r} takes each as "
             "it comes; use 'fedavg', or leave secure out"
         )
+    if settings.secure and policy.client_step.control:
+        raise UsageError(
+            f"federated.secure masks updates, and clients of federated.policy = {settings.policy!r} also send their "
+            "control variates, which would show them; use 'fedavg' or 'fedavg-m', or leave secure out"
+        )

@@ -40,6 +40,10 @@ class EventLog:
         self._file.write(json.dumps(asdict(event)).encode() + b"\n")
         self._file.flush()
 
+    def cut(self, keep: int) -> None:
+        """Forget all but the first ``keep`` bytes."""
+        self._file.truncate(keep)
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()

@@ -6,6 +6,7 @@ import math
 import queue
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from weft.federated.federation_frames import (
 from weft.federated.policy import ClientUpdate
 from weft.federated.secure_cohorts import SecureCohort, new_cohort, unanswered
 from weft.federated.tensor_form import split_tensors
+from weft.federated.update_journal import FollowedEvent, TakenUpdate, UpdateJournal
 from weft.federated.update_judge import UpdateJudge, check_finite
 from weft.federated.virtual_clock import EventKind, FederationEvent
 from weft.net.wire import Head
@@ -43,6 +45,8 @@ Named = Mapping[str, T]
 MOST_REFUSED = 3
 #: Work may take so many times ``patience``, after which whoever does it counts as stuck.
 LATE = 3
+#: Characters of a client's own words that the server repeats.
+MOST_WHY = 200
 #: Seconds within which clients must have got the final model.
 FLUSH_S = 120.0
 #: Seconds after which the server looks whether it is asked to end.
@@ -130,6 +134,8 @@ class FederationServer:
     seconds of a work order, and of the wait for a first client. ``grace``: seconds in which a client whose connection
     broke may come back to its work. ``secure``: whether updates are masked. ``log``: records all events.
     ``began``: seconds of the run before this process. ``products``: averages products of adapters; None: their factors.
+    ``journal``: keeps updates that no checkpoint holds yet; None: their work is done again. ``follow``: events since
+    the checkpoint that happen once more. ``answered``: each client's last answer by its token, and whether it counts.
     """
 
     def __init__(
@@ -145,6 +151,9 @@ class FederationServer:
         secure: bool = False,
         began: float = 0.0,
         products: AdapterProducts | None = None,
+        journal: UpdateJournal | None = None,
+        follow: Sequence[FollowedEvent] = (),
+        answered: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         self.policy, self.sessions, self.forms, self.judge = (
             policy,
@@ -166,11 +175,14 @@ class FederationServer:
         self.now = self._heard = began
         self._said_waiting = False
         self._cohorts: list[SecureCohort] = []
-        # those of an earlier process come back, get their work anew, and are waited for as long as after a cut
-        self._awaited = {n for n, member in policy.members.items() if member.present}
-        self._awaited_until = began + grace
-        for name in policy.members:
-            self._leave(name)
+        self._refused_sums: list[str] = []  # in a row, each with its reason
+        self.journal, self._follow = journal, deque(follow)
+        self._awaited: set[str] = set()
+        self._awaited_until = 0.0
+        for name, (token, taken) in (answered or {}).items():
+            self._record(name).answered = (token, taken)
+        if not follow:
+            self._await_known()
 
     # --- what the loop of the server calls ---
 
@@ -182,6 +194,8 @@ class FederationServer:
         Returns None if this process is asked to end. Raises :class:`WeftError` if no client comes for too long.
         """
         self.parameters = parameters
+        if (change := self._followed()) is not None:
+            return self._served(change)
         while not interrupted():
             self._look_at_clock()
             self._start()
@@ -212,7 +226,7 @@ class FederationServer:
         ):
             with suppress(queue.Empty):
                 event = self.sessions.events.get(timeout=left)
-                record = self.clients.setdefault(event.session.name, ClientRecord())
+                record = self._record(event.session.name)
                 if event.kind == "joined":
                     record.session = event.session
                     part_with(event.session)
@@ -238,9 +252,65 @@ class FederationServer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which another process continues: the policy's, and the server's clock and counters."""
         return {
-            "policy": self.policy.state_dict(), "seconds": self.now, "events": self.log.size,
-            "norms": list(self.judge.norms),
+            "policy": self.policy.state_dict(), "seconds": self.now,
+            "events": self._follow[0].begin if self._follow else self.log.size, "norms": list(self.judge.norms),
+            "answered": {name: list(each.answered) for name, each in self.clients.items()},
         }  # fmt: skip
+
+    # --- events of an earlier process ---
+
+    def _await_known(self) -> None:
+        """Let the clients of an earlier process come back, for as long as after a cut; they get their work anew."""
+        self._zero = time.monotonic() - self.now
+        self._heard = self.now
+        members = self.policy.members.items()
+        self._awaited = {name for name, member in members if member.present}
+        self._awaited_until = self.now + self.grace
+        for name in self.policy.members:
+            self._leave(name)
+
+    def _followed(self) -> ModelChange | None:
+        """Let events of an earlier process happen once more, and return the change that one of them completes."""
+        while self._follow:
+            followed = self._follow.popleft()
+            change = self._once_more(followed)
+            if not self._follow:
+                self._await_known()
+            if change is not None:
+                return change
+        return None
+
+    def _once_more(self, followed: FollowedEvent) -> ModelChange | None:
+        event, policy = followed.event, self.policy
+        self.now = event.time
+        if event.kind == "join":
+            policy.join(event.client, self.now, event.samples)
+        elif event.kind == "leave":
+            policy.leave(event.client, self.now)
+        elif event.kind == "tick":
+            return policy.on_tick(self.now)
+        elif event.kind == "start":
+            policy.ready(self.now)
+            if policy.members[event.client].version != event.version:
+                self.say(
+                    "the recipe is not that of the events since the last checkpoint, whose work is done again"
+                )
+                self._follow.clear()
+                self.log.cut(followed.begin)
+        elif followed.taken is not None:
+            update, loss, began, token = followed.taken
+            self._reports[event.client] = WorkReport(
+                loss, event.staleness, event.seconds, event.steps, began, self.now
+            )
+            self._record(event.client).answered = (token, True)
+            return policy.on_update(update, event.staleness, self.now)
+        else:
+            late = ClientUpdate(event.client, event.version, event.steps, event.samples, {})  # fmt: skip
+            return policy.on_update(late, event.staleness, self.now)
+        return None
+
+    def _record(self, name: str) -> ClientRecord:
+        return self.clients.setdefault(name, ClientRecord())
 
     # --- what happens ---
 
@@ -259,7 +329,7 @@ class FederationServer:
             self._look_at_clock()
             return self._give_up()
         self._look_at_clock()
-        record = self.clients.setdefault(event.session.name, ClientRecord())
+        record = self._record(event.session.name)
         if event.kind == "joined":
             self._joined(record, event.session)
             return None
@@ -282,10 +352,12 @@ class FederationServer:
             return self._refuse(record, event.session, event.head, str(error))
 
     def _frame(self, record: ClientRecord, event: SessionEvent) -> ModelChange | None:
-        kind = text_under(event.head, "kind", ("update", "seed"))
+        kind = text_under(event.head, "kind", ("update", "seed", "failed"))
         self._heard = self.now
         if kind == "seed":
             return self._seed(event.session.name, event.head)
+        if kind == "failed" and record.work is not None:
+            raise WeftError(f"it could not send one: {text_under(event.head, 'why')[:MOST_WHY]}")  # fmt: skip
         return self._update(record, event)
 
     def _joined(self, record: ClientRecord, session: ClientSession) -> None:
@@ -317,7 +389,7 @@ class FederationServer:
 
     def _leave(self, name: str) -> None:
         """Tell the policy that a client is gone, together with its work."""
-        record = self.clients.setdefault(name, ClientRecord())
+        record = self._record(name)
         work, record.work, record.present = record.work, None, False
         self._note("leave", name)
         self.policy.leave(name, self.now)
@@ -415,8 +487,11 @@ class FederationServer:
             self.say(
                 f"an update of client {session.name} on version {work.version} was dropped: {late}"
             )
+        if taken and self.journal is not None:
+            self.journal.write(self.log.size, TakenUpdate(update, numbers.loss, work.since, token))  # fmt: skip
+        change = self._deliver(update, numbers.loss, work.since)
         self._answered(record, session, token, taken, late)
-        return self._deliver(update, numbers.loss, work.since)
+        return change
 
     def _deliver(
         self, update: ClientUpdate, loss: float, began: float
@@ -558,19 +633,21 @@ class FederationServer:
             self._cohorts.remove(cohort)
             arrived = [*cohort.arrived]
             if len(arrived) < 2:
-                self.say(
-                    f"the secure sum of {', '.join(cohort.keys)} was thrown away: {len(cohort.lost)} of them were "
-                    "lost, and fewer than 2 are left"
+                self._throw_away(
+                    cohort,
+                    f"{len(cohort.lost)} of them were lost, and fewer than 2 are left",
                 )
-                for name in arrived:
-                    self._masked.pop(name, None)
-                    self._leave(name)
-                    self._rejoin(name)
                 return None
             mean = split_tensors(
                 cohort.mean().to(self.forms.up.dtype), self.forms.whole.shapes
             )
-            mean = self.judge.accepted(mean, 1)
+            try:
+                mean = self.judge.accepted(mean, 1)
+            except WeftError as error:
+                self._refused_sums.append(str(error))
+                self._throw_away(cohort, str(error))
+                return None
+            self._refused_sums.clear()
             changes = []
             for name in arrived:
                 update = self._masked.pop(name)
@@ -580,6 +657,14 @@ class FederationServer:
                 )
             return next((change for change in changes if change is not None), None)
         return None
+
+    def _throw_away(self, cohort: SecureCohort, why: str) -> None:
+        """Forget a secure sum, and let its clients work again."""
+        self.say(f"the secure sum of {', '.join(cohort.keys)} was thrown away: {why}")
+        for name in [*cohort.arrived]:
+            self._masked.pop(name, None)
+            self._leave(name)
+            self._rejoin(name)
 
     def _rejoin(self, name: str) -> None:
         record = self.clients[name]
@@ -697,6 +782,12 @@ class FederationServer:
         """Say whom the server waits for, and end the wait if nobody is there for too long."""
         while not self.sessions.refused.empty():
             self.say(self.sessions.refused.get())
+        if len(self._refused_sums) >= MOST_REFUSED:
+            raise WeftError(
+                f"{MOST_REFUSED} secure sums in a row were refused ({self._refused_sums[-1]}), and masks hide whose "
+                "update it was; set federated.clip, which clients apply themselves, or leave federated.secure out to "
+                "find the client, and go on with --resume auto"
+            )
         there = [
             name for name, each in self.clients.items() if each.session is not None
         ]

@@ -115,7 +115,7 @@ class PrivacyBudget:
         """Return the number of participations of each client, for a resumed run."""
         return {"taken": dict(self.taken), "changes": self.changes}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self.taken = Counter(state["taken"])
-        self.changes = int(state["changes"])
+    def count(self, state: Mapping[str, Any]) -> None:
+        """Count at least what :meth:`state_dict` returned. Of each client the larger number holds."""
+        self.taken |= Counter(state["taken"])
+        self.changes = max(self.changes, int(state["changes"]))

@@ -33,11 +33,13 @@ class ServerInvitation:
 
     def __str__(self) -> str:
         scheme = "weft-server-encrypted" if self.encrypted else "weft-server"
-        return f"{scheme}://{self.secret}@{self.host}:{self.port}"
+        return f"{scheme}://{self.secret}@{self.where}"
 
     @property
     def where(self) -> str:
-        return f"{self.host}:{self.port}"
+        """The address as people write it, an IPv6 address in brackets."""
+        numeric = ":" in self.host and not self.host.startswith("peer:")
+        return f"[{self.host}]:{self.port}" if numeric else f"{self.host}:{self.port}"
 
 
 def new_server_secret() -> str:

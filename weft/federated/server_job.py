@@ -14,7 +14,7 @@ from weft.data.loader import Corpus, open_data, tokenizer_of_data
 from weft.data.order import Order
 from weft.errors import UsageError
 from weft.federated.adapter_products import AdapterProducts
-from weft.federated.change_loader import ChangeLoader, server_memory
+from weft.federated.change_loader import ChangeLoader, server_memory, spent_budgets
 from weft.federated.client_sessions import ClientSessions
 from weft.federated.combined_updates import combine_as_asked
 from weft.federated.federated_facts import (
@@ -37,6 +37,7 @@ from weft.federated.server_invitation import (
     new_server_secret,
     read_server_invitation,
 )
+from weft.federated.update_journal import FollowedEvent, UpdateJournal
 from weft.federated.update_judge import UpdateJudge
 from weft.registry import find
 from weft.train.setup import Job, completed_job, model_shape
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from weft.parallel.build import Built
     from weft.recipe import Recipe
     from weft.train.step_loader import RunRecords
+
+#: For each address that means all of this machine's, one far away, over whose network clients come.
+FAR = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,9 @@ class ServerJob(Job):
         if memory:
             policy.load_state_dict(memory["policy"])
             judge.norms.extend(memory["norms"])
-            if budget is not None and "budget" in memory:
-                budget.load_state_dict(memory["budget"])
+        if budget is not None:
+            for spent in spent_budgets(folder):
+                budget.count(spent)
         forms = FederationForms.of(
             shapes, travel_dtype(self.recipe), settings.compress, settings.compress_back
         )
@@ -105,10 +110,17 @@ class ServerJob(Job):
             sessions = self.open_sessions(forms)
         else:
             sessions = self._sessions(forms, folder, recorder, stack)
+        journal, follow, keep = None, list[FollowedEvent](), memory.get("events", 0)
+        if policy.client_step.control or not forms.up.compressor.exact:
+            # clients forget what they would need to send an update again
+            journal = UpdateJournal(folder)
+            follow = journal.since(keep)
+            keep = follow[-1].end if follow else keep
         server = FederationServer(
-            policy, sessions, forms, judge, EventLog(folder, memory.get("events", 0)), recorder.event,
-            settings.patience, settings.grace, settings.secure, memory.get("seconds", 0.0),
-            AdapterProducts.of(shapes) if settings.average == "product" else None,
+            policy, sessions, forms, judge, EventLog(folder, keep), recorder.event, settings.patience, settings.grace,
+            settings.secure, memory.get("seconds", 0.0),
+            AdapterProducts.of(shapes) if settings.average == "product" else None, journal, follow,
+            memory.get("answered"),
         )  # fmt: skip
         loader = ChangeLoader(
             server, mesh, built.state, shapes, budget, recorder, interrupted, kept, self.recipe.train.batch,
@@ -147,8 +159,10 @@ class ServerJob(Job):
     def _listen(self, folder: Path) -> tuple[Endpoint, ServerInvitation]:
         """Listen where the recipe says. The secret is that of the run's earlier invitation, if it has one."""
         from weft.net.endpoint import Endpoint
+        from weft.net.sockets import own_address
 
         host, _, port = federation_of(self.recipe).listen.rpartition(":")
+        host = host.strip("[]")
         secret = new_server_secret()
         if (folder / INVITATION_FILE).exists():
             earlier = read_server_invitation(str(folder / INVITATION_FILE))
@@ -166,7 +180,7 @@ class ServerJob(Job):
         else:
             endpoint = Endpoint(host, int(port), encrypt)
         address, number = endpoint.address
-        shown = host if address in ("0.0.0.0", "::") else address
+        shown = own_address(FAR[address]) if address in FAR else address
         return endpoint, ServerInvitation(shown, number, secret, encrypt == "always")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.registry import check_name, find
+from weft.registry import find
 
 #: Sections that mean something beside simulated clients, and of ``[train]`` and ``[optimizer]`` the settings that do.
 BESIDE_SIMULATION = (
@@ -24,7 +24,6 @@ def check_beside_federated(recipe: Any) -> None:
     With ``federated.listen`` or ``federated.join`` clients are real, and train as any run does.
     """
     federated = recipe.federated
-    check_name("aggregator", federated.aggregate)
     if federated.aggregator == "process" and federated.fan_in < 3:
         raise ValueError(
             f"federated.aggregator = 'process' keeps updates and sums of three levels within fan_in + 1, and "
@@ -96,7 +95,11 @@ def check_beside_federated(recipe: Any) -> None:
 
 
 def _check_real(federated: Any) -> None:
-    """Refuse what is about simulated clients in the recipe of a real server or client."""
+    """Refuse what is about simulated clients in the recipe of a real server or client, and a port that is none."""
+    if int(federated.listen.rpartition(":")[2] or 0) > 65_535:
+        raise ValueError(
+            f"federated.listen = {federated.listen!r}: ports end at 65535; give another, or 0 for any free one"
+        )
     fields = type(federated).model_fields
     for key in OF_SIMULATION:
         if (

@@ -13,7 +13,10 @@ from weft.recipe.federated_travel import FederatedTravel
 class Federated(FederatedTravel):
     """Section of federated training: the policy, what clients do, and the clients that a virtual clock simulates."""
 
-    hosts: ClassVar[Mapping[str, str]] = {"policy": "federation-policy"}
+    hosts: ClassVar[Mapping[str, str]] = {
+        "policy": "federation-policy",
+        "aggregate": "aggregator",
+    }
 
     policy: str = Field(
         "fedavg",
@@ -24,10 +27,10 @@ class Federated(FederatedTravel):
     )
     listen: str = Field(
         "",
-        pattern=r"^$|^[^/\s]+:\d{1,5}$",
+        pattern=r"^$|^(\[[0-9A-Fa-f:.]+\]|[^/\s:\[\]]+):\d{1,5}$",
         description=(
-            "Address HOST:PORT at which the server waits for clients. Left out: the run simulates its clients on a "
-            "virtual clock, in one process."
+            "Address HOST:PORT at which the server waits for clients; an IPv6 address in brackets. Left out: the run "
+            "simulates its clients on a virtual clock, in one process."
         ),
     )
     clients: PositiveInt = Field(
