@@ -48,6 +48,7 @@ def test_a_real_server_takes_the_robust_rule_and_ends_after_its_seconds(
         ({"listen": "localhost:99999"}, "ports end at 65535"),
         ({"listen": "::1:7800"}, "federated.listen"),
         ({"secure": True, "policy": "scaffold"}, "control variates"),
+        ({"secure": True, "per_round": 1}, "hides nothing"),
     ],
 )
 def test_settings_of_a_server_that_cannot_be_are_named(

@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,7 +33,11 @@ def verify_command(
     ] = "float64",
     cases: Annotated[
         int | None,
-        typer.Option("--random", min=1, help="Try this many random layouts instead."),
+        typer.Option(
+            "--random",
+            min=1,
+            help="Try this many random layouts instead; of [federated], settings.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="With --random: seed of the cases.")] = 0,
     first: Annotated[
@@ -87,7 +91,7 @@ def verify_command(
 
 def _federated(recipe: "Recipe", as_json: bool) -> int:
     """Compare a real run of the recipe's policy with the virtual clock."""
-    from weft.federated.real_run_check import LIMIT, compare_real_run
+    from weft.federated.real_run_check import compare_real_run
 
     assert recipe.federated is not None
     policy = recipe.federated.policy
@@ -98,7 +102,7 @@ def _federated(recipe: "Recipe", as_json: bool) -> int:
         verdict = "equal" if result.ok else "DIFFERENT"
         typer.echo(
             f"{policy}, real clients against the virtual clock, {result.updates} updates and {result.changes} changes "
-            f"in float64 (limit {LIMIT:.0e}):"
+            f"in float64 (limit {result.limit:.0e}):"
         )
         typer.echo(
             f"  parameters     {result.difference:9.2e}  {verdict}  (worst: {result.worst})"
@@ -216,9 +220,14 @@ def _random(
 
     from weft.prove.fuzz import Fuzzer, Summary, command_of
     from weft.prove.pool import MAX_WORLD, ProcessPool
+    from weft.recipe import load_recipe
 
     pool, summary, console = ProcessPool(), Summary(), Console(stderr=True)
-    fuzzer = Fuzzer(path, pool, dtype)
+    fuzzer: Any = Fuzzer(path, pool, dtype)
+    if load_recipe(path).federated is not None:
+        from weft.federated.random_federation import FederatedCases
+
+        fuzzer = FederatedCases(path)
     try:
         with Progress(console=console) as progress:
             task = progress.add_task("against one device", total=count)
@@ -235,7 +244,10 @@ def _random(
                     console.print(f"{summary.counts.total()} of {count}: {counted}")
                 if verdict.kind in ("equal", "refused"):
                     continue
-                repeat = command_of(path, case, dtype, fuzzer.steps)
+                if isinstance(fuzzer, Fuzzer):
+                    repeat = command_of(path, case, dtype, fuzzer.steps)
+                else:
+                    repeat = fuzzer.command_of(case)
                 summary.cases.append(
                     {"kind": verdict.kind, "why": verdict.why, "command": repeat}
                 )

@@ -141,6 +141,11 @@ def check_rounds(recipe: Recipe) -> None:
             f"federated.secure sums the updates of a round, and federated.policy = {settings.policy!r} takes each as "
             "it comes; use 'fedavg', or leave secure out"
         )
+    if settings.secure and 1 in (settings.per_round, settings.clients):
+        raise UsageError(
+            "federated.secure: a sum over one client hides nothing; let federated.per_round and federated.clients be "
+            "2 or more"
+        )
     if settings.secure and policy.client_step.control:
         raise UsageError(
             f"federated.secure masks updates, and clients of federated.policy = {settings.policy!r} also send their "

@@ -22,8 +22,8 @@ from weft.section import Section
 if TYPE_CHECKING:
     from weft.recipe.federated_section import Federated
 
-#: Weight of a new measurement of a client's speed against its earlier ones.
-NEW_SPEED = 0.1
+#: Weight of a client's earlier speed against a new measurement.
+EARLIER_SPEED = 0.1
 #: Steps that are whole but for rounding.
 ROUNDING = 1e-9
 
@@ -158,7 +158,7 @@ class FedCompass(FederationPolicy):
         measured = (now - self.members[client].began) / max(1, update.steps)
         before = self.speeds.get(client)
         if before is not None:
-            measured = NEW_SPEED * before + (1 - NEW_SPEED) * measured
+            measured = EARLIER_SPEED * before + (1 - EARLIER_SPEED) * measured
         self.speeds[client] = measured
         number = self.group_of.get(client)
         if before is None:

@@ -1,0 +1,96 @@
+"""Random settings of federated training for ``weft verify --random``: real clients against the virtual clock.
+
+Every case is a small real run, as ``weft verify`` makes it of one recipe, with drawn settings. A case that the recipe's
+rules refuse in one line counts as refused.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UsageError
+from weft.federated.real_run_check import compare_real_run
+from weft.prove.fuzz import CaseResult
+from weft.recipe import load_recipe
+from weft.registry import find, names
+
+#: Settings that can be drawn with the values that they can take; each is drawn with the probability :data:`OFTEN`.
+SETTINGS: Mapping[str, Sequence[Any]] = {
+    "federated.steps": (1, 2, 5),
+    "federated.per_round": (1,),
+    "federated.weights": ("equal",),
+    "federated.rate": (0.7,),
+    "federated.staleness": (0.0, 1.0),
+    "federated.clip": (0.001, 1.0),
+    "federated.secure": (True,),
+    "federated.compress": ("topk:0.25", "randk:0.5", "int8", "powersgd:1"),
+    "federated.moments": ("kept",),
+    "adapter.kind": ("lora", "dora"),
+}
+OFTEN = 0.3
+#: Ways to add up updates, of which a case has at most one.
+SUMS: Sequence[Mapping[str, Any]] = (
+    {"federated.fan_in": 2},
+    {"federated.fan_in": 3, "federated.aggregator": "process"},
+    *({"federated.aggregate": name} for name in names("aggregator")),
+)
+#: Values of settings in the place of those that suit a virtual clock alone: a real run waits for its ticks.
+REAL: Mapping[str, Sequence[Any]] = {"federated.tick": (0.05, 1.0)}
+
+
+@dataclass(frozen=True)
+class FederatedCases:
+    """A campaign of random cases of the recipe in the file ``path``."""
+
+    path: Path
+
+    def draw(self, rng: random.Random) -> dict[str, Any]:
+        """Return the settings of a case by their full names. The same numbers of ``rng`` give the same case."""
+        policy = rng.choice(names("federation-policy"))
+        case: dict[str, Any] = {"federated.policy": policy}
+        for name, values in SETTINGS.items():
+            if rng.random() < OFTEN:
+                case[name] = rng.choice(values)
+        if rng.random() < OFTEN:
+            case |= rng.choice(SUMS)
+        for name, values in find("federation-policy", policy).draws.items():
+            name = f"federated.{name}"
+            case[name] = rng.choice(REAL.get(name, values))
+        return case
+
+    def verdict_of(self, case: Mapping[str, Any]) -> CaseResult:
+        """Run a case. Errors become its result."""
+        own = [f"{n}={value!r}" for n, value in case.items() if n.startswith("federated.")]  # fmt: skip
+        adapter = {"kind": case["adapter.kind"], "rank": 2} if "adapter.kind" in case else {}  # fmt: skip
+        try:
+            recipe = load_recipe(self.path, [word.replace("True", "true") for word in own])  # fmt: skip
+            result = compare_real_run(recipe, lambda line: None, adapter)
+        except UsageError as refusal:
+            return CaseResult("refused", str(refusal))
+        except Exception as error:  # whatever it is, it is what the campaign is for
+            return CaseResult("crashed", f"{type(error).__name__}: {error}")
+        return CaseResult("equal" if result.ok else "wrong", str(result))
+
+    def campaign(
+        self, count: int, seed: int, ranks: int, minutes: float | None, first: int = 0
+    ) -> Iterator[tuple[dict[str, Any], CaseResult]]:
+        """Run random cases, and yield each with its result. The arguments are those of a campaign of layouts."""
+        end = time.monotonic() + 60 * minutes if minutes else float("inf")
+        for number in range(first, first + count):
+            if time.monotonic() > end:
+                return
+            case = self.draw(random.Random(f"{seed}-{number}"))
+            yield {**case, "number": number, "seed": seed}, self.verdict_of(case)
+
+    def command_of(self, case: Mapping[str, Any]) -> str:
+        """Return the command line that repeats a case of :meth:`campaign`, with the settings that it draws."""
+        drawn = " ".join(f"{n}={value}" for n, value in case.items() if "." in n)
+        return (
+            f"weft verify {self.path} --random 1 --first {case['number']} --seed {case['seed']}  "
+            f"# {drawn}"
+        )
