@@ -166,8 +166,8 @@ def time_to(
 def compass(quick: bool) -> dict[str, Any]:
     """Time to loss 1.0 on speeds 1, 1, 2, 4, 8, two classes each, the better of two learning rates.
 
-    As published, FedAvg takes as many steps as FedCompass' fastest clients at most. Messages take no time on the
-    virtual clock, so that FedAvg with fewer steps is faster; its best is beside it.
+    As published, FedAvg takes as many steps as FedCompass' fastest clients at most. Messages take no time on the virtual
+    clock, so that FedAvg with fewer steps is faster; its best is beside it.
     """
     times: dict[str, float | None] = {}
     cases: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """Bytes and losses of a federated fine-tuning of SmolLM2-135M's adapters over four clients' conversations.
 
-    python bench/federated_adapters.py FOLDER [--quick] [--out bench/results/federated-adapters.json]
+    python bench/federated_adapters.py FOLDER [--quick] [--out bench/results/federated_adapters.json]
 
 FOLDER: the model as a Hugging Face folder. A server and four clients are processes of this machine; each client has
 conversations of one kind of its own, and the server judges the model on held-out ones of all kinds. Clients train
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=3600.0)
     parser.add_argument("--folder", type=Path)
     parser.add_argument(
-        "--out", type=Path, default=Path("bench/results/federated-adapters.json")
+        "--out", type=Path, default=Path("bench/results/federated_adapters.json")
     )
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,6 +1,6 @@
 """A server of federated training and clients behind address translation, with kills, returns and links cut.
 
-    python bench/federated_hosts.py [--quick] [--policy NAME] [--kills N] [--out bench/results/federated-hosts.json]
+    python bench/federated_hosts.py [--quick] [--policy NAME] [--kills N] [--out bench/results/federated_hosts.json]
 
 Network namespaces: one is the wide net with the server; each client stands behind a gateway of its own that translates
 addresses and lets nothing in. Clients are slowed down to speeds of 1, 1, 2 and 4 by stopping their processes for a part
@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument(
-        "--out", type=Path, default=Path("bench/results/federated-hosts.json")
+        "--out", type=Path, default=Path("bench/results/federated_hosts.json")
     )
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()

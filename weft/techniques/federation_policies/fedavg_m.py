@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     paper="Cheng et al. 2024",
     recipe="federated.toml --set federated.policy=fedavg-m",
     proof="tests/federated/test_degenerate.py",
-    figure="`0.402` of FedAvg's loss, `0.252` with 3 of 10 clients (`bench/federated.py`)",
+    figure=(
+        "0.402 of the loss of FedAvg, 0.252 with `3` of `10` clients (`bench/federated.py`)"
+    ),
     settings=MomentumSettings,
     draws={"beta": (0.1, 1.0)},
 )

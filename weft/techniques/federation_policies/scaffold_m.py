@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     paper="Cheng et al. 2024",
     recipe="federated.toml --set federated.policy=scaffold-m",
     proof="tests/federated/test_degenerate.py",
-    figure="loss `0.0724`, `0.0728` with 3 of 10 clients; FedAvg `0.2196`, `0.404` (`bench/federated.py`)",
+    figure=(
+        "loss 0.0724, with `3` of `10` clients 0.0728, where FedAvg has 0.2196 and 0.404 (`bench/federated.py`)"
+    ),
     settings=MomentumSettings,
     draws={"beta": (0.1, 1.0)},
 )
