@@ -152,7 +152,8 @@ def time_to(
     target: float, rate: float, seconds: float, settings: dict[str, Any]
 ) -> float | None:
     """Virtual seconds after which the loss is at most ``target``; None if it is not within ``seconds``."""
-    clock = simulated({"clients": 5, "speeds": SPEEDS["1, 1, 2, 4, 8"], "partition": "classes", **settings}, rate)  # fmt: skip
+    five = {"clients": 5, "speeds": SPEEDS["1, 1, 2, 4, 8"], "partition": "classes"}
+    clock = simulated({**five, **settings}, rate)
     assert isinstance(clock.cohort, ClassifierCohort)
     for change in range(1, 10**6):
         clock.run(change, seconds)
@@ -166,8 +167,8 @@ def time_to(
 def compass(quick: bool) -> dict[str, Any]:
     """Time to loss 1.0 on speeds 1, 1, 2, 4, 8, two classes each, the better of two learning rates.
 
-    As published, FedAvg takes as many steps as FedCompass' fastest clients at most. Messages take no time on the virtual
-    clock, so that FedAvg with fewer steps is faster; its best is beside it.
+    As published, FedAvg takes as many steps as FedCompass' fastest clients at most. Messages take no time on the
+    virtual clock, so that FedAvg with fewer steps is faster; its best is beside it.
     """
     times: dict[str, float | None] = {}
     cases: dict[str, dict[str, Any]] = {
