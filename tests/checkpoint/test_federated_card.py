@@ -30,3 +30,4 @@ def test_the_card_of_clients_says_what_the_server_saw_and_epsilon() -> None:
     assert "Changed 2 times (`fedbuff`)" in plain
     assert "No secure sums" in plain and "No differential privacy" in plain
     assert card({"join": "x"}) == ""
+    assert "What was read" not in card({"listen": "h:1"}, data=[{"sources": [{}]}])

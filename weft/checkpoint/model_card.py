@@ -38,7 +38,9 @@ def model_card(stored: StoredCheckpoint) -> str | None:
     meta: dict[str, Any] = stored.meta
     progress, recipe = meta["progress"], meta["recipe"]
     loader = progress.get("loader", {})
-    sources, federated = read_so_far(loader), recipe.get("federated") or {}
+    federated = recipe.get("federated") or {}
+    # a server measures on its own data, and learns from none
+    sources = [] if federated.get("listen") else read_so_far(loader)
     if not sources and not federated.get("listen"):
         return None
     origin = recipe["model"].get("from") or recipe["model"].get("origin")
