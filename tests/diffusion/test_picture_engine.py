@@ -119,7 +119,10 @@ def test_guidance_that_means_nothing_is_refused(
         check_guidance(denoiser, guidance)
 
 
-def test_texts_wait_for_who_encodes_them() -> None:
-    denoiser = Denoiser(model_of(classes=0, text=8))
-    with pytest.raises(UsageError, match="reads texts"):
-        prompt_condition(denoiser, "a seven")
+def test_a_prompt_is_a_caption_for_a_model_that_reads_texts() -> None:
+    denoiser = Denoiser(model_of(classes=0, text=8, words=2))
+    seven, eight, nothing = (prompt_condition(denoiser, p) for p in ("a seven", "a eight", ""))  # fmt: skip
+    assert torch.equal(seven[0], eight[0]) and not torch.equal(seven[1], eight[1])
+    assert not nothing.any()
+    with pytest.raises(UsageError, match="has 3 words, and this model reads 2"):
+        prompt_condition(denoiser, "a bold seven")

@@ -90,6 +90,35 @@ def test_videos_are_animations_of_any_length(
     assert code == 2 and "trained on 3" in said and said.count("\n") == 1
 
 
+def test_samples_are_of_what_is_said(command: Command, tmp_path: Path) -> None:
+    settings = {"text": 8, "words": 3}
+    values = picture_recipe(write_pictures(tmp_path), settings, train={"steps": 2})
+    values["checkpoint"] = {"every": 0}
+    train_job(prepare(build_recipe(values)), Mesh.single(), tmp_path / "run")
+    ask = ["sample", "--checkpoint", tmp_path / "run", "--count", 2, "--steps", 2]
+    said = {
+        "dark": ["dark"], "light": ["light"], "both": ["dark", "light"], "none": [],
+    }  # fmt: skip
+    made = {}
+    for name, prompts in said.items():
+        words = [word for prompt in prompts for word in ("--prompt", prompt)]
+        code, _, err = command(
+            *ask, "--out", tmp_path / f"of-{name}", "--guidance", 3, *words
+        )
+        assert code == 0, err
+        made[name] = samples(tmp_path / f"of-{name}")
+    assert not torch.allclose(made["dark"], made["light"])
+    assert not torch.allclose(made["dark"], made["none"])
+    torch.testing.assert_close(made["both"][0], made["dark"][0])
+    torch.testing.assert_close(made["both"][1], made["light"][1])
+    for wrong, line in (
+        (["--class", 1], "reads texts and knows no classes"),
+        (["--prompt", "much too long a text"], "has 5 words, and this model reads 3"),
+    ):
+        code, _, err = command(*ask, "--out", tmp_path / "x", *wrong)
+        assert code == 2 and line in err and err.count("\n") == 1
+
+
 @pytest.mark.slow(8)
 def test_ranks_sample_what_one_device_does(
     command: Command, launched: Command, run_folder: Path, tmp_path: Path
@@ -119,6 +148,7 @@ def test_ranks_sample_what_one_device_does(
             "--class 0,7: there is no class '7'; the model's classes are dark, light, and none",
         ),
         (["--frames", 8], "makes images"),
+        (["--prompt", "three"], "reads no texts; give --class, of 0 to 1"),
         (["--sampler", "eular"], "sampler"),
     ],
 )

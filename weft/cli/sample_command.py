@@ -11,6 +11,7 @@ from weft.cli.arguments import Ema, ModelName, Seed, Spread
 from weft.cli.console import warn
 
 _class = "Names or numbers of the classes that samples are to be of, in turn; none: no class; left out: all classes."
+_prompt = "What the samples are to show, for a model that reads texts; several are taken in turn."
 _guidance = "Scale of classifier-free guidance; 1: none."
 _stale = (
     "With --layout: how many steps old the keys of other ranks may be. 0: fresh, equal to one device; 1: transfers run "
@@ -38,6 +39,9 @@ def sample_command(
     classes: Annotated[
         str, typer.Option("--class", metavar="NAME,...", help=_class)
     ] = "",
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help=_prompt)
+    ] = None,
     seed: Seed = 0,
     batch: Annotated[
         int, typer.Option(min=1, help="Most samples in one evaluation.")
@@ -76,7 +80,7 @@ def sample_command(
     with in_sampling_rank(named.ranks, device) as own:
         denoiser = open_denoiser(checkpoint, own, warn, ema)
         conditions = asked_conditions(
-            denoiser.settings, count, classes, denoiser.class_names
+            denoiser.settings, count, classes, denoiser.class_names, prompt or ()
         )
         request = SampleRequest(
             conditions.to(own), steps, sampler, guidance, seed, 0, batch

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weft.data.moving_digits import MOVING_DIGITS, moving_digits
-from weft.data.pictures import ENDINGS, PictureSet, as_picture_set, image_pixels
+from weft.data.pictures import (
+    ENDINGS,
+    PictureSet,
+    as_picture_set,
+    caption_beside,
+    checked_captions,
+    image_pixels,
+)
 from weft.errors import UsageError, WeftError
 
 #: Endings of files that hold a video: in a container, as an array, or as an animation.
@@ -22,7 +29,7 @@ ANIMATIONS = (".gif", ".png", ".apng", ".webp")
 
 
 class Video(NamedTuple):
-    """A video that can be read: its ``name``, its class (``label``), and a function that reads its frames in order.
+    """A video that can be read: name, class (``label``), caption, and a function that reads its frames in order.
 
     A frame is an image of Pillow.
     """
@@ -30,6 +37,7 @@ class Video(NamedTuple):
     name: str
     label: str
     frames: Callable[[], Iterator[Any]]
+    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,7 @@ def read_clips(path: str, form: ClipForm) -> PictureSet:
     clips: list[np.ndarray] = []
     labels: list[str] = []
     groups: list[int] = []
+    said: list[tuple[str, str]] = []
     for number, video in enumerate(_videos_at(place)):
         pixels = _pixels_of(video, form)
         if clips and clips[0][:, 0].shape != pixels[:, 0].shape:
@@ -98,12 +107,13 @@ def read_clips(path: str, form: ClipForm) -> PictureSet:
         clips += [pixels[:, start : start + form.frames] for start in starts]
         labels += [video.label] * len(starts)
         groups += [number] * len(starts)
+        said += [(video.name, video.caption)] * len(starts)
     if not clips:
         endings = ", ".join((*ANIMATIONS, *ARRAYS, *CONTAINERS))
         raise UsageError(
             f"data.path = {path!r} has no videos ({endings}, or folders of images); give another one"
         )
-    return as_picture_set(clips, labels, np.array(groups))
+    return as_picture_set(clips, labels, np.array(groups), checked_captions(said))
 
 
 def _pixels_of(video: Video, form: ClipForm) -> np.ndarray:
@@ -140,13 +150,16 @@ def _videos_at(place: Path) -> Iterator[Video]:
     parts: dict[Path, list[Path]] = {}
     for file in sorted(files, key=natural_order):
         label = _label(file.parent, place)
-        videos = [*_of_file(file, label)]
+        caption = caption_beside(file)
+        videos = [v._replace(caption=caption) for v in _of_file(file, label)]
         yield from videos
         if not videos and file.suffix.lower() in ENDINGS:
             parts.setdefault(file.parent, []).append(file)
     for folder, images in parts.items():
         label = _label(folder.parent, place) if folder != place else ""
-        yield Video(str(folder), label, partial(_opened, images))
+        yield Video(
+            str(folder), label, partial(_opened, images), caption_beside(folder)
+        )
 
 
 def _label(folder: Path, place: Path) -> str:

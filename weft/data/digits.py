@@ -16,10 +16,16 @@ class Digits(NamedTuple):
     Attributes:
         ``images``: from 0 (paper) to 1 (ink), float32 ``[1797, 8, 8]``.
         ``labels``: the digits, int64 ``[1797]``.
+        ``captions``: what each is, such as "a bold three": bold are those with more ink than most of the same digit.
     """
 
     images: np.ndarray
     labels: np.ndarray
+    captions: tuple[str, ...]
+
+
+#: Digits as words.
+DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")  # fmt: skip
 
 
 @cache
@@ -33,4 +39,11 @@ def read_digits() -> Digits:
         ) from None
     digits = load_digits()
     images = (digits.images / 16).astype(np.float32)
-    return Digits(images, digits.target.astype(np.int64))
+    labels = digits.target.astype(np.int64)
+    ink = images.mean((1, 2))
+    usual = np.array([np.median(ink[labels == digit]) for digit in range(10)])
+    captions = tuple(
+        f"a {'bold' if bold else 'thin'} {DIGIT_NAMES[label]}"
+        for bold, label in zip(ink > usual[labels], labels, strict=True)
+    )
+    return Digits(images, labels, captions)

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weft.data.digits import read_digits
+from weft.data.digits import DIGIT_NAMES, read_digits
 from weft.data.pictures import PictureSet
 
 #: Path of the videos.
 MOVING_DIGITS = "sklearn:moving-digits"
-#: Directions in which digits move: rows and columns of a frame's shift.
+#: Directions in which digits move, rows and columns of a frame's shift, and their names.
 DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))
+DIRECTION_NAMES = ("right", "left", "down", "up")
 
 
 def moving_digits(frames: int, every: int = 1, size: Sequence[int] = ()) -> PictureSet:
@@ -32,7 +33,8 @@ def moving_digits(frames: int, every: int = 1, size: Sequence[int] = ()) -> Pict
     digits = read_digits()
     count = len(digits.labels)
     numbers = np.random.Generator(np.random.Philox(key=0xD161))
-    directions = np.array(DIRECTIONS)[numbers.integers(len(DIRECTIONS), size=count)]
+    which = numbers.integers(len(DIRECTIONS), size=count)
+    directions = np.array(DIRECTIONS)[which]
     beginnings = numbers.integers((height, width), size=(count, 2))
     canvas = np.full((count, height, width), -1, np.float32)
     canvas[:, :8, :8] = digits.images * 2 - 1
@@ -41,4 +43,9 @@ def moving_digits(frames: int, every: int = 1, size: Sequence[int] = ()) -> Pict
         for frame in range(frames):
             shift = begin + direction * frame * every
             pixels[number, 0, frame] = np.roll(canvas[number], shift, (0, 1))
-    return PictureSet(pixels, digits.labels, tuple(map(str, range(10))))
+    captions = tuple(
+        f"a {DIGIT_NAMES[label]} moves {DIRECTION_NAMES[way]}"
+        for label, way in zip(digits.labels, which, strict=True)
+    )
+    classes = tuple(map(str, range(10)))
+    return PictureSet(pixels, digits.labels, classes, captions=captions)

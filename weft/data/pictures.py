@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import xxhash
@@ -21,6 +23,9 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 #: Columns of a table, or members of a sample in an archive, that hold an image or its class.
 IMAGE_NAMES = ("image", "img", "png", "jpg", "jpeg", "webp")
 CLASS_NAMES = ("label", "class", "cls", "fine_label")
+#: Columns of a table that hold a caption, and those of a JSONL file that name the image's file.
+CAPTION_NAMES = ("caption", "text", "txt")
+FILE_NAMES = ("file_name", "image", "path")
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class PictureSet:
         ``pixels``: from -1 to 1, float32 ``[samples, channels, (frames,) height, width]``.
         ``labels``: number of each sample's class, int64 ``[samples]``; all 0 if there are no classes.
         ``classes``: names of the classes; empty if there are none.
+        ``captions``: what is said of each sample; empty if nothing is.
         ``groups``: number of each sample's video, int64 ``[samples]``, as clips of one video are either all held out
             for validation or none; None: every sample is for itself.
     """
@@ -39,6 +45,7 @@ class PictureSet:
     labels: np.ndarray
     classes: tuple[str, ...]
     groups: np.ndarray | None = None
+    captions: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -53,15 +60,24 @@ class PictureSet:
     def fingerprint(self) -> str:
         """Digest of all values."""
         values = xxhash.xxh3_128(self.pixels.tobytes() + self.labels.tobytes())
-        return digest(self.pixels.shape, values.hexdigest(), self.classes)
+        said = (self.captions,) if self.captions else ()
+        return digest(self.pixels.shape, values.hexdigest(), self.classes, *said)
+
+    @cached_property
+    def said(self) -> tuple[str, ...]:
+        """Captions, or names of classes in their place; empty if there are neither."""
+        if self.captions or not self.classes:
+            return self.captions
+        return tuple(self.classes[label] for label in self.labels)
 
 
 def read_pictures(
     path: str, size: Sequence[int] = (), colours: bool | None = None
 ) -> PictureSet:
-    """Read all images at ``path``: :data:`DIGITS`, a folder, a Parquet file, or a WebDataset tar file.
+    """Read all images at ``path``: :data:`DIGITS`, a folder, a JSONL or Parquet file, or a WebDataset tar file.
 
-    In a folder an image's class is the folder that it is in; images right in ``path`` have none. ``size``: height and
+    In a folder an image's class is the folder that it is in; images right in ``path`` have none. Its caption is the
+    text in the file beside it that differs by its ending, ``.txt``. ``size``: height and
     width to which images are scaled, after their longer side was cut to this form; empty: they must be of one size.
     ``colours``: whether pixels have three values; None: as the images. Raises :class:`UsageError` or
     :class:`WeftError` if there is nothing to read.
@@ -75,7 +91,8 @@ def read_pictures(
                 f"data.settings.size = {list(size)}, and the digits have [8, 8]; leave it out"
             )
         pixels = digits.images[:, None] * 2 - 1
-        return PictureSet(pixels, digits.labels, tuple(map(str, range(10))))
+        names = tuple(map(str, range(10)))
+        return PictureSet(pixels, digits.labels, names, captions=digits.captions)
     if not path:
         raise UsageError(
             f"data.path is missing: a folder with images, a .parquet or .tar file, or {DIGITS!r}"
@@ -86,18 +103,59 @@ def read_pictures(
     named = [*_named_images(place)]
     if not named:
         raise UsageError(
-            f"data.path = {path!r} has no images ({', '.join(ENDINGS)}); give another folder, .parquet or .tar file"
+            f"data.path = {path!r} has no images ({', '.join(ENDINGS)}); give another folder, .jsonl, .parquet or "
+            ".tar file"
         )
     return _picture_set(path, named, size, colours)
 
 
-def _named_images(place: Path) -> Iterator[tuple[str, str, Any]]:
-    """Yield name, class and encoded bytes (or path) of every image at ``place``."""
+class NamedImage(NamedTuple):
+    """An image that can be decoded: name, class (``label``), encoded bytes or path (``content``), and caption."""
+
+    name: str
+    label: str
+    content: Any
+    caption: str = ""
+
+
+def caption_beside(path: Path) -> str:
+    """Return the caption in the file beside ``path`` whose name ends with ``.txt``; empty if there is none."""
+    text = path.with_suffix(".txt")
+    return text.read_text(errors="replace").strip() if text.is_file() else ""
+
+
+def _of_lines(place: Path) -> Iterator[NamedImage]:
+    """Yield the images that the rows of a JSONL file name, with their captions and classes."""
+    for number, line in enumerate(place.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise WeftError(f"{place}: line {number} is no JSON: {error}") from None
+        row = row if isinstance(row, dict) else {}
+        file = next((row[n] for n in FILE_NAMES if isinstance(row.get(n), str)), None)
+        if file is None:
+            raise WeftError(
+                f"{place}: line {number} names no image; {', '.join(map(repr, FILE_NAMES))} should have its file"
+            )
+        caption = next((str(row[n]) for n in CAPTION_NAMES if n in row), "")
+        label = next((str(row[n]) for n in CLASS_NAMES if n in row), "")
+        # a path is one from the folder of the list
+        yield NamedImage(f"{place}: line {number}", label, place.parent / file, caption)
+
+
+def _named_images(place: Path) -> Iterator[NamedImage]:
+    """Yield every image at ``place``."""
     if place.is_dir():
         for file in sorted(place.rglob("*")):
             if file.suffix.lower() in ENDINGS:
                 parent = file.parent.relative_to(place).as_posix()
-                yield str(file), "" if parent == "." else parent, file
+                label = "" if parent == "." else parent
+                yield NamedImage(str(file), label, file, caption_beside(file))
+        return
+    if place.suffix == ".jsonl":
+        yield from _of_lines(place)
         return
     if ".parquet" in place.suffixes:
         from weft.data.arrow import read_rows
@@ -111,13 +169,14 @@ def _named_images(place: Path) -> Iterator[tuple[str, str, Any]]:
                     f"{place}: row {number} has no image; a column {', '.join(map(repr, IMAGE_NAMES))} should hold its "
                     "bytes"
                 )
-            yield f"{place}: row {number}", str(label), image
+            caption = next((str(row[n]) for n in CAPTION_NAMES if n in row), "")
+            yield NamedImage(f"{place}: row {number}", str(label), image, caption)
         return
     yield from _of_archive(place)
 
 
-def _of_archive(place: Path) -> Iterator[tuple[str, str, Any]]:
-    """Yield name, class and encoded bytes of every image in a WebDataset tar file."""
+def _of_archive(place: Path) -> Iterator[NamedImage]:
+    """Yield every image in a WebDataset tar file."""
     import tarfile
 
     try:
@@ -127,23 +186,22 @@ def _of_archive(place: Path) -> Iterator[tuple[str, str, Any]]:
                 stem, _, ending = name.partition(".")
                 if f".{ending.lower()}" not in ENDINGS:
                     continue
-                label = members.get(f"{stem}.cls")
-                words = archive.extractfile(label) if label else None
                 content = archive.extractfile(member)
                 assert content is not None
-                of_class = words.read().decode().strip() if words else ""
-                yield f"{place}: {name}", of_class, content.read()
+                said = []
+                for beside in (f"{stem}.cls", f"{stem}.txt"):
+                    there = members.get(beside)
+                    words = archive.extractfile(there) if there else None
+                    said.append(words.read().decode().strip() if words else "")
+                yield NamedImage(f"{place}: {name}", said[0], content.read(), said[1])
     except tarfile.TarError as error:
         raise WeftError(f"{place} cannot be read as a tar file: {error}") from None
 
 
 def _picture_set(
-    path: str,
-    named: Sequence[tuple[str, str, Any]],
-    size: Sequence[int],
-    colours: bool | None,
+    path: str, named: Sequence[NamedImage], size: Sequence[int], colours: bool | None
 ) -> PictureSet:
-    """Decode the images ``named`` (name, class, bytes or path), and number their classes by name."""
+    """Decode the images ``named``, and number their classes by name."""
     try:
         import PIL.Image
     except ImportError:
@@ -151,7 +209,7 @@ def _picture_set(
             "images are read with Pillow, which is not installed; run pip install 'weft[images]'"
         ) from None
     arrays = []
-    for name, _, content in named:
+    for name, _, content, _ in named:
         try:
             source = io.BytesIO(content) if isinstance(content, bytes) else content
             with PIL.Image.open(source) as image:
@@ -163,23 +221,40 @@ def _picture_set(
                 f"{name} has the shape {list(arrays[-1].shape)}, and {named[0][0]} has {list(arrays[0].shape)}; set "
                 "data.settings.size, to which all are scaled, and data.settings.colours"
             )
-    return as_picture_set(arrays, [label for _, label, _ in named])
+    captions = checked_captions([(each.name, each.caption) for each in named])
+    return as_picture_set(arrays, [each.label for each in named], captions=captions)
+
+
+def checked_captions(named: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return the captions of samples, ``named`` with name and caption; none if no sample has one.
+
+    Raises :class:`WeftError` if some have one and others have none.
+    """
+    missing = next((name for name, caption in named if not caption), "")
+    if any(caption for _, caption in named):
+        if missing:
+            raise WeftError(
+                f"{missing} has no caption, and others have one; add it in a .txt file beside it, or take it out"
+            )
+        return tuple(caption for _, caption in named)
+    return ()
 
 
 def as_picture_set(
     arrays: Sequence[np.ndarray],
     labels: Sequence[str],
     groups: np.ndarray | None = None,
+    captions: tuple[str, ...] = (),
 ) -> PictureSet:
     """Return the set of ``arrays``, all of one shape, whose classes are ``labels``, numbered in order of their names.
 
-    ``groups``: those of :class:`PictureSet`.
+    ``groups``, ``captions``: those of :class:`PictureSet`.
     """
     names = sorted({*labels})
     numbers = {label: i for i, label in enumerate(names)}
     of_classes = np.array([numbers[label] for label in labels], np.int64)
     classes = tuple(names) if len(names) > 1 else ()
-    return PictureSet(np.stack(arrays), of_classes, classes, groups)
+    return PictureSet(np.stack(arrays), of_classes, classes, groups, captions)
 
 
 def image_pixels(image: Any, size: Sequence[int], colours: bool | None) -> np.ndarray:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
     from weft.parallel.build import Built
     from weft.recipe import Recipe
+    from weft.shapes.diffusion_shape import DiffusionSettings
     from weft.train.step_loader import RunRecords
 
 #: Sections that mean nothing in a run whose samples are images.
@@ -140,6 +141,7 @@ def prepare_images(recipe: Recipe) -> ImageJob:
             raise UsageError(
                 f"model.settings.{name} = {getattr(settings, name)}, and the images have {value}; leave it out"
             )
+    notes = caption_notes(pictures, settings)
     data = recipe.data.model_copy(update={"seq_len": settings.patches})
     recipe = recipe.model_copy(update={"model": shape, "data": data})
     job = completed_job(recipe, partial(_corpus, recipe, pictures), ImageJob)
@@ -149,9 +151,34 @@ def prepare_images(recipe: Recipe) -> ImageJob:
             f"images of {list(settings.size)} are padded to {beyond}, which patches of "
             f"{list(settings.patch_size)} divide; the loss does not count what was added"
         )
-        job = replace(job, notes=(*job.notes, note))
+        notes = (*notes, note)
     files = {**job.files, **class_file(pictures.classes)}
-    return replace(job, pictures=pictures, files=files)
+    notes = (*job.notes, *notes)
+    return replace(job, pictures=pictures, files=files, notes=notes)
+
+
+def caption_notes(pictures: PictureSet, settings: DiffusionSettings) -> tuple[str, ...]:
+    """Return what to say about the captions of ``pictures``, of which a model reads so many words.
+
+    Raises :class:`UsageError` if it reads texts and there are none.
+    """
+    from weft.data.captions import caption_words
+
+    if not settings.text:
+        return ()
+    if not pictures.said:
+        raise UsageError(
+            "model.settings.text is set, and the images have neither captions (a .txt file beside each) nor classes; "
+            "leave it out, or write some"
+        )
+    counts = [len(caption_words(caption)) for caption in pictures.said]
+    longer = sum(count > settings.words for count in counts)
+    if not longer:
+        return ()
+    return (
+        f"{longer:,} of {len(counts):,} captions have more than {settings.words} words, of which the first are read; "
+        f"set model.settings.words = {max(counts)} to read all",
+    )
 
 
 def about(pictures: PictureSet) -> Mapping[str, Any]:

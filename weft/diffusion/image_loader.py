@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from weft.data.batch import IGNORE, Batch
+from weft.data.captions import PIECES, caption_rows
 from weft.data.loader import Loader
 from weft.data.order import Order, permutation
 from weft.data.pictures import PictureSet
@@ -125,14 +126,17 @@ class ImageLoader(Loader):
         """Return the arrays of ``samples``, with rows of zeros up to ``count``.
 
         ``noised`` and ``target``: ``[rows, patches, values]``; ``time``: float64 ``[rows]``; ``condition``: int64
-        ``[rows]``, the number of classes standing for a class that was dropped.
+        ``[rows]``, the number of classes standing for a class that was dropped, or a caption's rows ``[rows, words,
+        pieces]``, zeros for one that was.
         """
         settings, pictures = self.settings, self.pictures
         assert pictures is not None and isinstance(self.order, PictureOrder)
         shape = (count, settings.channels, *settings.size)
         image, noise = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         time = np.full(count, 0.5)
-        condition = np.full(count, settings.classes, np.int64)
+        # of a text all zeros say nothing
+        said = (settings.words, PIECES) if settings.text else ()
+        condition = np.full((count, *said), settings.classes, np.int64)
         for row, sample in enumerate(samples):
             index = self.order.picture(sample)
             # validation has numbers of its own
@@ -140,7 +144,11 @@ class ImageLoader(Loader):
             drawn = np.random.Generator(np.random.Philox(key=key))
             time[row] = drawn_times(settings, drawn)
             dropped = drawn.random() < settings.drop
-            if settings.classes and not dropped:
+            if not dropped and settings.text:
+                condition[row] = caption_rows(
+                    pictures.said[index], settings.words, settings.word_rows
+                )
+            elif settings.classes and not dropped:
                 condition[row] = pictures.labels[index]
             noise[row] = drawn.standard_normal(shape[1:], np.float32)
             image[row] = pictures.pixels[index]

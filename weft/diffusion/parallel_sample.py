@@ -98,17 +98,28 @@ def asked_conditions(
     count: int,
     classes: str = "",
     names: Sequence[str] = (),
+    prompts: Sequence[str] = (),
 ) -> T:
-    """Return the class number of each of ``count`` samples, int64 ``[count]``.
+    """Return what each of ``count`` samples is to be.
 
-    The number of classes stands for no class. ``classes``: names or numbers of classes with commas between, to be used
-    in turn; "none": no class; "": all classes in turn. ``names``: names of the classes. Raises :class:`UsageError` for
-    an unknown class, and for a model that is conditioned on texts.
+    It is a class number, int64 ``[count]``, or a caption, int64 ``[count, words, pieces]``.
+
+    ``classes``: names or numbers of classes with commas between, to be used in turn; "none": no class; "": all classes
+    in turn. The number of classes stands for no class. ``names``: names of the classes. ``prompts``: captions, to be
+    used in turn; none: nothing is said. Raises :class:`UsageError` for a class that the model does not know, for
+    captions if it reads no text, and for classes if it does.
     """
     known = settings.classes
     if settings.text:
+        if classes not in ("", "none"):
+            raise UsageError(
+                f"--class {classes}: this model reads texts and knows no classes; say --prompt TEXT"
+            )
+        return prompt_captions(settings, count, prompts)
+    if prompts:
         raise UsageError(
-            "this model reads texts, which weft sample cannot encode; call weft.diffusion.sample with their states"
+            "--prompt: this model reads no texts; "
+            + (f"give --class, of 0 to {known - 1}" if known else "leave it out")
         )
     if not classes:
         return torch.arange(count) % known if known else torch.zeros(count).long()
@@ -117,6 +128,26 @@ def asked_conditions(
     except UsageError as error:
         raise UsageError(f"--class {classes}: {error}") from None
     return torch.tensor([asked[i % len(asked)] for i in range(count)])
+
+
+def prompt_captions(
+    settings: DiffusionSettings, count: int, prompts: Sequence[str]
+) -> T:
+    """Return ``count`` captions, ``prompts`` in turn, as a model with ``settings`` reads them.
+
+    The result is int64 ``[count, words, pieces]``. Raises :class:`UsageError` for one with more words than are read.
+    """
+    from weft.data.captions import caption_words, captions_as_rows
+
+    for prompt in prompts:
+        if (length := len(caption_words(prompt))) > settings.words:
+            raise UsageError(
+                f"a prompt has {length} words, and this model reads {settings.words}; say it in fewer"
+            )
+    sayings = [prompts[i % len(prompts)] if prompts else "" for i in range(count)]
+    return torch.from_numpy(
+        captions_as_rows(sayings, settings.words, settings.word_rows)
+    )
 
 
 class TableSampling:

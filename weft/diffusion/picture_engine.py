@@ -126,17 +126,17 @@ class PictureEngine:
 
 
 def prompt_condition(denoiser: Denoiser, prompt: str) -> T:
-    """Return the condition of an image that ``prompt`` describes: the number of a class.
+    """Return the condition of an image that ``prompt`` describes: the number of a class, or a caption.
 
-    ``prompt``: name or number of a class; "" or "none": no class. Raises :class:`UsageError` for another one, and for
-    models that read texts.
+    ``prompt``: name or number of a class, "" or "none": no class; any text for a model that reads texts. Raises
+    :class:`UsageError` for a class that is not known, and for a text that is too long.
     """
     settings = denoiser.settings
-    if settings.text:
-        raise UsageError(
-            "this model reads texts, which cannot be encoded here; call weft.diffusion.sample with their states"
-        )
     device = denoiser.model.conditioning.time_in.device
+    if settings.text:
+        from weft.diffusion.parallel_sample import prompt_captions
+
+        return prompt_captions(settings, 1, [prompt])[0].to(device)
     number = class_number(
         prompt.strip() or NO_CLASS, settings.classes, denoiser.class_names
     )

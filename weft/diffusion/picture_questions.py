@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from weft.data.captions import captions_as_rows
 from weft.data.tasks import Answered
 from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.image_files import image_grid, png_bytes
@@ -30,12 +32,22 @@ def picture_questions(
 ) -> dict[str, AskedQuestions]:
     """Return a question that has ``model`` sample images every ``every`` steps, and records their scores.
 
-    The images begin with the same noise each time, and are of all classes in turn. ``real``: the images to score
-    against. ``recorder``: gets a record of kind "pictures".
+    The images begin with the same noise each time, and are of all classes in turn, or of captions of the data.
+    ``real``: the images to score against. ``recorder``: gets a record of kind "pictures".
     """
     denoiser, judge = Denoiser(model), PictureJudge(real)
-    classes = len(real.classes)
-    conditions = torch.arange(COUNT) % classes
+    settings = model.settings
+    classes = settings.classes
+    labels = np.arange(COUNT) % len(real.classes)
+    conditions = torch.from_numpy(labels)
+    if settings.text:
+        # what is said of images from all over the set
+        which = np.arange(COUNT) * len(real) // COUNT
+        labels = real.labels[which]
+        captions = [real.said[i] for i in which]
+        conditions = torch.from_numpy(
+            captions_as_rows(captions, settings.words, settings.word_rows)
+        )
     batch = max(1, MOST_PIXELS // real.pixels[0].size)
 
     def ask() -> Answered:
@@ -43,7 +55,7 @@ def picture_questions(
         request = SampleRequest(conditions.to(device), STEPS, batch=batch)
         images = sample(denoiser, denoiser.process, denoiser.shape, request, classes)
         pixels = images.float().cpu().numpy()
-        scores = judge.score(pixels, conditions.numpy())
+        scores = judge.score(pixels, labels)
         grid = base64.b64encode(png_bytes(image_grid(pixels[:SHOWN]))).decode()
         recorder.log("pictures", **scores._asdict(), grid=grid)
         return Answered(COUNT, round(scores.accuracy * COUNT), None)

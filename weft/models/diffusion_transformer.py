@@ -45,7 +45,8 @@ class Signals(NamedTuple):
     Attributes:
         ``cos``, ``sin``: rotations of queries and keys, ``[batch, seq/cp, head_dim / 2]``, or ``[0]`` without any.
         ``time``: times, or the vector that conditions blocks once it is computed: ``[batch]`` or ``[batch, embed]``.
-        ``condition``: numbers of classes ``[batch]``, text states ``[batch, words, text]``, or ``[0]`` without either.
+        ``condition``: numbers of classes ``[batch]``, captions ``[batch, words, pieces]``, text states ``[batch, words,
+            text]``, which blocks read, or ``[0]`` without any.
     """
 
     cos: T
@@ -91,6 +92,9 @@ class Conditioning(Module):
         self.has_classes = self.inside("classes") in table
         if self.has_classes:
             self.weight("classes")
+        if settings.text:
+            self.weight("words")
+            self.weight("places")
 
     def forward(self, time: T, condition: T) -> T:
         """Return the vectors ``[batch, embed]`` of times ``[batch]`` and numbers of classes ``[batch]``."""
@@ -98,6 +102,21 @@ class Conditioning(Module):
         hidden = F.silu(F.linear(waves, self.time_in, self.time_in_bias))
         c = F.linear(hidden, self.time_out, self.time_out_bias)
         return c + F.embedding(condition, self.classes) if self.has_classes else c
+
+    def states(self, condition: T) -> T:
+        """Return the text states ``[batch, words, text]`` of captions ``[batch, words, pieces]``.
+
+        A caption is what :func:`weft.data.captions.caption_rows` returns. The state of a word is the mean of its rows,
+        and a row for its place is added. ``condition`` that is text states already, or classes, is returned as it is.
+        """
+        if not self.settings.text or condition.is_floating_point():
+            return condition
+        rows = F.embedding(condition, self.words)  # [batch, words, pieces, text]
+        counted = condition > 0
+        # where there is no word, the row of none
+        counted[..., 0] = True
+        shares = (counted / counted.sum(-1, keepdim=True)).to(rows.dtype)
+        return torch.einsum("bwpt,bwp->bwt", rows, shares) + self.places
 
 
 class PatchFeedForward(Projections):
@@ -279,9 +298,10 @@ class DiffusionTransformer(Transformer):
         return Signals(cos, sin, time, condition)
 
     def conditioned(self, signals: Signals) -> Signals:
-        """Return ``signals`` with the vector that conditions blocks in place of times."""
+        """Return ``signals`` with the vector that conditions blocks in place of times, and text states of captions."""
         c = self.conditioning(signals.time, signals.condition)
-        return signals._replace(time=c)
+        states = self.conditioning.states(signals.condition)
+        return signals._replace(time=c, condition=states)
 
     def run_blocks(
         self, layers: Sequence[int], x: Any, rope: tuple[T, ...], cu_seqlens: T, seen: Any = None, enter: Any = None

@@ -50,6 +50,14 @@ class DiffusionSettings(Section):
             "Width of the text states that blocks read by cross-attention. 0: blocks read no text."
         ),
     )
+    words: PositiveInt = Field(
+        16, description="Words of a caption that are read, if 'text' is set."
+    )
+    word_rows: int = Field(
+        4096,
+        ge=2,
+        description="Rows of the table of words and their pieces, which share them by a hash.",
+    )
     positions: Literal["sines", "rotary"] = Field(
         "sines",
         description=(
@@ -255,6 +263,12 @@ def diffusion_parameters(shape: ModelShape) -> list[Parameter]:
         classes = Dim("classes", settings.classes + 1)
         about: dict[str, Any] = {"std": rows.std, "products": 0}
         rows.add("conditioning.classes", classes, rows.embed, **about)
+    if settings.text:
+        table = Dim("word_rows", settings.word_rows)
+        width = Dim("text", settings.text)
+        about = {"std": rows.std, "products": 0}
+        rows.add("conditioning.words", table, width, **about)
+        rows.add("conditioning.places", Dim("words", settings.words), width, **about)
     for layer in range(shape.layers):
         rows.diffusion_block(layer, settings)
     zeroed = rows.zeroed(settings)
