@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from weft.curation.data_pipeline import DataStep
 from weft.curation.documents import Documents
+from weft.curation.embedding_settings import EmbeddingSettings
 from weft.registry import register
-from weft.section import Section
 
 
-class EmbedSettings(Section):
+class EmbedSettings(EmbeddingSettings):
     """Settings of the operator that computes document embeddings."""
 
     model: str = Field(
         description="A run, a checkpoint, a folder of Hugging Face, a GGUF file or an id of the hub."
     )
     column: str = Field("embedding", description="Column of the vectors.")
-    pooling: Literal["mean", "last"] = Field(
-        "mean",
-        description="Vector: mean of the final hidden states, or the last token's.",
-    )
-    most_tokens: int = Field(
-        512, ge=1, description="Tokens of a text that the model reads, from its start."
-    )
-    weights: Literal["float", "bfloat16", "int8", "int4"] = Field(
-        "float",
-        description=(
-            "Number format of the model's weights: 'float': as the model is loaded; 'bfloat16'; 'int8' and 'int4': "
-            "quantised to so many bits when the model is loaded (docs/how-to/generate.md)."
-        ),
-    )
-    device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="Device on which the model computes."
-    )
 
 
 @register(

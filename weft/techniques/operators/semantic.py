@@ -19,6 +19,7 @@ from weft.curation.duplicate_groups import (
     survivor_decisions,
     survivor_scores,
 )
+from weft.curation.embedding_settings import EmbeddingSettings
 from weft.curation.k_means import k_means
 from weft.curation.semantic_groups import semantic_survivors
 from weft.curation.text_embeddings import column_vectors, embed_documents
@@ -28,7 +29,7 @@ from weft.registry import register
 CLUSTER_DOCUMENTS = 1000
 
 
-class SemanticSettings(SurvivorSettings):
+class SemanticSettings(EmbeddingSettings, SurvivorSettings):
     """Settings of semantic duplicates."""
 
     keep: Literal["far", "longest", "first", "best"] = Field(  # type: ignore[assignment]  # one choice more
@@ -41,23 +42,6 @@ class SemanticSettings(SurvivorSettings):
     )
     column: str = Field(
         "", description="Column that holds the embeddings, in place of a model."
-    )
-    pooling: Literal["mean", "last"] = Field(
-        "mean",
-        description="Embedding: mean of the final hidden states, or the last token's.",
-    )
-    most_tokens: int = Field(
-        512, ge=1, description="Tokens of a text that the model reads, from its start."
-    )
-    weights: Literal["float", "bfloat16", "int8", "int4"] = Field(
-        "float",
-        description=(
-            "Number format of the model's weights: 'float': as the model is loaded; 'bfloat16'; 'int8' and 'int4': "
-            "quantised to so many bits when the model is loaded (docs/how-to/generate.md)."
-        ),
-    )
-    device: str = Field(
-        "cpu", description="Device on which the model computes: 'cpu' or 'cuda'."
     )
     eps: float = Field(
         0.05,

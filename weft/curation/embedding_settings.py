@@ -1,0 +1,29 @@
+"""Settings of operators that compute embeddings of documents with a model."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from weft.section import Section
+
+
+class EmbeddingSettings(Section):
+    """Settings of how a model embeds a document."""
+
+    pooling: Literal["mean", "last"] = Field(
+        "mean",
+        description="Embedding: mean of the final hidden states, or the last token's.",
+    )
+    most_tokens: int = Field(
+        512, ge=1, description="Tokens of a text that the model reads, from its start."
+    )
+    weights: Literal["float", "bfloat16", "int8", "int4"] = Field(
+        "float",
+        description=(
+            "Number format of the model's weights: 'float': as the model is loaded; 'bfloat16'; 'int8' and 'int4': "
+            "quantised to so many bits when the model is loaded (docs/how-to/generate.md)."
+        ),
+    )
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="Device on which the model computes."
+    )
