@@ -42,8 +42,11 @@ def lose(run: Ranks, gone: list[int], draw: random.Random) -> dict[str, Any]:
     before = len(run.records("view"))
     time.sleep(draw.uniform(0.05, 0.4))
     hit = time.time()
-    for rank in gone:
-        run.signal(rank, signal.SIGKILL)
+    for number in (
+        (signal.SIGSTOP, signal.SIGKILL) if len(gone) > 1 else (signal.SIGKILL,)
+    ):
+        for rank in gone:  # as one loss, however long this process waits for its core
+            run.signal(rank, number)
 
     def after() -> list[Any]:
         views = run.records("view")[before:]

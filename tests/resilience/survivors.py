@@ -90,18 +90,33 @@ def _pass_as_told(row_s: float, gate: int | None, opened: Path, rows: Path) -> N
 
 
 def _layers_take(layer_s: float) -> None:
-    """From now on every layer of this process sleeps so long in forward and as long in backward."""
+    """From now on every layer of this process takes so long in forward and as long in backward.
+
+    What it computes is part of that time, so that a layer that waits for its core takes no longer, unless for longer
+    than that.
+    """
     plain = Transformer.run_block
 
-    def slept(grad: torch.Tensor) -> torch.Tensor:
-        time.sleep(layer_s)
-        return grad
+    def wait_from(begun: float) -> None:
+        time.sleep(max(0.0, begun + layer_s - time.monotonic()))
 
     def run(model: Any, i: int, x: Any, *rest: Any) -> Any:
-        time.sleep(layer_s)
+        begun = time.monotonic()
         y = plain(model, i, x, *rest)
-        if y.requires_grad:
-            y.register_hook(slept)
+        wait_from(begun)
+        if not y.requires_grad:
+            return y
+        backward = time.monotonic()
+
+        def begin(grad: torch.Tensor) -> None:
+            nonlocal backward
+            backward = time.monotonic()
+            if not x.requires_grad:
+                time.sleep(layer_s)
+
+        y.register_hook(begin)
+        if x.requires_grad:
+            x.register_hook(lambda grad: wait_from(backward))
         return y
 
     Transformer.run_block = run  # type: ignore[method-assign]
@@ -234,8 +249,8 @@ def ranks(
     recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,), gate: int | None = None,
     layer_s: Sequence[float] = (0.0,),
 ) -> Iterator[Ranks]:  # fmt: skip
-    """The ranks of a run in the folder ``out``; none is left at the end. ``layer_s``: seconds that each sleeps in a
-    layer, forward and backward.
+    """The ranks of a run in the folder ``out``; none is left at the end. ``layer_s``: seconds that a layer takes on
+    each, forward and backward.
     """
     started = Ranks(recipe, out, row_s, gate, layer_s)
     try:
