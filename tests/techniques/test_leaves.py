@@ -45,6 +45,11 @@ ASKED: dict[str, dict[str, dict[str, object]]] = {
     "in-backward": {"optimizer": {"in_backward": True, "clip": 0}},
     "speculation": {"memory": {"speculate": "all"}},
     "alternating-updates": {"memory": {"weights": "host", "alternate": 0.5}},
+    "embedding-rows": {
+        "memory": {"weights": "file", "embedding": "rows"},
+        "model": {"tied": False},
+        "optimizer": {"kind": "sgd", "weight_decay": 0.0},
+    },
     "tiled-weights": {"memory": {"weights": "file", "tiles": 2}},
     "gradient-code": {
         "layout": {"dp": 4},

@@ -66,6 +66,8 @@ class Embedding(Module):
         self.vocab = shape.vocab
         self.scale = shape.embed**0.5 if shape.scaled_embedding else 1.0
         self.adapters = token_rows(shape, "embed_tokens", logical, mesh, table)
+        # what finds rows of the table, [..., embed], by ids and table
+        self.lookup: Callable[[T, T], T] = F.embedding
 
     @property
     def rows(self) -> Any:
@@ -91,11 +93,11 @@ class Embedding(Module):
         scattered over the tokens.
         """
         if self.last - self.first == self.vocab:
-            x = F.embedding(tokens, self.table)
+            x = self.lookup(tokens, self.table)
             x = x if self.rows is None else self.rows.looked_up(tokens, x)
             return x * self.scale if self.scale != 1 else x
         inside = (tokens >= self.first) & (tokens < self.last)
-        x = F.embedding(torch.where(inside, tokens - self.first, 0), self.table)
+        x = self.lookup(torch.where(inside, tokens - self.first, 0), self.table)
         x = x if self.rows is None else self.rows.looked_up(tokens, x)
         x = scatter_tokens(x * inside[..., None], self.mesh)
         return x * self.scale if self.scale != 1 else x

@@ -86,7 +86,8 @@ def parallelize(
     """
     memory = memory or Memory()
     dtype = getattr(torch, train.dtype)
-    check_fits(shape, mesh.layout, train, memory=memory)
+    settings = getattr(optimizer, "settings", None)
+    check_fits(shape, mesh.layout, train, settings, memory)
 
     log("where tensors rest")
     tiers = tiers_of(memory, mesh, train.timeout)
@@ -100,8 +101,7 @@ def parallelize(
         hooks = replace(hooks, saver=saver)
 
     pipeline = None
-    by_table = memory.weights == "file" or memory.tiles > 1
-    if mesh.size("pp") > 1 or by_table:
+    if mesh.size("pp") > 1 or memory.by_table:
         log("stages")
         from weft.parallel.pipeline import Pipeline
 
@@ -151,7 +151,7 @@ def parallelize(
 
     log("memory")
     place = "cpu" if sharded and memory.offloads_state else mesh.device
-    if by_table:
+    if memory.by_table:
         make_unheld(model, mesh.device, kept=everywhere)
     else:
         # a plugin's module has made its own buffers
@@ -173,7 +173,7 @@ def parallelize(
         layers = copies.moving_layers(model)
         make = partial(make, go_home=partial(copies.bring_experts_home, layers))
     if pipeline is not None:
-        state = pipeline.start(dtype, tiers, make, memory.experts, memory.tiles)
+        state = pipeline.start(dtype, tiers, make, memory)
     elif sharded:
         state = sharded_state(model, mesh, make)
     elif replicated:

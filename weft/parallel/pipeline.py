@@ -19,7 +19,7 @@ from weft.parallel.pipeline_pass import PipelinePass, PipelineRank, Point
 from weft.parallel.state import Held, State, Unit
 from weft.parallel.units import Full, TableUnit, sum_over_replicas
 from weft.parallel.vocabulary import OutputShard
-from weft.recipe import ModelShape
+from weft.recipe import Memory, ModelShape
 from weft.schedule.actions import Table, Value, forward_half
 from weft.schedule.execute import Executed
 from weft.schedule.lower import links
@@ -58,16 +58,16 @@ class Pipeline:
 
     def start(
         self, compute: torch.dtype, tiers: OnDevice, make: Callable[..., State],
-        experts: str = "all", tiles: int = 1,
+        memory: Memory,
     ) -> State:  # fmt: skip
         """Take over the model's parameters, connect to the other ranks of the pipeline, and return the state.
 
         The parameters must be allocated on the device. ``compute``: data type in which parameters compute; ``tiers``:
         where the state rests; ``make``: function that builds the state from units, and from the names of those
-        parameters that several ranks of the pipeline hold. ``experts``: "chosen" if a pass brings only those experts
-        that its tokens choose (``memory.experts``). ``tiles``: into how many tiles the weights of projections are cut
-        (``memory.tiles``).
+        parameters that several ranks of the pipeline hold. ``memory``: which experts and rows a pass brings, and into
+        how many tiles the weights of projections are cut.
         """
+        experts, tiles = memory.experts, memory.tiles
         if experts == "chosen":
             from weft.parallel.experts.chosen import ChosenExperts, listen_to_routers
         in_tiles = set[str]()
@@ -75,7 +75,13 @@ class Pipeline:
             from weft.parallel.tiles import TiledWeight, put_tiles_in_place, tiled_names
 
             in_tiles = tiled_names(self.model)
-        self.streamed = tiles > 1 or tiers.places.get("weights") == "file"
+        table = "embedding.table"
+        by_row = memory.embedding == "rows"
+        if by_row:
+            from weft.parallel.embedding_rows import EmbeddingRows, RowLookup
+
+            in_tiles = in_tiles | {table}
+        self.streamed = memory.by_table
         self.compute = compute
         described = dict(self.model.logical_parameters())
         used: dict[tuple[frozenset[int], torch.dtype, Any], list[Full]] = {}
@@ -110,8 +116,11 @@ class Pipeline:
         in_order = sorted(used.items(), key=lambda item: min(item[0][0]))
         users = []
         for (stages, dtype, (*_, alone)), named in in_order:
-            if alone in in_tiles:
-                unit: TableUnit = TiledWeight(named, self.mesh, dtype, tiers, tiles)
+            if alone == table:
+                unit: TableUnit = EmbeddingRows(named, self.mesh, dtype, tiers)
+                self.model.embedding.lookup = RowLookup(unit)
+            elif alone in in_tiles:
+                unit = TiledWeight(named, self.mesh, dtype, tiers, tiles)
             else:
                 make_unit = ChosenExperts if alone else TableUnit
                 unit = make_unit(named, self.mesh, dtype, tiers)

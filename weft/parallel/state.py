@@ -102,6 +102,17 @@ class Unit:
         """Return those of the gradients ``grads`` that update this unit, by name."""
         return grads
 
+    def update(
+        self, optimizer: Updater, grads: Mapping[str, T], lr: float, scale: float
+    ) -> None:
+        """Update what learns by ``optimizer`` and the gradients ``grads``, which are scaled in place. Collective."""
+        held = [h for h in self.held if h.learns]
+        grads = self.share_of(grads)
+        reduced = [grads[h.name] for h in held]
+        if scale != 1.0:
+            torch._foreach_mul_(reduced, scale)
+        optimizer(held, reduced, lr)
+
     def make_slots(self, optimizer: Updater, tiers: OnDevice) -> None:
         """Make the slots of ``optimizer`` for every parameter that learns, and let them rest in ``tiers``."""
         for h in self.held:
@@ -270,12 +281,7 @@ class State:
         self, unit: Unit, grads: Mapping[str, T], lr: float, scale: float = 1.0
     ) -> None:
         assert self.optimizer is not None, "a state that only computes"
-        held = [h for h in unit.held if h.learns]
-        grads = unit.share_of(grads)
-        reduced = [grads[h.name] for h in held]
-        if scale != 1.0:
-            torch._foreach_mul_(reduced, scale)
-        self.optimizer(held, reduced, lr)
+        unit.update(self.optimizer, grads, lr, scale)
 
     def update_later(
         self,

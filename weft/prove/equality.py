@@ -152,7 +152,8 @@ def walk(
     # of the whole model, or a unit's at a time
     def keep(grads: dict[str, torch.Tensor]) -> None:
         for name, grad in grads.items():
-            trace.grads[-1][name] = held[name].part(grad.clone().cpu())
+            grad = grad.to_dense() if grad.is_sparse else grad.clone()
+            trace.grads[-1][name] = held[name].part(grad.cpu())
         for name, grad in follow[len(trace.grads) - 1].items() if follow else ():
             if name in grads:
                 grads[name].copy_(grad)

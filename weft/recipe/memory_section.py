@@ -21,7 +21,7 @@ class Memory(Section):
     """
 
     asks: ClassVar = {"speculate": "speculation", "alternate": "alternating-updates",
-                         "tiles": "tiled-weights"}  # fmt: skip
+                         "tiles": "tiled-weights", "embedding": "embedding-rows"}  # fmt: skip
 
     weights: Place = Field(
         "device",
@@ -102,6 +102,20 @@ class Memory(Section):
             " are brought, used and freed one by one, in forward, backward and update. 1: weights are whole."
         ),
     )
+
+    embedding: Literal["whole", "rows"] = Field(
+        "whole",
+        description=(
+            "Whether all of the table of embeddings is brought from the host or a file, or the rows of a batch's tokens"
+            " alone, which are then also the only rows that are updated and written."
+        ),
+    )
+
+    @property
+    def by_table(self) -> bool:
+        """Whether a table says when a rank brings and frees weights, also without a pipeline."""
+        parts = self.tiles > 1 or self.embedding == "rows"
+        return self.weights == "file" or parts
 
     def place_of(self, kind: str) -> str:
         """Return where tensors of a kind are kept: ``device``, ``host`` or ``file``.

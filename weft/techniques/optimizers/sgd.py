@@ -21,6 +21,7 @@ class SGD(UpdateRule):
     """Subtracts the gradient times the learning rate, without momentum."""
 
     elementwise = True
+    stays = True
 
     def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
         pass

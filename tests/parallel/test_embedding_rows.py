@@ -1,0 +1,98 @@
+"""Rows of the table of embeddings: the numbers of one device, bytes of unique rows, and what cannot be said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import Case, recipe, start, write_corpus
+from tests.prove.test_equality import difference, name, tree
+from weft.errors import UsageError
+from weft.layout.layout import Layout
+from weft.memory.tier_file import PAGE
+from weft.parallel.embedding_rows import EmbeddingRows
+from weft.train.build_step import build_step
+from weft.train.setup import prepare
+from weft.train.step import StepContext
+
+FILES = {"weights": "file"}
+PLAIN = {"kind": "sgd", "weight_decay": 0.0}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("case", [
+    {"layout": {"shard": 2}, "memory": FILES, "micro_batch": 2},
+    *(pytest.param(case, marks=pytest.mark.soak) for case in (
+        {"layout": {"dp": 2}, "memory": {"weights": "host"}, "micro_batch": 1},
+        {"layout": {"dp": 2, "tp": 2}, "memory": FILES, "micro_batch": 1},
+        {"layout": {"cp": 2, "shard": 2}, "memory": FILES, "recompute": "full"},
+        {"layout": {"pp": 2, "shard": 2}, "memory": FILES, "micro_batch": 1},
+        {"layout": {"shard": 3}, "memory": FILES | {"tiles": 2}, "freeze": ["embed*"]},
+    )),
+], ids=lambda case: name(case).replace("/", "_"))  # fmt: skip
+def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
+    values = tree(corpus, case)
+    folder = str(Path(corpus).parent)
+    values |= {"memory": {"folder": folder, "embedding": "rows", **case["memory"]}}
+    values["optimizer"] |= PLAIN | {"lr": 0.1}
+    values["train"]["batch"] = 5
+    result = pool.run(Layout(**case["layout"]).world, difference, values)[0]
+    assert result.ok, result
+
+
+def counted(values: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of a step that the table's rows take, and unique tokens of its passes and of the step."""
+    settings, mesh, model, state, loader = start(values)
+    stepper = build_step(StepContext(model, state, mesh), settings)
+    (unit,) = (u for u in state.units if isinstance(u, EmbeddingRows))
+    before = state.tiers.bytes
+    batches = loader.step(0) or []
+    results = stepper.take(batches, 0.1)
+    whole = state.tiers.bytes["read"] - before.get("read", 0)
+    written = state.tiers.bytes.get("written", 0)
+    state.visit(unit)
+    grown = {
+        "read": state.tiers.bytes["read"] - before.get("read", 0) - whole,
+        "written": state.tiers.bytes["written"] - written,
+    }
+    passes = [len(torch.unique(batch.tokens)) for batch in batches]
+    every = len(torch.unique(torch.cat([b.tokens.flatten() for b in batches])))
+    return {"update": grown, "passes": passes, "every": every, "steps": len(results)}
+
+
+def test_bytes_are_unique_rows_times_width(
+    pool: Any, corpus: str, tmp_path: Path
+) -> None:
+    """A row of 512 float64 is a page."""
+    values = tree(corpus, {"layout": {"shard": 1}, "micro_batch": 2})
+    values["model"] |= {"embed": 512, "layers": 1}
+    values["memory"] = {"folder": str(tmp_path), "embedding": "rows", **FILES}
+    values["optimizer"] |= PLAIN
+    values["train"]["batch"] = 4
+    result = pool.run(1, counted, values)[0]
+    assert 0 < result["every"] < 257
+    rows = result["every"] * PAGE
+    assert result["update"] == {"read": rows, "written": rows}
+
+
+@pytest.mark.parametrize(("change", "line"), [
+    ({"memory__weights": "device"}, "rest"),
+    ({"optimizer__kind": "adamw"}, "also changes the others"),
+    ({"optimizer__weight_decay": 0.1}, "also changes the others"),
+    ({"model__tied": True}, "has no whole table"),  # known with the vocabulary
+    ({"adapter__kind": "lora"}, "for plain passes"),
+], ids=str)  # fmt: skip
+def test_what_needs_the_whole_table_is_refused(
+    corpus: str, change: dict[str, Any], line: str
+) -> None:
+    given: dict[str, Any] = {"memory__weights": "file", "memory__embedding": "rows", "model__tied": False,
+             "optimizer__kind": "sgd", "optimizer__weight_decay": 0.0} | change  # fmt: skip
+    with pytest.raises(UsageError, match=line):
+        prepare(recipe(corpus, **given))

@@ -1,0 +1,92 @@
+"""Rows of the table of embeddings that a batch's tokens name: ``memory.embedding``."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from weft.refusal import Rule
+from weft.registry import register
+from weft.train.phases import Phase
+from weft.train.step_technique import StepTechnique
+
+if TYPE_CHECKING:
+    from weft.recipe import Optimizer, Recipe
+    from weft.train.step import PhaseFiller, StepContext
+
+
+def moves_all_rows(optimizer: Optimizer) -> bool:
+    """Return whether an update also changes rows of the table that have no gradient."""
+    decay = optimizer.weight_decay
+    for group in optimizer.groups:
+        if fnmatchcase("embedding.table", group.match):
+            decay = decay if group.weight_decay is None else group.weight_decay
+    return not optimizer.update_rule.stays or bool(optimizer.ema) or decay != 0
+
+
+@register(
+    "phases",
+    "embedding-rows",
+    rules=(
+        Rule(
+            "rows of a table that stays",
+            "memory",
+            lambda a: not a.memory.offloads_state,
+            "memory.embedding = 'rows' brings rows of a table that rests elsewhere, and memory.weights = 'device' "
+            "keeps all of it there",
+            "set memory.weights = 'file' or 'host', or leave memory.embedding out",
+        ),
+        Rule(
+            "rows alone with updates of all",
+            "optimizer",
+            lambda a: moves_all_rows(a.optimizer),
+            "memory.embedding = 'rows' writes rows that have a gradient, and optimizer.kind = {0.optimizer.kind!r} "
+            "with its decay and average also changes the others",
+            "set optimizer.kind = 'sgd', weight_decay = 0 (also in a group for embedding.table) and ema = 0, or leave "
+            "memory.embedding out",
+        ),
+        Rule(
+            "rows of a table that is also the output layer",
+            "shape layout",
+            lambda a: a.shape.tied or a.layout.vocab_barriers > 0,
+            "memory.embedding = 'rows' has no whole table, and model.tied or layout.vocab_barriers compute with it",
+            "set model.tied = false and leave layout.vocab_barriers out, or leave memory.embedding out",
+        ),
+        Rule(
+            "rows of a table that other code reads whole",
+            "adapter train model layout memory optimizer",
+            lambda a: (
+                a.adapter is not None
+                or a.train.compile
+                or bool(a.model.kind)
+                or bool(a.layout.balance or a.layout.overlap or a.layout.secondary)
+                or a.memory.speculate != "none"
+                or a.memory.alternate != 0
+                or a.optimizer.estimate == "zeroth-order"
+                or a.optimizer.in_backward
+                or a.optimizer.post_validation
+            ),
+            "memory.embedding = 'rows' is for plain passes and updates of Weft's own transformer, and [adapter], "
+            "train.compile, model.kind, layout.balance, overlap and secondary, memory.speculate and alternate, "
+            "optimizer.estimate, in_backward and post_validation have others",
+            "leave one of them out",
+        ),
+    ),
+    title="Rows gathered for embeddings in training: those of a batch's tokens are read, updated and written",
+    paper="Min et al. 2021 (PyTorch-Direct)",
+    recipe="files.toml --set memory.embedding=rows --set model.tied=false "
+    "--set optimizer.kind=sgd --set optimizer.weight_decay=0",
+    proof="tests/parallel/test_embedding_rows.py",
+    figure="equal to one device to 1e-10; bytes are unique rows x width, counted; by the host, not by a GPU",
+)
+class EmbeddingRowsTechnique(StepTechnique):
+    """Brings and updates the rows of the table of embeddings that a batch's tokens name.
+
+    It fills no phase: the table is a unit of its own kind (:mod:`weft.parallel.embedding_rows`).
+    """
+
+    fills = Phase(0)
+    does = "memory.embedding = {0.memory.embedding!r} updates rows of tokens alone"
+
+    def fill(self, context: StepContext, recipe: Recipe) -> PhaseFiller | None:
+        return None
