@@ -1,11 +1,14 @@
 """Updates of a state on the host and, by turns, on a device behind a link: what every number of units there takes.
 
 There is no device here: a second thread takes its place. All sides do their real work (AdamW on float32, copies there
-and back) and then sleep for as long as their stated rates ask, so that the figures stand whatever else two cores do;
-last, nobody sleeps and the second core is the device. For every link "auto" chooses by rates that it measures; then all
-numbers of units take turns. Peers: all on the host (ZeRO-Offload), and half of the units on the device.
+and back) and then sleep for as long as their stated rates ask, so that the figures stand whatever else two cores do.
+With ``--products`` nobody sleeps: they multiply matrices and copy memory instead, as often as the rates ask of an idle
+core, so that host, device and link compete for two cores; last, no work is added and the second core is the device.
+For every link "auto" chooses by rates that it measures; then all numbers of units take turns. Peers: all on the host
+(ZeRO-Offload), and half of the units on the device.
 
     OMP_NUM_THREADS=1 python bench/alternating.py [--rounds 3] [--json bench/results/alternating.json]
+    OMP_NUM_THREADS=1 python bench/alternating.py --products [--json bench/results/alternating_products.json]
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +41,7 @@ from weft.schedule.alternate import BRING, ON_DEVICE, ON_HOST, RETURN, simulated
 from weft.train.rule_optimizer import RuleOptimizer
 
 RESULTS = Path(__file__).parent / "results" / "alternating.json"
+WORKED = RESULTS.with_name("alternating_products.json")
 #: Blocks, and how wide they are, with stated rates and without.
 SHAPES = {True: (12, 128), False: (6, 384)}
 #: Seconds of a block's update on the host, and how many times as fast a device is.
@@ -110,11 +115,68 @@ def pace(shared: Shared, link: float | None) -> dict[str, float]:
     return rates
 
 
-def compared(link: float | None, rounds: int) -> dict[str, Any]:
-    """Times of every number of units, the fastest of the rounds. ``link`` None: nobody sleeps."""
+def turns_per_second(work: Callable[[], Any]) -> float:
+    """How often a core that is as idle as this machine's can do ``work`` in a second: the best of some trials."""
+    best = float("inf")
+    for _ in range(20):
+        begun = time.perf_counter()
+        for _ in range(10):
+            work()
+        best = min(best, (time.perf_counter() - begun) / 10)
+    return 1 / best
+
+
+class Labour:
+    """Real work of stated amounts: products of matrices for updates, copies of memory for the link."""
+
+    def __init__(self) -> None:
+        local = threading.local()
+
+        def product() -> None:
+            if not hasattr(local, "a"):
+                local.a, local.b = torch.ones(160, 160), torch.empty(160, 160)
+            torch.mm(local.a, local.a, out=local.b)
+
+        def copy() -> None:
+            if not hasattr(local, "c"):
+                local.c, local.d = torch.ones(2, 1 << 18)
+            local.d.copy_(local.c)
+
+        self.work = dict.fromkeys((ON_HOST, ON_DEVICE), product)
+        self.work |= dict.fromkeys((BRING, RETURN), copy)
+        self.per_second = {work: turns_per_second(work) for work in (product, copy)}
+
+    def give(self, shared: Shared, link: float) -> None:
+        """Have every action do as much work as an idle core does in the time that its rate says."""
+        rates, sizes = pace(shared, link), sizes_of(shared.state)
+
+        def working(a: Action, work: Any) -> None:
+            work()
+            again = self.work[a.kind]
+            count = rates[a.kind] * sizes[a.stage] * self.per_second[again]
+            for _ in range(round(count)):
+                again()
+
+        shared.alternating.wrap = working
+
+
+def compared(
+    link: float | None, rounds: int, labour: Labour | None = None
+) -> dict[str, Any]:
+    """Times of every number of units, the fastest of the rounds.
+
+    ``link`` None: nothing is added to the updates. ``labour``: real work in place of sleeps.
+    """
+
+    def paced(shared: Shared) -> None:
+        if labour is not None and link is not None:
+            labour.give(shared, link)
+        else:
+            pace(shared, link)
+
     found: list[dict[str, Any]] = []
     auto = built("auto", link is not None, found.append)
-    pace(auto, link)
+    paced(auto)
     for _ in range(PROFILED + 1):
         updated(auto)
     units = len(auto.state.units)
@@ -122,7 +184,7 @@ def compared(link: float | None, rounds: int) -> dict[str, Any]:
         count: built(count / units, link is not None) for count in range(units + 1)
     }
     for state in states.values():
-        pace(state, link)
+        paced(state)
     times: dict[int, list[float]] = {count: [] for count in states}
     for turn in range(rounds + 1):
         for count, state in states.items():
@@ -155,14 +217,18 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="one link, to see that it runs"
     )
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--products", action="store_true", help="real work in place of sleeps"
+    )
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     keep_heap()
     links: list[float | None] = [1.0] if given.quick else [*LINKS, None]
     found = []
+    labour = Labour() if given.products else None
     for link in links:
-        found.append(one := compared(link, given.rounds))
+        found.append(one := compared(link, given.rounds, labour))
         print(
             f"link {link}: {one['chosen']} of {one['units']} units on the device by measured rates, "
             f"{one['best']} are best: "
@@ -170,7 +236,8 @@ def main() -> None:
             f"{one['host over chosen']:.2f} times as long, half on the device {one['half over chosen']:.2f}",
             flush=True,
         )
-    given.json.write_text(
+    place = given.json or (WORKED if given.products else RESULTS)
+    place.write_text(
         json.dumps({"machine": machine(), "links": found}, indent=1) + "\n"
     )
 

@@ -13,7 +13,7 @@ from tests.prove.test_equality import difference, name, tree
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.memory.tier_file import PAGE
-from weft.parallel.embedding_rows import EmbeddingRows
+from weft.parallel.row_lookup import EmbeddingRows
 from weft.train.build_step import build_step
 from weft.train.setup import prepare
 from weft.train.step import StepContext

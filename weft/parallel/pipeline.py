@@ -78,7 +78,7 @@ class Pipeline:
         table = "embedding.table"
         by_row = memory.embedding == "rows"
         if by_row:
-            from weft.parallel.embedding_rows import EmbeddingRows, RowLookup
+            from weft.parallel.row_lookup import EmbeddingRows, RowLookup
 
             in_tiles = in_tiles | {table}
         self.streamed = memory.by_table
@@ -117,8 +117,9 @@ class Pipeline:
         users = []
         for (stages, dtype, (*_, alone)), named in in_order:
             if alone == table:
-                unit: TableUnit = EmbeddingRows(named, self.mesh, dtype, tiers)
-                self.model.embedding.lookup = RowLookup(unit)
+                rows = EmbeddingRows(named, self.mesh, dtype, tiers)
+                self.model.embedding.lookup = RowLookup(rows)
+                unit: TableUnit = rows
             elif alone in in_tiles:
                 unit = TiledWeight(named, self.mesh, dtype, tiers, tiles)
             else:

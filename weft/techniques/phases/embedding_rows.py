@@ -82,7 +82,7 @@ def moves_all_rows(optimizer: Optimizer) -> bool:
 class EmbeddingRowsTechnique(StepTechnique):
     """Brings and updates the rows of the table of embeddings that a batch's tokens name.
 
-    It fills no phase: the table is a unit of its own kind (:mod:`weft.parallel.embedding_rows`).
+    It fills no phase: the table is a unit of its own kind (:mod:`weft.parallel.row_lookup`).
     """
 
     fills = Phase(0)
