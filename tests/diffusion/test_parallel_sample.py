@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +11,8 @@ import torch
 from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.parallel_sample import NamedTable, TableSampling, table_of_options
 from weft.diffusion.sample import SampleRequest, sample, seeded_noise
-from weft.diffusion.sampling_costs import SamplingDevice
+from weft.diffusion.sampling_costs import SamplingDevice, bytes_between
+from weft.diffusion.sampling_pictures import sampled_sizes
 from weft.diffusion.sampling_plan import chosen_table, planned_tables
 from weft.errors import UsageError
 from weft.layout.layout import Layout
@@ -86,6 +87,57 @@ def test_what_reaches_beyond_the_image_stays_nothing() -> None:
         for word, ranks in (("exact", 1), ("exact", 2), ("pipefusion:age=0", 2)):
             got = by_table(word, ranks, of=odd, guidance=2.5)
             torch.testing.assert_close(got, whole, rtol=0, atol=1e-10)
+
+
+class SplitAnswer(NamedTuple):
+    """On a rank its samples, the bytes that it has sent, and those of the formula."""
+
+    images: T | None
+    sent: int
+    formula: float
+
+
+def split_over_ranks(word: str, ranks: int) -> list[SplitAnswer]:
+    import torch.distributed as dist
+
+    out = []
+    for steps in (1, 3):
+        of = denoiser()
+        request = SampleRequest(CLASSES, steps, "heun", 2.5, 7)
+        table = NamedTable(word, ranks)
+        sampling = TableSampling(of, request, table, 0, of.settings.classes, split=True)
+        images = sampling.over_ranks()
+        runnable, rank = sampling.runnable, dist.get_rank() % ranks
+        sizes = sampled_sizes(sampling)
+        keys = bytes_between(runnable, sizes) if ranks > 1 else {}
+        sent = sum(n for (source, _), n in keys.items() if source == rank)
+        last = [row for row in runnable.source.of_rank(rank) if row.layers.end == 4]
+        tokens = sum(runnable.source.blocks[b] for row in last for b in row.queries)
+        predicted = tokens * len(CLASSES) * of.settings.patch_values * 8
+        out.append(SplitAnswer(images, sampling.bytes_sent, sent + predicted))
+    return out
+
+
+@pytest.mark.parametrize(("word", "ranks"), [("exact", 1), ("exact", 2), ("pipefusion:age=0", 2)])  # fmt: skip
+def test_guidance_over_two_groups_is_that_of_one_device(
+    pool: Any, word: str, ranks: int
+) -> None:
+    answers = pool.run(2 * ranks, split_over_ranks, word, ranks)
+    for index, steps in enumerate((1, 3)):
+        of = denoiser()
+        request = SampleRequest(CLASSES, steps, "heun", 2.5, 7)
+        whole = TableSampling(of, request, NamedTable("exact", 1), 0, 5).as_threads()
+        first, *others = [answer[index] for answer in answers]
+        torch.testing.assert_close(first.images, whole, rtol=0, atol=1e-10)
+        assert all(other.images is None for other in others)
+        for answer in (first, *others):
+            assert answer.sent == answer.formula > 0
+
+
+def test_guidance_of_one_is_not_split() -> None:
+    of = denoiser()
+    with pytest.raises(UsageError, match="--guidance 1 is none"):
+        TableSampling(of, SampleRequest(CLASSES), NamedTable("exact", 1), 0, 5, True)
 
 
 def test_a_plan_names_the_fastest_table_that_loses_little() -> None:

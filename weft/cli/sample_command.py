@@ -21,6 +21,7 @@ _table = (
     "Sample by this table, with settings after a colon: distrifusion, pcpp:part=0.5, pipefusion:patches=8, "
     "video-infinity:padding=8, dualparal:frames=8,context=5, exact."
 )
+_split = "With --guidance: compute predictions with and without condition on two groups of ranks, each as large as --layout."
 _frames = "Frames of a video; left out: as many as the model was trained on."
 _svg = "Draw the table that is run, simulated with layers that all take equally long."
 
@@ -50,6 +51,7 @@ def sample_command(
     layout: Spread = None,
     stale: Annotated[int | None, typer.Option(metavar="STEPS", help=_stale)] = None,
     table: Annotated[str, typer.Option(metavar="NAME", help=_table)] = "",
+    split: Annotated[bool, typer.Option("--split-guidance", help=_split)] = False,
     frames: Annotated[int, typer.Option(min=0, help=_frames)] = 0,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help=_svg)] = None,
 ) -> int:
@@ -71,13 +73,14 @@ def sample_command(
 
     spread = Layout.parse(layout or "")
     named = table_of_options(spread, stale, table)
+    ranks = named.ranks * (1 + split)
     if svg is not None:
         check_writable(svg, "--svg")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     check_new(out)
-    if (code := launch_sampling(named.ranks)) is not None:
+    if (code := launch_sampling(ranks)) is not None:
         return code
-    with in_sampling_rank(named.ranks, device) as own:
+    with in_sampling_rank(ranks, device) as own:
         denoiser = open_denoiser(checkpoint, own, warn, ema)
         conditions = asked_conditions(
             denoiser.settings, count, classes, denoiser.class_names, prompt or ()
@@ -86,7 +89,7 @@ def sample_command(
             conditions.to(own), steps, sampler, guidance, seed, 0, batch
         )
         sampling = TableSampling(
-            denoiser, request, named, frames, denoiser.settings.classes
+            denoiser, request, named, frames, denoiser.settings.classes, split
         )
         begun = time.perf_counter()
         images = sampling.over_ranks()
@@ -97,8 +100,8 @@ def sample_command(
         if svg is not None:
             draw_table(sampling, svg)
         spent = (
-            f" by {named.word} on {named.ranks} ranks, of which the first sent {sampling.bytes_sent:,} bytes"
-            if named.ranks > 1
+            f" by {named.word} on {ranks} ranks, of which the first sent {sampling.bytes_sent:,} bytes"
+            if ranks > 1
             else ""
         )
         print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +27,7 @@ from weft.models.patches import patchify, real_values, unpatchify
 
 if TYPE_CHECKING:
     from weft.diffusion.denoiser import Denoiser
+    from weft.diffusion.guidance_halves import HalvesOverRanks
     from weft.diffusion.sample import SampleRequest
     from weft.layout.layout import Layout
     from weft.shapes.diffusion_shape import DiffusionSettings
@@ -159,6 +161,7 @@ class TableSampling:
         ``table``: the table's word and ranks.
         ``frames``: frames of a video; 0: as many as the model was trained on.
         ``dropped``: the condition that stands for none.
+        ``split``: whether guidance is spread over two groups of ranks, each as large as the table.
 
     Raises :class:`UsageError` for a table that these samples do not allow.
 
@@ -175,8 +178,15 @@ class TableSampling:
         table: NamedTable,
         frames: int = 0,
         dropped: T | int = 0,
+        split: bool = False,
     ) -> None:
         self.denoiser, self.request, self.dropped = denoiser, request, dropped
+        self.split = split
+        self.half: HalvesOverRanks | None = None
+        if split and request.guidance == 1:
+            raise UsageError(
+                "--split-guidance spreads guidance over ranks, and --guidance 1 is none; give another scale"
+            )
         self.settings = settings_with_frames(denoiser.settings, frames)
         times = sample_times(denoiser.process, request.steps)
         self.solver = SolverSteps(solver_of(request.sampler), denoiser.process, times)
@@ -248,7 +258,7 @@ class TableSampling:
         count, request = len(conditions), self.request
         tokens = PatchDenoiser(
             self.denoiser, conditions, self.solver.evaluations, request.guidance, self.dropped,
-            real_values(self.settings),
+            real_values(self.settings), self.half,
         )  # fmt: skip
         blocks: dict[int, T] = {}
         source = SampleSource(
@@ -264,20 +274,35 @@ class TableSampling:
     def over_ranks(self) -> T | None:
         """Return all samples ``[samples, channels, (frames,) height, width]``; None on ranks but the first.
 
-        All ranks of the table call it.
+        All ranks of the table call it; with ``split`` those of two tables, the first of which has the conditions.
         """
         from weft.diffusion.sampling_ranks import run_over_ranks
 
+        halves = self._halves() if self.split else None
+        self.half = halves
+        run_table = (
+            partial(run_over_ranks, group=halves.group) if halves else run_over_ranks
+        )
         self.bytes_sent = 0
         batches = []
         conditions, size = self.request.conditions, self.request.batch
         for start in range(0, len(conditions), size):
             some = conditions[start : start + size]
-            images, run = self.batch(self.request.first + start, some, run_over_ranks)
+            images, run = self.batch(self.request.first + start, some, run_table)
             batches.append(images)
             self.bytes_sent += run.bytes_sent
+        if halves is not None:
+            halves.wire.flush()
+            self.bytes_sent += halves.wire.bytes_sent
+            if not halves.conditional:
+                return None
         there = [each for each in batches if each is not None]
         return torch.cat(there) if there else None
+
+    def _halves(self) -> HalvesOverRanks:
+        from weft.diffusion.guidance_halves import HalvesOverRanks
+
+        return HalvesOverRanks(self.request.conditions.device)
 
     def as_threads(self) -> T:
         """Return the samples that :meth:`over_ranks` returns, with all ranks as threads of this process."""

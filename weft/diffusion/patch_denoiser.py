@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from weft.diffusion.denoiser import Denoiser
+    from weft.diffusion.guidance_halves import GuidanceHalf
     from weft.diffusion.noise_process import NoiseProcess
     from weft.diffusion.sampling_run import Attend
     from weft.diffusion.solver import Solver
@@ -40,6 +41,7 @@ class PatchDenoiser:
         ``dropped``: the condition that stands for none.
         ``real``: which values of the patches are of pixels, bool ``[patches, values]``, as
             :func:`weft.models.patches.real_values` returns it; None: all. The others stay zero.
+        ``half``: which half of guidance this rank computes; None: both.
     """
 
     def __init__(
@@ -50,14 +52,16 @@ class PatchDenoiser:
         guidance: float = 1.0,
         dropped: T | int = 0,
         real: T | None = None,
+        half: GuidanceHalf | None = None,
     ) -> None:
         shape = denoiser.model.shape
         self.denoiser, self.times, self.guidance = denoiser, tuple(times), guidance
         self.layers, self.heads, self.width = shape.layers, shape.heads, shape.embed
         self.head_dim = shape.head_dim or shape.embed // shape.heads
-        self.copies = 1 if guidance == 1 else 2
+        self.copies, self.half = 1 if guidance == 1 or half else 2, half
         without = torch.zeros_like(conditions) + dropped
-        self.conditions = torch.cat((conditions, without)[: self.copies])
+        both = (conditions, without) if half is None or half.conditional else (without,)
+        self.conditions = torch.cat(both[: self.copies])
         self.real = None if real is None or bool(real.all()) else real
 
     def own(self) -> PatchDenoiser:
@@ -95,8 +99,14 @@ class PatchDenoiser:
     def final(self, hidden: T, prepared: PreparedTokens) -> T:
         """Return the prediction ``[samples, tokens, values]``, with classifier-free guidance applied."""
         predicted = self.denoiser.model.ended(hidden, prepared.signals)
-        if self.copies == 2:
-            conditional, unconditional = predicted.chunk(2)
+        pair: tuple[T, ...] = ()
+        if self.half is not None:
+            pair = predicted, self.half.exchanged(predicted)
+            pair = pair if self.half.conditional else pair[::-1]
+        elif self.copies == 2:
+            pair = predicted.chunk(2)
+        if pair:
+            conditional, unconditional = pair
             moved = conditional - unconditional
             predicted = unconditional + self.guidance * moved
         if self.real is not None:  # beyond the image a prediction means nothing

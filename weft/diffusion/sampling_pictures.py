@@ -87,7 +87,7 @@ def sampled_sizes(sampling: TableSampling) -> DenoiserSizes:
     rows = min(request.batch, len(request.conditions))
     return DenoiserSizes(
         shape.embed, shape.ffn or 4 * shape.embed, sampling.settings.patch_values,
-        rows * (1 if request.guidance == 1 else 2), bytes=sampling.denoiser.dtype.itemsize,
+        rows * (1 if request.guidance == 1 or sampling.split else 2), bytes=sampling.denoiser.dtype.itemsize,
     )  # fmt: skip
 
 

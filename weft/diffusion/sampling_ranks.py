@@ -21,8 +21,9 @@ def run_over_ranks(
     sampler: TokenSampler,
     source: SampleSource,
     timeout: float = 600,
+    group: dist.ProcessGroup | None = None,
 ) -> SamplingRun:
-    """Run this rank's part of a sampling table; all ranks of the default process group call it.
+    """Run this rank's part of a sampling table; all ranks of ``group``, or of the default one, call it.
 
     Every transfer is a send and a receive between two ranks, in the order of the table, and none is a collective:
     no rank can wait in a collective that another one has not reached. ``timeout``: seconds that a rank waits for a
@@ -30,7 +31,7 @@ def run_over_ranks(
     """
     if runnable.source.ranks == 1:
         return run_sampling(runnable, 0, denoiser, sampler, source)
-    group = dist.group.WORLD
+    group = group or dist.group.WORLD
     assert group is not None
     specs = value_specs(runnable, denoiser, source)
     wire = Wire(group, source.device, timeout, specs)

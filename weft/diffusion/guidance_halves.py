@@ -1,0 +1,64 @@
+"""Guidance over two groups of ranks: one computes predictions with conditions, the other those without."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from weft.net.groups import new_group
+from weft.schedule.actions import Value
+from weft.schedule.pipeline_wire import Specs, Wire
+
+T = torch.Tensor
+
+
+class GuidanceHalf(Protocol):
+    """This rank's half of guidance.
+
+    Attributes:
+        ``conditional``: whether the rank computes predictions with conditions.
+    """
+
+    conditional: bool
+
+    def exchanged(self, predicted: T) -> T:
+        """Send ``predicted`` to the rank that has the other half of the same tokens, and return that rank's."""
+
+
+class HalvesOverRanks:
+    """The half of guidance of this rank of the default process group, of which all ranks are in two equal groups.
+
+    The first half of the ranks computes with conditions. Rank ``r`` of one group has the same tokens, layers and steps
+    as rank ``r`` of the other, so that both exchange predictions in the same order, and go on with equal latents.
+
+    ``device``: where predictions are; ``timeout``: seconds that a rank waits for the other's prediction.
+
+    Attributes:
+        ``group``: the ranks with the same half.
+        ``wire``: transfers between the halves; it counts their bytes.
+    """
+
+    def __init__(self, device: torch.device, timeout: float = 600) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        rank, each = world.rank(), world.size() // 2
+        self.conditional = rank < each
+        self.other = (rank + each) % (2 * each)
+        first = 0 if self.conditional else each
+        self.group = new_group(range(first, first + each), "guidance")
+        self._spec: Specs | None = None
+        self._count = 0
+        self.wire = Wire(world, device, timeout, lambda value: self._spec)
+        pairs = {(r, (r + each) % (2 * each)) for r in range(2 * each)}
+        self.wire.connect(pairs)
+
+    def exchanged(self, predicted: T) -> T:
+        self._spec = [(tuple(predicted.shape), predicted.dtype)]
+        value = Value("guidance", 0, self._count)
+        self._count += 1
+        self.wire.ask(value, self.other)
+        self.wire.send(value, predicted.contiguous(), self.other, 1)
+        other: T = self.wire.take(value, self.other, "guidance")
+        return other
