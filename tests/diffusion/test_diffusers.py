@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import Command
 from tests.models.test_diffusion_transformer import model_of
 from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.noise_process import NoiseProcess
@@ -15,6 +16,7 @@ from weft.diffusion.sample import SampleRequest, sample
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.models.diffusers_weights import (
+    WEIGHTS,
     export_diffusers,
     open_diffusers,
     shape_of_diffusers,
@@ -63,6 +65,53 @@ def test_a_folder_of_diffusers_comes_back(tmp_path: Path) -> None:
     noised, time, classes = torch.randn(2, 2, 6, 6), torch.tensor([0.1, 0.7]), torch.tensor([0, 3])  # fmt: skip
     first, second = (Denoiser(m)(noised, time, classes) for m in (model, again))  # type: ignore[arg-type]
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_commands_write_and_read_them(command: Command, tmp_path: Path) -> None:
+    """Out by weft export, in by weft checkpoint convert and as a model that weft sample opens by itself."""
+    model = model_of(size=(6, 6))
+    wide = model.shape.model_copy(update={"ffn": 64})
+    values = dict(parallelize(wide, Mesh.single(), Train()).model.named_parameters())
+    dit, run = export_diffusers(wide, values, tmp_path / "dit"), tmp_path / "run"
+    code, out, err = command("checkpoint", "convert", dit, "--out", run)
+    assert code == 0 and "from diffusers" in out, err
+    for words in (["export", "--checkpoint", run], ["checkpoint", "convert", run, "--to", "hf"]):  # fmt: skip
+        again = tmp_path / str(words[0])
+        code, _, err = command(*words, "--out", again)
+        assert code == 0, err
+        assert (again / WEIGHTS).read_bytes() == (dit / WEIGHTS).read_bytes()
+        assert (again / "config.json").read_bytes() == (dit / "config.json").read_bytes()  # fmt: skip
+    ask = ["sample", "--count", 2, "--steps", 2, "--class", "1"]
+    for name, place in {"ours": run, "theirs": dit}.items():
+        code, _, err = command(*ask, "--checkpoint", place, "--out", tmp_path / name)
+        assert code == 0, err
+    torch.testing.assert_close(
+        *(torch.load(tmp_path / name / "samples.pt") for name in ("ours", "theirs")), rtol=0, atol=0
+    )  # fmt: skip
+    half = tmp_path / "half"
+    code, _, err = command("export", "--checkpoint", run, "--dtype", "bfloat16", "--out", half)  # fmt: skip
+    assert code == 0 and (half / WEIGHTS).stat().st_size < 0.7 * (dit / WEIGHTS).stat().st_size  # fmt: skip
+
+
+def test_what_diffusers_does_not_have_is_one_line(
+    command: Command, tmp_path: Path
+) -> None:
+    wide = model_of(size=(6, 6)).shape.model_copy(update={"ffn": 64})
+    values = dict(parallelize(wide, Mesh.single(), Train()).model.named_parameters())
+    dit = export_diffusers(wide, values, tmp_path / "dit")
+    ask = ["export", "--checkpoint", dit, "--out", tmp_path / "x.gguf"]
+    for words in (["--format", "gguf"], ["--merge"]):
+        code, _, err = command(*ask, *words)
+        assert code == 2 and f"{' '.join(words)} is of models of tokens" in err, err
+        assert err.count("\n") == 1
+    ask = ["checkpoint", "convert", dit, "--out", tmp_path / "z"]
+    for words in (["--to", "gguf"], ["--to", "dcp"], ["--upcycle", "experts=2"]):
+        code, _, err = command(*ask, *words)
+        assert code == 2 and "is of models of tokens" in err, err
+        assert err.count("\n") == 1
+    (dit / "config.json").write_text(json.dumps({"_class_name": "UNet2DModel"}))
+    code, _, err = command("sample", "--checkpoint", dit, "--out", tmp_path / "y")
+    assert code and "UNet2DModel" in err and err.count("\n") == 1
 
 
 def test_other_models_of_diffusers_are_refused(tmp_path: Path) -> None:

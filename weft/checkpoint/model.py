@@ -136,6 +136,17 @@ def export_model(
     """
     check_new(out)
     model, files, length = open_model(checkpoint, "cpu", warn, ema)
+    if model.shape.kind == "diffusion":
+        if form != "hf" or merge:
+            option = "--merge" if merge else f"--format {form}"
+            raise UsageError(
+                f"{option} is of models of tokens; {checkpoint} makes images, which diffusers reads; leave it out"
+            )
+        from weft.models.diffusers_weights import export_diffusers
+
+        kind = getattr(torch, dtype) if dtype else torch.float32
+        values = {n: p.detach().to(kind) for n, p in model.named_parameters()}
+        return export_diffusers(model.shape, values, out)
     if model.shape.kind:
         raise WeftError(
             f"{checkpoint} is of a plugin's model ({model.shape.kind}), which no other program knows"

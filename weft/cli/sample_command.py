@@ -21,7 +21,7 @@ _table = (
     "Sample by this table, with settings after a colon: distrifusion, pcpp:part=0.5, pipefusion:patches=8, "
     "video-infinity:padding=8, dualparal:frames=8,context=5, exact."
 )
-_split = "With --guidance: compute predictions with and without condition on two groups of ranks, each as large as --layout."
+_split = "With --guidance: predictions with and without condition on two groups of ranks, each of the size of --layout."
 _frames = "Frames of a video; left out: as many as the model was trained on."
 _svg = "Draw the table that is run, simulated with layers that all take equally long."
 

@@ -260,6 +260,11 @@ def rule_and_names(name: str) -> tuple[NameRule, tuple[str, ...]] | None:
     raise WeftError(f"tensor {name} is of no model that Weft knows")
 
 
+def own_source(name: str, shard: Shard) -> TensorSource:
+    """Return the source of a tensor that is stored whole in ``shard`` under Weft's own ``name``."""
+    return TensorSource(name, [shard], NameRule((name,), replicated), 0)
+
+
 def _unread(name: str) -> WeftError:
     return WeftError(
         f"tensor {name} is of experts in a form that Weft does not read; save them as a Hugging Face folder"

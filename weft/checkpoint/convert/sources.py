@@ -7,7 +7,12 @@ import torch
 from weft.checkpoint.address import Where, open_storage
 from weft.checkpoint.boxes import MOMENTS, ROOT
 from weft.checkpoint.convert.foreign import Foreign, naming
-from weft.checkpoint.convert.rules import Shard, TensorSource, sources_by_name
+from weft.checkpoint.convert.rules import (
+    Shard,
+    TensorSource,
+    own_source,
+    sources_by_name,
+)
 from weft.checkpoint.hub import local_path
 from weft.checkpoint.source_format import newest_save
 from weft.checkpoint.storage import LocalStorage
@@ -83,13 +88,14 @@ def _weft(where: Where) -> Foreign:
         return Shard(about.shape, dtype, read)
 
     def under(prefix: str) -> dict[str, TensorSource]:
-        return sources_by_name(
-            {
-                n.removeprefix(prefix): [shard(n)]
-                for n in checkpoint.tensors
-                if n.startswith(prefix) and n != prefix + VALUE_HEAD
-            }
-        )
+        shards = {
+            n.removeprefix(prefix): shard(n)
+            for n in checkpoint.tensors
+            if n.startswith(prefix) and n != prefix + VALUE_HEAD
+        }
+        if model_of(checkpoint).kind:  # whose names are its own
+            return {name: own_source(name, each) for name, each in shards.items()}
+        return sources_by_name({name: [each] for name, each in shards.items()})
 
     if model_of(checkpoint).adapter is not None:
         raise WeftError(

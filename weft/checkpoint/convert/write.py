@@ -54,10 +54,25 @@ def convert(
     if not is_new(place):
         raise WeftError(f"--out {out} exists already; choose another folder")
     foreign = open_foreign(source, kind, config)
+    _check_kind(foreign, to, upcycle)
     if upcycle is not None:
         foreign = upcycled(foreign, upcycle)
     WRITERS[to](foreign, place if to == "weft" else Path(str(out)), dtype, optimizer)
     return foreign
+
+
+def _check_kind(foreign: Foreign, to: str, upcycle: str | None) -> None:
+    """Raise :class:`UsageError` for what only models of tokens can become."""
+    kind = foreign.model.kind
+    if not kind:
+        return
+    forms = ["weft", *["hf"] * (kind == "diffusion")]
+    wrong = f"--to {to}" if to not in forms else "--upcycle" if upcycle else ""
+    if wrong:
+        raise UsageError(
+            f"{wrong} is of models of tokens, and {foreign.path} is of kind {kind!r}; leave it out (--to may be "
+            f"{' or '.join(forms)})"
+        )
 
 
 class _Output(NamedTuple):
@@ -146,6 +161,12 @@ def write_hf(
     ``dtype``: type of the weights (None keeps theirs, or for a Weft run the type of the model that it started from).
     ``optimizer`` has no effect, as the format has no optimizer state.
     """
+    if foreign.model.kind == "diffusion":
+        from weft.models.diffusers_weights import export_diffusers
+
+        values = {name: foreign.read(name, dtype) for name in foreign.table}
+        export_diffusers(foreign.model, values, out)
+        return
     if foreign.kind == "weft" or "quantization_config" in carried_config(foreign.files):
         # A run keeps float32 of what began in 16 bits, and 8 bits are read as float32.
         dtype = dtype or exported_dtype(None, foreign.files)
