@@ -18,7 +18,7 @@ import torch
 from tests.conftest import Command
 from tests.pictures import OF_VIDEOS, picture_recipe, write_pictures, write_videos
 from tests.started import Started
-from weft.diffusion.sampling_pictures import grid_of
+from weft.diffusion.image_files import image_grid
 from weft.layout.mesh import Mesh
 from weft.recipe import build_recipe
 from weft.train.setup import prepare
@@ -212,8 +212,9 @@ def test_the_command_serves_what_it_samples(
     assert process.wait(60) == 0
 
 
-def test_plan_here_refuses_images_in_one_line(command: Command) -> None:
-    code, _, err = command("plan", "digits", "--here")
+@pytest.mark.parametrize("where", [["--here"], ["--cluster", "a100", "--gpus", 4]])
+def test_plans_refuse_images_in_one_line(command: Command, where: list[object]) -> None:  # fmt: skip
+    code, _, err = command("plan", "digits", *where)
     assert code == 2 and "makes images" in err and err.count("\n") == 1
 
 
@@ -223,10 +224,10 @@ def test_a_folder_that_exists_is_kept(command: Command, run_folder: Path) -> Non
 
 
 def test_frames_of_a_video_stand_side_by_side() -> None:
-    video = torch.zeros(2, 1, 3, 4, 4)
+    video = np.full((2, 1, 3, 4, 4), -1.0, np.float32)
     video[1, 0, 2] = 1.0
-    grid = grid_of(video)
-    scale = 16  # small images are enlarged
-    assert grid.shape == (1, 2 * 6 * scale, 14 * scale)
-    assert grid[0, -2 * scale :, -5 * scale : -scale].max() == 1.0
-    assert grid[0, : 6 * scale].max() == 0.0
+    grid = image_grid(video)
+    # a strip of three frames of 4 pixels with gaps of 2, each pixel 12 times: one row for each video
+    assert grid.shape == (2 * 48 + 2, 12 * (3 * 4 + 2 * 2))
+    assert (grid[-48:, -48:] == 255).all() and (grid[-48:, :48] == 0).all()
+    assert grid[:48].max() == 96

@@ -124,6 +124,11 @@ def read_job(
     if Path(name).suffix == ".toml":
         own = load_recipe(name)
         own.need_model()
+        if own.model.kind == "diffusion":
+            raise UsageError(
+                f"{model} makes images, whose patches only the data know; compare layouts with weft verify, and plan "
+                "samples with weft plan RUN --sample STEPS"
+            )
         batch, seq = batch or own.train.batch, seq or own.data.seq_len
         precision = precision or {"bfloat16": "bf16"}.get(own.train.dtype, "fp32")
     precision = precision or "bf16"
