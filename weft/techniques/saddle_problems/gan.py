@@ -47,7 +47,10 @@ class GanSettings(Section):
     paper="Goodfellow et al. 2014",
     recipe="gan.toml",
     proof="tests/saddle/test_gan.py",
-    figure="a step against the operator helps both players; images come nearer to digits, step by step",
+    figure=(
+        "Fréchet distance from digits after 1,500 rounds: `5.96` whole with `79.5` MB, `7.53` with MASHA2 and the "
+        "largest tenth, `10.754` MB, `9.95` with compressed operators; `52.9` before (`bench/saddle.py`)"
+    ),
     settings=GanSettings,
 )
 class DigitsGan(SaddleProblem):
