@@ -47,7 +47,7 @@ def test_a_real_server_takes_the_robust_rule_and_ends_after_its_seconds(
         ({"aggregate": "medianx"}, "federated.aggregate = 'medianx'"),
         ({"listen": "localhost:99999"}, "ports end at 65535"),
         ({"listen": "::1:7800"}, "federated.listen"),
-        ({"secure": True, "policy": "scaffold"}, "control variates"),
+        ({"secure": True, "policy": "scaffold-m"}, "control variates"),
         ({"secure": True, "per_round": 1}, "hides nothing"),
     ],
 )

@@ -146,7 +146,7 @@ def check_rounds(recipe: Recipe) -> None:
             "federated.secure: a sum over one client hides nothing; let federated.per_round and federated.clients be "
             "2 or more"
         )
-    if settings.secure and policy.client_step.control:
+    if settings.secure and policy(settings).client_step.control:
         raise UsageError(
             f"federated.secure masks updates, and clients of federated.policy = {settings.policy!r} also send their "
             "control variates, which would show them; use 'fedavg' or 'fedavg-m', or leave secure out"
