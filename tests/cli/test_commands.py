@@ -122,6 +122,9 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (["generate", "--checkpoint", "nowhere", "--prompt-file", "none.txt"], 2, r"none\.txt cannot be read: No such"),
     (["generate", "--checkpoint", "nowhere", "--prompt-file", sys.executable], 2, r"read: not text in UTF-8 \(byte"),
     (["new", ""], 2, r"the new recipe has no name; say: weft new NAME"),
+    (["verify", QUICKSTART, "--random", "2", "--layout", "dp=2"], 2, r"--layout has no use with --random"),
+    (["verify", QUICKSTART, "--random", "2", "--set", "layout.pp=2"], 2, r"--set layout\.pp has no use with --random"),
+    (["verify", QUICKSTART, "--random", "2", "--set", "memory.tiels=2"], 2, r"did you mean 'tiles'\?"),
     (["generate", "--checkpoint", "nowhere", "--prompt", "x", "--layout", "dp=2"], 2, r"has no use for dp; leave it"),
     (["serve", "--checkpoint", "nowhere", "--layout", "shard=2"], 2, r"has no use for shard; leave it out"),
 ])  # fmt: skip

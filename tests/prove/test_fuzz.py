@@ -26,7 +26,7 @@ QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 @pytest.mark.slow
 def test_random_cases_equal_one_device(pool: Any) -> None:
     fuzzer = Fuzzer(QUICKSTART, pool)
-    found = list(fuzzer.campaign(6, seed=8, ranks=4, minutes=None))
+    found = list(fuzzer.campaign(6, seed=12, ranks=4, minutes=None))
     bad = [(c, v) for c, v in found if v.kind not in ("equal", "refused")]
     assert not bad, [
         command_of(QUICKSTART, c, fuzzer.dtype, fuzzer.steps) for c, _ in bad
@@ -43,7 +43,7 @@ def test_a_campaign(pool: Any) -> None:
     for path in sorted(QUICKSTART.parent.glob("*.toml")):
         # a campaign draws small models, and refuses these
         recipe = load_recipe(path)
-        if recipe.model.origin or recipe.control:
+        if recipe.model.origin or recipe.trains_no_language_model:
             continue
         found = list(Fuzzer(path, pool).campaign(100, seed=1, ranks=8, minutes=None))
         assert [(c, v) for c, v in found if v.kind not in ("equal", "refused")] == [], (
@@ -145,6 +145,24 @@ def test_the_command_repeats_the_case(pool: Any) -> None:
     assert [given[i + 1] for i, word in enumerate(given) if word == "--set"] == sets
     fuzz.write_corpus()
     assert Fuzzer(QUICKSTART, pool).verdict_of(case).kind == "equal"
+
+
+def test_what_the_command_line_sets_holds_in_every_case() -> None:
+    pool = mock.Mock()
+    pool.run.return_value = [{"ok": True}]
+    fixed = ["memory.tiles=2", "memory.weights='host'", "train.batch=4"]
+    fuzzer = Fuzzer(QUICKSTART, pool, fixed=fixed)
+    for case, _ in fuzzer.campaign(20, seed=1, ranks=2, minutes=None):
+        command = shlex.split(command_of(QUICKSTART, case, "float64", 2, fixed))
+        for text in fixed:
+            name = text.partition("=")[0]
+            assert [w for w in command if w.partition("=")[0] == name] == [text]
+    recipes = [call.args[2] for call in pool.run.call_args_list]
+    assert recipes  # the others are refused
+    assert {(r.memory.tiles, r.memory.weights, r.train.batch) for r in recipes} == {
+        (2, "host", 4)
+    }
+    assert {r.layout.world for r in recipes} != {1}
 
 
 def test_a_campaign_goes_on_where_another_ended() -> None:

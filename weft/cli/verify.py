@@ -26,7 +26,10 @@ def verify_command(
     layout: LayoutText = None,
     overrides: Overrides = None,
     origin: FromModel = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Optimizer steps to compare: 3, with --random 2."),
+    ] = None,
     types: Annotated[bool, typer.Option("--types", help=_types_help)] = False,
     dtype: Annotated[
         str, typer.Option(help="float64 (to 1e-10) or float32 (to 5e-5).")
@@ -59,7 +62,12 @@ def verify_command(
             f"--dtype {dtype!r} is not possible; {nearest(dtype, TOLERANCE)}"
         )
     if cases is not None:
-        return _random(recipe, cases, first, seed, minutes, dtype, as_json)
+        _refuse_beside_random(layout, overrides or [], origin, types)
+        return _random(
+            recipe, cases, first, seed, minutes, dtype, as_json, steps or 2,
+            overrides or [],
+        )  # fmt: skip
+    steps = steps or 3
     given = load_recipe(recipe, overrides or [], layout, origin)
     if given.federated is not None and not types:
         return _federated(given, as_json)
@@ -205,6 +213,23 @@ def _numbers(recipe: "Recipe", steps: int, as_json: bool) -> int:
     return 0
 
 
+def _refuse_beside_random(
+    layout: str | None, overrides: list[str], origin: str | None, types: bool
+) -> None:
+    """Refuse the options that have no effect beside ``--random``, which draws layouts and sizes of models."""
+    from weft.layout.axes import LIVE_AXES
+
+    names = [text.partition("=")[0].strip() for text in overrides]
+    sizes = {f"layout.{axis}" for axis in (*LIVE_AXES, "island", "ep", "order")}
+    options = {"--layout": layout, "--from": origin, "--types": types}
+    idle = [name for name, value in options.items() if value]
+    idle += [f"--set {name}" for name in names if name in sizes]
+    if idle:
+        raise UsageError(
+            f"{idle[0]} has no use with --random, which draws layouts and small models; leave one of them out"
+        )
+
+
 def _random(
     path: Path,
     count: int,
@@ -213,6 +238,8 @@ def _random(
     minutes: float | None,
     dtype: str,
     as_json: bool,
+    steps: int,
+    fixed: list[str],
 ) -> int:
     """Run random cases against one device. Ctrl-C or SIGTERM ends with the summary so far."""
     from rich.console import Console
@@ -223,11 +250,11 @@ def _random(
     from weft.recipe import load_recipe
 
     pool, summary, console = ProcessPool(), Summary(), Console(stderr=True)
-    fuzzer: Any = Fuzzer(path, pool, dtype)
-    if load_recipe(path).federated is not None:
+    fuzzer: Any = Fuzzer(path, pool, dtype, steps, fixed=fixed)
+    if load_recipe(path, fixed).federated is not None:
         from weft.federated.random_federation import FederatedCases
 
-        fuzzer = FederatedCases(path)
+        fuzzer = FederatedCases(path, fixed)
     try:
         with Progress(console=console) as progress:
             task = progress.add_task("against one device", total=count)
@@ -245,7 +272,7 @@ def _random(
                 if verdict.kind in ("equal", "refused"):
                     continue
                 if isinstance(fuzzer, Fuzzer):
-                    repeat = command_of(path, case, dtype, fuzzer.steps)
+                    repeat = command_of(path, case, dtype, steps, fixed)
                 else:
                     repeat = fuzzer.command_of(case)
                 summary.cases.append(

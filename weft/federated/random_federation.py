@@ -7,6 +7,7 @@ rules refuse in one line counts as refused.
 from __future__ import annotations
 
 import random
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,9 +46,13 @@ REAL: Mapping[str, Sequence[Any]] = {"federated.tick": (0.05, 1.0)}
 
 @dataclass(frozen=True)
 class FederatedCases:
-    """A campaign of random cases of the recipe in the file ``path``."""
+    """A campaign of random cases of the recipe in the file ``path``.
+
+    ``fixed``: texts ``section.key=value`` that hold in every case, whatever is drawn.
+    """
 
     path: Path
+    fixed: Sequence[str] = ()
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
         """Return the settings of a case by their full names. The same numbers of ``rng`` give the same case."""
@@ -65,10 +70,12 @@ class FederatedCases:
 
     def verdict_of(self, case: Mapping[str, Any]) -> CaseResult:
         """Run a case. Errors become its result."""
-        own = [f"{n}={value!r}" for n, value in case.items() if n.startswith("federated.")]  # fmt: skip
+        kept = {text.partition("=")[0].strip() for text in self.fixed}
+        drawn = {n: value for n, value in case.items() if n not in kept}
+        own = [f"{n}={value!r}" for n, value in drawn.items() if n.startswith("federated.")]  # fmt: skip
         adapter = {"kind": case["adapter.kind"], "rank": 2} if "adapter.kind" in case else {}  # fmt: skip
         try:
-            recipe = load_recipe(self.path, [word.replace("True", "true") for word in own])  # fmt: skip
+            recipe = load_recipe(self.path, [*(word.replace("True", "true") for word in own), *self.fixed])  # fmt: skip
             result = compare_real_run(recipe, lambda line: None, adapter)
         except UsageError as refusal:
             return CaseResult("refused", str(refusal))
@@ -81,6 +88,7 @@ class FederatedCases:
     ) -> Iterator[tuple[dict[str, Any], CaseResult]]:
         """Run random cases, and yield each with its result. The arguments are those of a campaign of layouts."""
         end = time.monotonic() + 60 * minutes if minutes else float("inf")
+        load_recipe(self.path, self.fixed)  # whose mistakes are no results of cases
         for number in range(first, first + count):
             if time.monotonic() > end:
                 return
@@ -90,7 +98,8 @@ class FederatedCases:
     def command_of(self, case: Mapping[str, Any]) -> str:
         """Return the command line that repeats a case of :meth:`campaign`, with the settings that it draws."""
         drawn = " ".join(f"{n}={value}" for n, value in case.items() if "." in n)
+        more = "".join(f" --set {shlex.quote(text)}" for text in self.fixed)
         return (
-            f"weft verify {self.path} --random 1 --first {case['number']} --seed {case['seed']}  "
+            f"weft verify {self.path} --random 1 --first {case['number']} --seed {case['seed']}{more}  "
             f"# {drawn}"
         )

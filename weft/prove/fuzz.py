@@ -399,11 +399,15 @@ def draw_case(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
     return case
 
 
-def command_options(case: Case) -> tuple[str, list[str]]:
-    """Return the command-line options of a case: the value of ``--layout``, and the values of each ``--set``."""
-    settings = SMALL | case
+def command_options(case: Case, fixed: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """Return the command-line options of a case: the value of ``--layout``, and the values of each ``--set``.
+
+    ``fixed``: texts ``section.key=value`` that hold in every case, whatever was drawn.
+    """
+    kept = {text.partition("=")[0].strip() for text in fixed}
+    settings = {key: v for key, v in (SMALL | case).items() if key not in kept}
     if "data.path" in case:
-        del settings["data.sources"]
+        settings.pop("data.sources", None)
     layout, sets = [], []
     for name, value in settings.items():
         if value is None:  # left to the recipe
@@ -411,12 +415,13 @@ def command_options(case: Case) -> tuple[str, list[str]]:
         if name.startswith("layout."):
             layout.append(f"{name.removeprefix('layout.')}={value}")
         elif name == "data.sources":
-            paths = [value, *([str(FOLDER / "few.jsonl")] if _mixes(settings) else [])]
+            more = [str(FOLDER / "few.jsonl")] if _mixes(SMALL | case) else []
+            paths = [value, *more]
             listed = [{"kind": "jsonl", "path": path} for path in paths]
             sets.append(f"{name}={_in_toml(listed)}")
         else:
             sets.append(f"{name}={_in_toml(value)}")
-    return ",".join(layout), sets
+    return ",".join(layout), [*sets, *fixed]
 
 
 def _mixes(case: Case) -> bool:
@@ -433,12 +438,14 @@ def _in_toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def command_of(path: Path, case: Case, dtype: str, steps: int) -> str:
+def command_of(
+    path: Path, case: Case, dtype: str, steps: int, fixed: Sequence[str] = ()
+) -> str:
     """Return the command line of ``weft verify`` that repeats ``case`` with the recipe file ``path``.
 
-    ``dtype``: type of the computation; ``steps``: number of training steps.
+    ``dtype``: type of the computation; ``steps``: number of training steps; ``fixed``: as in :func:`command_options`.
     """
-    layout, sets = command_options(case)
+    layout, sets = command_options(case, fixed)
     more = [word for text in sets for word in ("--set", text)]
     options = ["--layout", layout, *more, "--dtype", dtype, "--steps", str(steps)]
     return shlex.join(["weft", "verify", str(path), *options])
@@ -495,7 +502,7 @@ class Fuzzer:
     """Runs random cases of the recipe file ``path`` in a pool of processes, and compares each with one device.
 
     ``dtype``: type of the computation; ``steps``: training steps of each case; ``limit``: seconds after which a case
-    counts as hung.
+    counts as hung; ``fixed``: texts ``section.key=value`` that hold in every case, whatever is drawn.
     """
 
     path: Path
@@ -503,10 +510,11 @@ class Fuzzer:
     dtype: str = "float64"
     steps: int = 2
     limit: float = 60
+    fixed: Sequence[str] = ()
 
     def verdict_of(self, case: Case) -> CaseResult:
         """Run ``case`` on the ranks of its layout, and return the result; errors of the case become a result too."""
-        layout, sets = command_options(case)
+        layout, sets = command_options(case, self.fixed)
         try:
             recipe = load_recipe(
                 self.path, [*sets, f'train.dtype="{self.dtype}"'], layout
@@ -557,7 +565,7 @@ class Fuzzer:
         number of the first case, by which a campaign can be continued.
         """
         write_corpus()
-        recipe = load_recipe(self.path)
+        recipe = load_recipe(self.path, self.fixed)
         recipe.need_model()
         if recipe.model.origin:
             raise UsageError(
