@@ -12,7 +12,6 @@ import torch
 from weft.data.clips import ClipForm, natural_order, read_clips
 from weft.data.pictures import PictureSet
 from weft.diffusion.animations import write_animation
-from weft.diffusion.image_job import held_out_pictures
 from weft.errors import UsageError, WeftError
 
 FORM = ClipForm(frames=12)
@@ -91,7 +90,7 @@ def test_clips_cover_a_video(tmp_path: Path) -> None:
 def test_clips_of_one_video_are_held_out_together() -> None:
     groups = np.repeat(np.arange(20), 5)
     clips = PictureSet(np.zeros((100, 1, 1, 1, 1)), np.zeros(100), (), groups)
-    out = held_out_pictures(clips, 0.3, 0).reshape(20, 5)
+    out = clips.held_out(0.3, 0).reshape(20, 5)
     assert 0 < out.sum() < 100 and (out == out[:, :1]).all()
 
 

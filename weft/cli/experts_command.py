@@ -1,72 +1,107 @@
-"""``weft experts``: train experts of different sizes on domains of their own, and join them."""
+"""``weft experts``: train experts of different sizes on domains or clusters of their own, and join them."""
 
-import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
 from weft.cli.arguments import AsJson, Overrides, RecipeFile
 from weft.cli.console import print_table
+from weft.cli.expert_wishes import (
+    ExpertWish,
+    check_expert_names,
+    check_texts,
+    read_wish,
+)
 from weft.errors import UsageError, WeftError
-
-if TYPE_CHECKING:
-    from weft.recipe import Recipe
 
 _expert = (
     "An expert: its name, and what its recipe differs in, as "
-    "'code data.path=code/*.py model.layers=4'. May be repeated."
+    "'code data.path=code/*.py model.layers=4'. May be repeated. With --clusters it changes the expert of that name, "
+    "cluster-0 and following."
+)
+_clusters = "Divide the recipe's images into so many clusters by k-means, and train an expert for each of them."
+_features = (
+    "With --clusters: a .npy file with a vector for each image, in the order of the data, by which they are divided; "
+    "by default the pixels."
 )
 _only = "Train only this expert, as on a machine of its own; may be repeated. All must be here before they are joined."
-_top = "How many experts, the likeliest, have a say in each token; 0: all."
+_lost = "With --clusters: join without this expert, whose cluster is masked; may be repeated."
+_top = "How many experts, the likeliest, have a say in each token, or in each image at each step; 0: all."
 _prior = "Weight of each expert before anything of a text is seen, in the order of --expert; by default all are alike."
-
-
-class ExpertWish(NamedTuple):
-    """An expert that a user asks for: its ``name``, its ``overrides`` of the recipe, and the ``recipe`` with these."""
-
-    name: str
-    overrides: tuple[str, ...]
-    recipe: "Recipe"
+_router = "With --clusters: steps of the training of the router."
 
 
 def experts_command(
     recipe: RecipeFile,
-    expert: Annotated[list[str], typer.Option(metavar="TEXT", help=_expert)],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the set; each expert has a run folder in it.")],
+    expert: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=_expert)] = None,
+    clusters: Annotated[int | None, typer.Option(metavar="K", help=_clusters)] = None,
+    features: Annotated[Path | None, typer.Option(metavar="FILE", help=_features)] = None,
     overrides: Overrides = None,
     only: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_only)] = None,
+    lost: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_lost)] = None,
     top: Annotated[int, typer.Option(min=0, help=_top)] = 0,
     prior: Annotated[list[float] | None, typer.Option(metavar="WEIGHT", help=_prior)] = None,
+    router_steps: Annotated[int, typer.Option(min=1, help=_router)] = 1000,
     as_json: AsJson = False,
 ) -> int:  # fmt: skip
-    """Train experts apart, each on a domain of its own and as large as that is hard, and join them to one model.
+    """Train experts apart, each on a domain or a cluster of its own and as large as that is hard, and join them.
 
     They exchange nothing. weft generate, weft serve and weft eval take the folder as a model: in every text an expert
-    counts by how likely it has made the text so far. Run again, the command goes on with what has not ended.
+    counts by how likely it has made the text so far. With --clusters, weft sample takes it: a router says how much each
+    counts in a noised image. Run again, the command goes on with what has not ended.
     """
     import json
 
     from weft.train.expert_set import write_expert_set
 
-    wishes = [_wish(recipe, text, overrides or []) for text in expert]
+    divided = None
+    if clusters is None:
+        _refuse_without_clusters(expert, features, lost)
+        wishes = [read_wish(recipe, text, overrides or []) for text in expert or []]
+    else:
+        from weft.cli.cluster_experts import (
+            cluster_names,
+            divide_images,
+            join_images,
+            write_division,
+        )
+
+        if prior is not None:
+            raise UsageError(
+                "--prior is of texts; the router of images learns how frequent clusters are. Leave it out"
+            )
+        check_expert_names(cluster_names(clusters), only or [], lost or [], top)
+        divided = divide_images(
+            recipe, overrides or [], expert or [], clusters, features, out
+        )
+        wishes = divided.wishes
     names = [wish.name for wish in wishes]
-    _check(wishes, only or names, top, prior)
+    check_expert_names(names, only or [], lost or [], top)
+    if divided is None:
+        check_texts(wishes, only or names, prior)
     out.mkdir(parents=True, exist_ok=True)
-    for wish in wishes:
-        if wish.name in (only or names):
-            _train(recipe, wish, overrides or [], out / wish.name, as_json)
-    missing = [name for name in names if not (out / name / "checkpoints").is_dir()]
+    if divided is not None:
+        write_division(divided, out)
+    here = [w for w in wishes if w.name in (only or names) and w.name not in (lost or [])]  # fmt: skip
+    _train_each(recipe, here, overrides or [], out, as_json)
+    wanted = [wish for wish in wishes if wish.name not in (lost or [])]
+    missing = [w.name for w in wanted if not (out / w.name / "checkpoints").is_dir()]
     if missing:
+        without = ", or --lost NAME joins the others" if divided else ""
         typer.echo(
             f"not joined yet: {', '.join(missing)} of {out} must be trained, or its run folder copied there; then run "
-            "this again"
+            f"this again{without}"
         )
         return 0
-    write_expert_set(out, names, prior or [1.0] * len(names), top)
-    rows = [_row(wish, out / wish.name) for wish in wishes]
+    if divided is None:
+        write_expert_set(out, names, prior or [1.0] * len(names), top)
+    else:
+        join_images(divided, out, top, lost or [], router_steps)
+    rows = [_row(wish, out / wish.name) for wish in wanted]
     if as_json:
         print(json.dumps([row._asdict() for row in rows], indent=1))
         return 0
@@ -79,6 +114,23 @@ def experts_command(
     )
     typer.echo(out)
     return 0
+
+
+def _refuse_without_clusters(
+    expert: list[str] | None, features: Path | None, lost: list[str] | None
+) -> None:
+    """Raise :class:`UsageError` for options that only ``--clusters`` reads, and for no expert at all."""
+    for option, given in (("--features", features), ("--lost", lost)):
+        if given:
+            raise UsageError(f"{option} is for --clusters; leave it out")
+    if not expert:
+        raise UsageError(
+            "no experts are named; give --expert 'NAME section.key=value ...' for each, or --clusters K for images"
+        )
+
+
+#: Exit codes of a run that a user has stopped: no other begins then.
+STOPPED = (130, -2)
 
 
 class ExpertRow(NamedTuple):
@@ -102,70 +154,47 @@ def _row(wish: ExpertWish, run: Path) -> ExpertRow:
     return ExpertRow(wish.name, count, tokens, 6.0 * count * tokens)
 
 
-def _wish(recipe: Path, text: str, overrides: list[str]) -> ExpertWish:
-    """Read one value of ``--expert``, and its recipe, which is refused as by ``weft train``."""
-    from weft.recipe import load_recipe
-
-    try:
-        name, *own = shlex.split(text)
-    except ValueError:
-        name, own = "", []
-    if not name or "=" in name or "/" in name or name.startswith("."):
-        raise UsageError(
-            f"--expert {text!r} does not begin with a name; write it as 'code data.path=code/*.py model.layers=4'"
-        )
-    if wrong := next((each for each in own if "=" not in each), None):
-        raise UsageError(f"--expert {name}: {wrong!r} is no section.key=value")
-    loaded = load_recipe(recipe, [*overrides, *own])
-    loaded.need_model()
-    return ExpertWish(name, tuple(own), loaded)
-
-
-def _check(
-    wishes: list[ExpertWish], only: list[str], top: int, prior: list[float] | None
+def _train_each(
+    recipe: Path, wishes: list[ExpertWish], overrides: list[str], out: Path, quiet: bool
 ) -> None:
-    """Raise :class:`UsageError` for experts that cannot be joined, before any of them is trained."""
-    from weft.data.source_check import check_sources
+    """Train experts one after another; one that fails does not keep the others from being trained.
 
-    names = [wish.name for wish in wishes]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(
-            f"two experts are named {twice!r}; give each a name of its own"
-        )
-    if other := next((name for name in only if name not in names), None):
-        raise UsageError(f"--only {other} is none of the experts {', '.join(names)}")
-    if top > len(names):
-        raise UsageError(f"--top {top} of {len(names)} experts; 0 stands for all")
-    if prior is not None and (
-        len(prior) != len(names) or min(prior) < 0 or not any(prior)
-    ):
-        raise UsageError(
-            f"--prior has {len(prior)} weights for {len(names)} experts; give one for each, none below 0 and one above"
-        )
-    tokenizers = {wish.recipe.data.tokenizer for wish in wishes}
-    if len(tokenizers) > 1:
-        raise UsageError(
-            f"the experts have different tokenizers ({', '.join(map(str, tokenizers))}), so that their probabilities "
-            "cannot be joined; give all the same data.tokenizer"
-        )
+    Raises :class:`WeftError` for those that have failed.
+    """
+    failed: dict[str, int] = {}
     for wish in wishes:
-        if wish.name in only:
-            check_sources(wish.recipe.data)
+        code = _train(recipe, wish, overrides, out / wish.name, quiet)
+        if code:
+            failed[wish.name] = code
+        if code in STOPPED:
+            break
+    if failed:
+        codes = ", ".join(
+            f"expert {name} has ended with exit code {code}"
+            for name, code in failed.items()
+        )
+        raise WeftError(
+            f"{codes} (its own lines are above); run the same command again to go on, or train it elsewhere with --only"
+        )
 
 
 def _train(
     recipe: Path, wish: ExpertWish, overrides: list[str], out: Path, quiet: bool
-) -> None:
-    """Train one expert as ``weft train`` does, or go on with it. Raises :class:`WeftError` if the run fails."""
-    words = [sys.executable, "-m", "weft", "train", str(recipe), "--out", str(out)]
+) -> int:
+    """Train one expert as ``weft train`` does, or go on with it. Returns the exit code."""
+    words = [sys.executable, "-m", "weft", *training_words(recipe, wish, overrides, out)]  # fmt: skip
+    typer.echo(f"expert {wish.name}", err=quiet)
+    ended = subprocess.run(words, stdout=sys.stderr if quiet else None, check=False)
+    return ended.returncode
+
+
+def training_words(
+    recipe: Path, wish: ExpertWish, overrides: list[str], out: Path
+) -> list[str]:
+    """Return the words of ``weft`` that train an expert in the run folder ``out``, or go on with it."""
+    words = ["train", str(recipe), "--out", str(out)]
     for each in (*overrides, *wish.overrides):
         words += ["--set", each]
     if (out / "checkpoints").is_dir():
         words += ["--resume", "auto"]
-    typer.echo(f"expert {wish.name}", err=quiet)
-    ended = subprocess.run(words, stdout=sys.stderr if quiet else None, check=False)
-    if ended.returncode:
-        raise WeftError(
-            f"expert {wish.name} has ended with exit code {ended.returncode} (its own lines are above); run the same "
-            "command again to go on, or train it elsewhere with --only"
-        )
+    return words

@@ -9,6 +9,7 @@ import typer
 
 from weft.cli.arguments import Ema, ModelName, Seed, Spread
 from weft.cli.console import warn
+from weft.errors import UsageError
 
 _class = "Names or numbers of the classes that samples are to be of, in turn; none: no class; left out: all classes."
 _prompt = "What the samples are to show, for a model that reads texts; several are taken in turn."
@@ -23,6 +24,7 @@ _table = (
 )
 _split = "With --guidance: predictions with and without condition on two groups of ranks, each of the size of --layout."
 _frames = "Frames of a video; left out: as many as the model was trained on."
+_top = "Of a set of experts: how many, the likeliest, count in each image at each step; 0: all. Left out: as trained."
 _svg = "Draw the table that is run, simulated with layers that all take equally long."
 
 
@@ -54,6 +56,7 @@ def sample_command(
     split: Annotated[bool, typer.Option("--split-guidance", help=_split)] = False,
     frames: Annotated[int, typer.Option(min=0, help=_frames)] = 0,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help=_svg)] = None,
+    top: Annotated[int | None, typer.Option(min=0, metavar="K", help=_top)] = None,
 ) -> int:
     """Make images or videos with a diffusion transformer that a run has trained, and write them into a folder."""
     import torch
@@ -70,6 +73,7 @@ def sample_command(
     from weft.layout.layout import Layout
     from weft.new_folder import check_new
     from weft.pages import check_writable
+    from weft.train.expert_set import read_expert_set, refuse_beside_experts
 
     spread = Layout.parse(layout or "")
     named = table_of_options(spread, stale, table)
@@ -78,6 +82,22 @@ def sample_command(
         check_writable(svg, "--svg")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     check_new(out)
+    if read_expert_set(checkpoint, images=True) is not None:
+        from weft.diffusion.joined_sample import write_joined_samples
+
+        refuse_beside_experts(checkpoint, {
+            "--layout": spread.world > 1, "--stale": stale is not None, "--table": table, "--frames": frames,
+            "--svg": svg, "--split-guidance": split,
+        })  # fmt: skip
+        no_class = torch.zeros(count, dtype=torch.int64, device=device)
+        request = SampleRequest(no_class, steps, sampler, guidance, seed, 0, batch)
+        said = write_joined_samples(checkpoint, out, request, classes, warn, ema, top)
+        print(f"weft: {said}; all of them: {out / 'grid.png'}", file=sys.stderr)
+        return 0
+    if top is not None:
+        raise UsageError(
+            f"--top is for sets of experts, and {checkpoint} is a single model; leave it out"
+        )
     if (code := launch_sampling(ranks)) is not None:
         return code
     with in_sampling_rank(ranks, device) as own:

@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from weft.cache import digest
+from weft.data.order import choose_held_out
 from weft.errors import UsageError, WeftError
 
 #: Path of the digits that come with scikit-learn.
@@ -55,6 +56,21 @@ class PictureSet:
         raise UsageError(
             "data.kind has images or videos, which a model of tokens cannot read; set model.kind = 'diffusion'"
         )
+
+    @property
+    def part(self) -> str:
+        """Words for which part of the data this is; empty if it is all of them."""
+        return ""
+
+    def held_out(self, share: float, seed: int) -> np.ndarray:
+        """Return which samples are for validation, bool ``[samples]``; all clips of a video or none.
+
+        The arguments are those of :func:`weft.data.order.choose_held_out`.
+        """
+        if self.groups is None:
+            return choose_held_out(len(self), share, seed)
+        videos = int(self.groups.max()) + 1
+        return choose_held_out(videos, share, seed)[self.groups]
 
     @property
     def fingerprint(self) -> str:

@@ -12,7 +12,6 @@ import numpy as np
 
 from weft.cache import digest
 from weft.data.loader import Corpus
-from weft.data.order import choose_held_out
 from weft.data.pictures import PictureSet
 from weft.data.tokenizer import load_tokenizer
 from weft.diffusion.class_words import class_file
@@ -189,31 +188,25 @@ def about(pictures: PictureSet) -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-def held_out_pictures(pictures: PictureSet, share: float, seed: int) -> np.ndarray:
-    """Return which of ``pictures`` are for validation, bool ``[samples]``; all clips of a video or none.
-
-    The arguments are those of :func:`weft.data.order.choose_held_out`.
-    """
-    if pictures.groups is None:
-        return choose_held_out(len(pictures), share, seed)
-    videos = int(pictures.groups.max()) + 1
-    return choose_held_out(videos, share, seed)[pictures.groups]
-
-
 def _corpus(recipe: Recipe, pictures: PictureSet, own: Tokenizer | None) -> Corpus:
     """Return a corpus without documents, whose orders are of images."""
     data = recipe.data
-    out = held_out_pictures(pictures, data.held_out, data.seed)
+    (source,) = data.sources
+    out = pictures.held_out(data.held_out, data.seed)
+    if out.all():
+        raise UsageError(
+            f"{source.shown}{pictures.part}: no image is left to learn from ({len(pictures)} are held out); give fewer "
+            "clusters, or a smaller data.validation"
+        )
     both = [
         PictureOrder((), (), data.seed, epochs, indices=np.flatnonzero(side), fixed=fixed)
         for side, epochs, fixed in ((~out, data.epochs, False), (out, 1, True))
     ]  # fmt: skip
-    (source,) = data.sources
     identity = digest(pictures.fingerprint, data.seed, data.held_out)
     classes = f" of {len(pictures.classes)} classes" if pictures.classes else ""
     size = " x ".join(map(str, pictures.pixels.shape[1:]))
     what = "clips" if pictures.pixels.ndim == 5 else "images"
-    line = f"{source.shown}: {len(pictures):,} {what}{classes} ({out.sum():,} for validation), {size}"
+    line = f"{source.shown}{pictures.part}: {len(pictures):,} {what}{classes} ({out.sum():,} for validation), {size}"
     return Corpus(
         load_tokenizer("bytes", (), data.cache),
         both[0],

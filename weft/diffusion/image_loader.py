@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +59,54 @@ def drawn_times(settings: DiffusionSettings, numbers: np.random.Generator) -> fl
     if settings.times == "logit-normal":
         return float(1 / (1 + np.exp(-numbers.standard_normal())))
     return float(numbers.random())
+
+
+class DrawnPictures(NamedTuple):
+    """Images with what training draws for each of them.
+
+    Attributes:
+        ``image``, ``noise``: float32 ``[rows, channels, (frames,) height, width]``.
+        ``time``: times at which they are noised, float64 ``[rows]``.
+        ``condition``: int64 ``[rows]``, the number of classes standing for a class that was dropped, or a caption's
+            rows ``[rows, words, pieces]``, zeros for one that was.
+    """
+
+    image: torch.Tensor
+    noise: torch.Tensor
+    time: torch.Tensor
+    condition: torch.Tensor
+
+
+def drawn_pictures(
+    pictures: PictureSet, order: PictureOrder, settings: DiffusionSettings, seed: int, samples: range,
+    count: int,
+) -> DrawnPictures:  # fmt: skip
+    """Return the images with the numbers ``samples`` of ``order``, with rows of zeros up to ``count``.
+
+    ``settings``: settings of the model that learns from them. ``seed``: seed of noise, times and dropped classes.
+    """
+    shape = (count, settings.channels, *settings.size)
+    image, noise = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    time = np.full(count, 0.5)
+    # of a text all zeros say nothing
+    said = (settings.words, PIECES) if settings.text else ()
+    condition = np.full((count, *said), settings.classes, np.int64)
+    for row, sample in enumerate(samples):
+        index = order.picture(sample)
+        # validation has numbers of its own
+        key = [seed % 2**64, (_NOISE + order.fixed << 40) + sample]
+        drawn = np.random.Generator(np.random.Philox(key=key))
+        time[row] = drawn_times(settings, drawn)
+        dropped = drawn.random() < settings.drop
+        if not dropped and settings.text:
+            condition[row] = caption_rows(
+                pictures.said[index], settings.words, settings.word_rows
+            )
+        elif settings.classes and not dropped:
+            condition[row] = pictures.labels[index]
+        noise[row] = drawn.standard_normal(shape[1:], np.float32)
+        image[row] = pictures.pixels[index]
+    return DrawnPictures(*map(torch.from_numpy, (image, noise, time, condition)))
 
 
 @dataclass(frozen=True)
@@ -129,36 +177,15 @@ class ImageLoader(Loader):
         ``[rows]``, the number of classes standing for a class that was dropped, or a caption's rows ``[rows, words,
         pieces]``, zeros for one that was.
         """
-        settings, pictures = self.settings, self.pictures
-        assert pictures is not None and isinstance(self.order, PictureOrder)
-        shape = (count, settings.channels, *settings.size)
-        image, noise = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        time = np.full(count, 0.5)
-        # of a text all zeros say nothing
-        said = (settings.words, PIECES) if settings.text else ()
-        condition = np.full((count, *said), settings.classes, np.int64)
-        for row, sample in enumerate(samples):
-            index = self.order.picture(sample)
-            # validation has numbers of its own
-            key = [self.seed % 2**64, (_NOISE + self.order.fixed << 40) + sample]
-            drawn = np.random.Generator(np.random.Philox(key=key))
-            time[row] = drawn_times(settings, drawn)
-            dropped = drawn.random() < settings.drop
-            if not dropped and settings.text:
-                condition[row] = caption_rows(
-                    pictures.said[index], settings.words, settings.word_rows
-                )
-            elif settings.classes and not dropped:
-                condition[row] = pictures.labels[index]
-            noise[row] = drawn.standard_normal(shape[1:], np.float32)
-            image[row] = pictures.pixels[index]
-        images, noises, times = map(torch.from_numpy, (image, noise, time))
-        process = NoiseProcess.of(settings)
-        noised = process.noised(images, noises, times)
-        target = process.target_of(images, noises, times)
+        assert self.pictures is not None and isinstance(self.order, PictureOrder)
+        drawn = drawn_pictures(
+            self.pictures, self.order, self.settings, self.seed, samples, count
+        )
+        process = NoiseProcess.of(self.settings)
+        whole = drawn.image, drawn.noise, drawn.time
         return {
-            "noised": patchify(noised, settings),
-            "target": patchify(target, settings),
-            "time": times,
-            "condition": torch.from_numpy(condition),
+            "noised": patchify(process.noised(*whole), self.settings),
+            "target": patchify(process.target_of(*whole), self.settings),
+            "time": drawn.time,
+            "condition": drawn.condition,
         }

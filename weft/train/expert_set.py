@@ -4,7 +4,8 @@ The folder has a file ``experts.json``, which ``weft experts`` writes::
 
     {"experts": [{"name": "code", "path": "code"}, {"name": "prose", "path": "prose"}], "prior": [1, 1], "top": 0}
 
-A path is relative to the folder, or any name under which ``weft generate`` finds a model.
+A path is relative to the folder, or any name under which ``weft generate`` finds a model. A set that makes images has
+one more key, ``"router": "router.safetensors"``: the file of what tells their clusters apart.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ class ExpertSet:
         ``folder``: where the set is.
         ``names``: the experts' names.
         ``places``: where each of the trained models is.
-        ``router``: says how much each expert counts in a document.
+        ``router``: says how much each expert counts in a document or an image.
+        ``evidence_file``: for images, file of the network whose answers the router goes by; else none.
     """
 
     folder: Path
     names: tuple[str, ...]
     places: tuple[str, ...]
     router: BayesRouter
+    evidence_file: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -58,18 +61,28 @@ class OpenedExperts:
 
 
 def write_expert_set(
-    folder: Path, names: Sequence[str], prior: Sequence[float], top: int = 0
+    folder: Path,
+    names: Sequence[str],
+    prior: Sequence[float],
+    top: int = 0,
+    router: str = "",
 ) -> None:
-    """Write the file of a set whose experts are in folders of these ``names`` in ``folder``."""
+    """Write the file of a set whose experts are in folders of these ``names`` in ``folder``.
+
+    ``router``: name of the file in ``folder`` that tells clusters of images apart; empty for experts of texts.
+    """
     experts = [{"name": name, "path": name} for name in names]
-    values = {"experts": experts, "prior": [*prior], "top": top}
+    values: dict[str, Any] = {"experts": experts, "prior": [*prior], "top": top}
+    if router:
+        values["router"] = router
     (folder / FILE).write_text(json.dumps(values, indent=1) + "\n")
 
 
-def read_expert_set(where: Where) -> ExpertSet | None:
+def read_expert_set(where: Where, images: bool = False) -> ExpertSet | None:
     """Read the set of experts in the folder ``where``; None if it is no folder with such a set.
 
-    Raises :class:`UsageError` for a file that is no set of experts.
+    ``images``: whether experts that make images are wanted, else those that write texts. Raises :class:`UsageError` for
+    a file that is no set of such experts.
     """
     folder = Path(str(where))
     file = folder / FILE
@@ -80,18 +93,31 @@ def read_expert_set(where: Where) -> ExpertSet | None:
         entries = [(str(each["name"]), str(each["path"])) for each in tree["experts"]]
         prior = tuple(float(x) for x in tree.get("prior") or [1.0] * len(entries))
         top = int(tree.get("top", 0))
+        router = str(tree.get("router", ""))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
             f"{file} is no set of experts ({type(error).__name__}: {error}); write it again with weft experts"
         ) from None
     wrong = _fault([name for name, _ in entries], prior, top)
+    if not wrong and bool(router) != images:
+        wrong = (
+            "these experts write texts, and weft sample makes images; ask them with weft generate --from"
+            if images
+            else "these experts make images and write no texts; ask them with weft sample --checkpoint"
+        )
     if wrong:
         raise UsageError(f"{file}: {wrong}")
     places = tuple(
         str(folder / path) if (folder / path).exists() else path for _, path in entries
     )
     names = tuple(name for name, _ in entries)
-    return ExpertSet(folder, names, places, BayesRouter(prior, top))
+    return ExpertSet(
+        folder,
+        names,
+        places,
+        BayesRouter(prior, top),
+        folder / router if router else None,
+    )
 
 
 def _fault(names: Sequence[str], prior: Sequence[float], top: int) -> str:

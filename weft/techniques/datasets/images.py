@@ -15,13 +15,23 @@ if TYPE_CHECKING:
     "dataset", "images", title="Images of folders, Parquet files or WebDataset archives"
 )
 def images(
-    path: str | None, size: Sequence[int] = (), colours: bool | None = None
+    path: str | None,
+    size: Sequence[int] = (),
+    colours: bool | None = None,
+    clusters: str = "",
+    cluster: int = 0,
 ) -> PictureSet:
     """Read the images at ``path``.
 
     ``size``: height and width to which they are scaled; ``colours``: whether pixels have three values, None for as many
-    as they have.
+    as they have; ``clusters``: file of ``weft experts --clusters`` that divides them, of which only ``cluster`` is
+    read.
     """
     from weft.data.pictures import read_pictures
 
-    return read_pictures(path or "", size, colours)
+    pictures = read_pictures(path or "", size, colours)
+    if not clusters:
+        return pictures
+    from weft.data.picture_part import cluster_part, read_clusters
+
+    return cluster_part(pictures, read_clusters(clusters), cluster)

@@ -21,12 +21,20 @@ def videos(
     step: int = 0,
     size: Sequence[int] = (),
     colours: bool | None = None,
+    clusters: str = "",
+    cluster: int = 0,
 ) -> PictureSet:
     """Read the videos at ``path`` as clips of ``frames`` frames.
 
-    The other arguments are those of :class:`weft.data.clips.ClipForm`.
+    ``clusters``: file of ``weft experts --clusters`` that divides the clips, of which only ``cluster`` is read. The
+    other arguments are those of :class:`weft.data.clips.ClipForm`.
     """
     from weft.data.clips import ClipForm, read_clips
 
     form = ClipForm(frames, every, step, tuple(size), colours)
-    return read_clips(path or "", form)
+    clips = read_clips(path or "", form)
+    if not clusters:
+        return clips
+    from weft.data.picture_part import cluster_part, read_clusters
+
+    return cluster_part(clips, read_clusters(clusters), cluster)

@@ -1,0 +1,128 @@
+"""A set of images divided into clusters, each of which an expert learns from apart: the file of it, and one cluster."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+
+from weft.data.pictures import PictureSet
+from weft.errors import UsageError, WeftError
+
+
+class PictureClusters(NamedTuple):
+    """Which cluster each image of a set is in.
+
+    Attributes:
+        ``labels``: number of each image's cluster, int64 ``[images]``.
+        ``clusters``: number of clusters.
+        ``fingerprint``: digest of the images.
+        ``features``: digest of the vectors by which they were divided.
+    """
+
+    labels: np.ndarray
+    clusters: int
+    fingerprint: str
+    features: str = ""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of images of each cluster."""
+        return tuple(np.bincount(self.labels, minlength=self.clusters).tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PicturePart(PictureSet):
+    """The images of one cluster. The same images are held out as of the whole set.
+
+    Attributes:
+        ``whole``: the whole set.
+        ``numbers``: number of each image in the whole set, int64 ``[images]``.
+        ``cluster``, ``clusters``: number of this cluster, and of all.
+    """
+
+    whole: PictureSet
+    numbers: np.ndarray
+    cluster: int
+    clusters: int
+
+    @property
+    def part(self) -> str:
+        """Words for which part of the data this is."""
+        return f", cluster {self.cluster} of {self.clusters}"
+
+    def held_out(self, share: float, seed: int) -> np.ndarray:
+        """Return which images are for validation, bool ``[images]``: those of the whole set.
+
+        The arguments are those of :func:`weft.data.order.choose_held_out`.
+        """
+        return self.whole.held_out(share, seed)[self.numbers]
+
+
+def write_clusters(file: Path, clusters: PictureClusters) -> None:
+    """Write ``clusters`` to ``file`` (.npz) in one step, so that no reader sees a part of it."""
+    draft = file.with_name(f".{os.getpid()}-{file.name}")
+    arrays: dict[str, Any] = {
+        name: np.asarray(value) for name, value in clusters._asdict().items()
+    }
+    np.savez(draft, **arrays)
+    draft.replace(file)
+
+
+def read_clusters(file: str | Path) -> PictureClusters:
+    """Read what :func:`write_clusters` has written. Raises :class:`WeftError` for another file."""
+    try:
+        with np.load(file) as values:
+            labels, clusters = (
+                values["labels"].astype(np.int64),
+                int(values["clusters"]),
+            )
+            names = str(values["fingerprint"]), str(values["features"])
+    except FileNotFoundError:
+        raise WeftError(
+            f"data.settings.clusters = '{file}' does not exist; weft experts --clusters writes it"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+        raise WeftError(
+            f"{file} does not say which cluster images are in ({type(error).__name__}); remove it, and run "
+            "weft experts --clusters again"
+        ) from None
+    return PictureClusters(labels, clusters, *names)
+
+
+def cluster_part(
+    pictures: PictureSet, clusters: PictureClusters, cluster: int
+) -> PicturePart:
+    """Return the images of ``pictures`` that are in ``cluster``.
+
+    Raises :class:`UsageError` for clusters of other images, and for a cluster without images.
+    """
+    if clusters.fingerprint != pictures.fingerprint:
+        raise UsageError(
+            f"data.settings.clusters divides {len(clusters.labels)} images, and these {len(pictures)} are others; give "
+            "the data that were divided"
+        )
+    if not 0 <= cluster < clusters.clusters:
+        raise UsageError(
+            f"data.settings.cluster = {cluster} of {clusters.clusters} clusters; they are numbered from 0"
+        )
+    numbers = np.flatnonzero(clusters.labels == cluster)
+    if not len(numbers):
+        raise UsageError(
+            f"cluster {cluster} of {clusters.clusters} has no images; divide them into fewer clusters"
+        )
+    groups = pictures.groups
+    return PicturePart(
+        pixels=pictures.pixels[numbers],
+        labels=pictures.labels[numbers],
+        classes=pictures.classes,
+        groups=None if groups is None else groups[numbers],
+        whole=pictures,
+        numbers=numbers,
+        cluster=cluster,
+        clusters=clusters.clusters,
+    )
