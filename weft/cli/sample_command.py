@@ -87,7 +87,7 @@ def sample_command(
 
         refuse_beside_experts(checkpoint, {
             "--layout": spread.world > 1, "--stale": stale is not None, "--table": table, "--frames": frames,
-            "--svg": svg, "--split-guidance": split,
+            "--svg": svg, "--split-guidance": split, "--prompt": prompt,
         })  # fmt: skip
         no_class = torch.zeros(count, dtype=torch.int64, device=device)
         request = SampleRequest(no_class, steps, sampler, guidance, seed, 0, batch)

@@ -115,12 +115,13 @@ def cluster_part(
         raise UsageError(
             f"cluster {cluster} of {clusters.clusters} has no images; divide them into fewer clusters"
         )
-    groups = pictures.groups
+    groups, said = pictures.groups, pictures.captions
     return PicturePart(
         pixels=pictures.pixels[numbers],
         labels=pictures.labels[numbers],
         classes=pictures.classes,
         groups=None if groups is None else groups[numbers],
+        captions=tuple(said[i] for i in numbers) if said else (),
         whole=pictures,
         numbers=numbers,
         cluster=cluster,
