@@ -15,6 +15,7 @@ from weft.diffusion.noise_process import NoiseProcess
 from weft.diffusion.sample import SampleRequest, sample, seeded_noise
 from weft.layout.mesh import Mesh
 from weft.models.diffusers_weights import (
+    diffusers_config,
     from_diffusers,
     shape_of_diffusers,
     to_diffusers,
@@ -30,6 +31,7 @@ try:
         DPMSolverMultistepScheduler,
         FlowMatchEulerDiscreteScheduler,
         FlowMatchHeunDiscreteScheduler,
+        PixArtTransformer2DModel,
         UniPCMultistepScheduler,
     )
 except ImportError:
@@ -91,6 +93,40 @@ def block() -> dict[str, float]:
     difference = (theirs - ours).detach().abs().max()
     return {
         "output": float(difference), "largest": float(theirs.detach().abs().max()), "gradient": worst,
+    }  # fmt: skip
+
+
+def texts() -> dict[str, float]:
+    """Differences of a PixArt, with cross-attention to texts, and of its gradients, in and out."""
+    torch.manual_seed(0)
+    config = {
+        "num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 3, "out_channels": 6, "num_layers": 2,
+        "sample_size": 8, "patch_size": 2, "cross_attention_dim": 16, "caption_channels": 10,
+    }  # fmt: skip
+    peer = PixArtTransformer2DModel(**config).eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    shape = shape_of_diffusers({"_class_name": type(peer).__name__, **peer.config})
+    values = from_diffusers(shape, dict(peer.named_parameters()))
+    model: Any = parallelize(shape, Mesh.single(), Train(), values).model
+    x, level, states = torch.randn(3, 3, 8, 8), torch.tensor([0, 3, 17]), torch.randn(3, 5, 10)  # fmt: skip
+    theirs = peer(x, states, timestep=level).sample[:, :3]
+    ours = Denoiser(model)(x, 1 - (level.double() + 1) / 1000, states)
+    theirs.square().mean().backward()
+    ours.square().mean().backward()
+    gradients = dict(to_diffusers(shape, {n: p.grad for n, p in model.named_parameters()}))  # fmt: skip
+    largest = max(float(p.grad.abs().max()) for p in peer.parameters())
+    worst = 0.0
+    for name, parameter in peer.named_parameters():
+        scale = parameter.grad.abs().max().clamp(min=largest / 1000)
+        worst = max(worst, float((gradients[name] - parameter.grad).abs().max() / scale))  # fmt: skip
+    back = PixArtTransformer2DModel.from_config(diffusers_config(shape)).eval()
+    back.load_state_dict(dict(to_diffusers(shape, dict(model.named_parameters()))), strict=False)  # fmt: skip
+    again = back(x, states, timestep=level).sample[:, :3]
+    return {
+        "output": float((theirs - ours).detach().abs().max()), "largest": float(theirs.detach().abs().max()),
+        "gradient": worst, "back": float((theirs - again).detach().abs().max()),
     }  # fmt: skip
 
 
@@ -183,11 +219,15 @@ def main(out: str = "bench/results/diffusers_peer.json") -> None:
     if diffusers is None:
         sys.exit("diffusers is not installed; pip install diffusers")
     results = {
-        "diffusers": diffusers.__version__, "torch": torch.__version__, "block": block(), "loss": losses(),
-        "samplers": samplers(),
+        "diffusers": diffusers.__version__, "torch": torch.__version__, "block": block(), "texts": texts(),
+        "loss": losses(), "samplers": samplers(),
     }  # fmt: skip
     Path(out).write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results["block"]), json.dumps(results["loss"]))
+    print(
+        json.dumps(results["block"]),
+        json.dumps(results["texts"]),
+        json.dumps(results["loss"]),
+    )
     for name, each in results["samplers"].items():
         print(name, each["difference"], each["largest"])
 

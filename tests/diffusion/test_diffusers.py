@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,8 +51,10 @@ def test_samplers_make_what_those_of_diffusers_make(name: str) -> None:
 
 def test_block_and_loss_are_those_of_diffusers() -> None:
     recorded = json.loads(RECORDED.read_text())
-    assert recorded["block"]["output"] <= 1e-5 * recorded["block"]["largest"]
-    assert recorded["block"]["gradient"] <= 1e-4
+    for part in ("block", "texts"):
+        assert recorded[part]["output"] <= 1e-5 * recorded[part]["largest"]
+        assert recorded[part]["gradient"] <= 1e-4
+    assert recorded["texts"]["back"] <= 1e-5 * recorded["texts"]["largest"]
     assert max(recorded["loss"].values()) <= 1e-5
 
 
@@ -65,6 +68,37 @@ def test_a_folder_of_diffusers_comes_back(tmp_path: Path) -> None:
     noised, time, classes = torch.randn(2, 2, 6, 6), torch.tensor([0.1, 0.7]), torch.tensor([0, 3])  # fmt: skip
     first, second = (Denoiser(m)(noised, time, classes) for m in (model, again))  # type: ignore[arg-type]
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+#: A PixArt of states that are five numbers wide.
+PIXART: dict[str, Any] = {
+    "size": (6, 6), "form": "pixart", "classes": 0, "text": 5, "words": 0, "variance": True,
+    "target": "epsilon", "schedule": "linear",
+}  # fmt: skip
+
+
+def test_a_pixart_comes_back(command: Command, tmp_path: Path) -> None:
+    """In by weft checkpoint convert, out by both commands; texts as words are refused in a line."""
+    shape = model_of(**PIXART).shape.model_copy(update={"ffn": 64})
+    model = parallelize(shape, Mesh.single(), Train()).model
+    there = export_diffusers(shape, dict(model.named_parameters()), tmp_path / "pixart")
+    again, values = open_diffusers(there)
+    second = parallelize(again, Mesh.single(), Train(), values).model
+    noised, time, states = torch.randn(2, 2, 6, 6), torch.tensor([0.1, 0.7]), torch.randn(2, 3, 5)  # fmt: skip
+    outputs = [Denoiser(m)(noised, time, states) for m in (model, second)]  # type: ignore[arg-type]
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    assert not torch.equal(outputs[0], Denoiser(model)(noised, time, states + 1))  # type: ignore[arg-type]
+    run = tmp_path / "run"
+    code, out, err = command("checkpoint", "convert", there, "--out", run)
+    assert code == 0 and "from diffusers" in out, err
+    code, _, err = command("checkpoint", "convert", run, "--to", "hf", "--out", tmp_path / "out")  # fmt: skip
+    assert code == 0, err
+    for name in (WEIGHTS, "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (there / name).read_bytes()
+    ask = ["sample", "--checkpoint", run, "--out", tmp_path / "drawn"]
+    for words in ([], ["--prompt", "a three"]):
+        code, _, err = command(*ask, *words)
+        assert code == 2 and "text states" in err and err.count("\n") == 1, err
 
 
 def test_commands_write_and_read_them(command: Command, tmp_path: Path) -> None:

@@ -42,12 +42,14 @@ def difference(values: dict[str, Any]) -> Difference | None:
 SLOW = pytest.mark.soak
 #: Names of classes are read as texts, by a table whose rows they share.
 OF_TEXT = {"text": 5, "words": 2, "word_rows": 6}
+#: The same, read by blocks that share one product with the time.
+PIXART = {"form": "pixart", **OF_TEXT}
 #: Layouts, with settings of the model.
 CASES: list[Any] = [
     ({"dp": 2}, {"target": "v"}),
     ({"shard": 2}, {"positions": "rotary"}),
     ({"tp": 2}, {"target": "epsilon", "schedule": "linear", **OF_TEXT}),
-    ({"cp": 2}, {"times": "logit-normal"}),
+    ({"cp": 2}, {"times": "logit-normal", **PIXART}),
     ({"pp": 2}, OF_TEXT),
     ({"cp": 2, "tp": 2}, {"positions": "rotary"}),
     pytest.param({"pp": 2, "schedule": "zb-h1", "tp": 2}, {}, marks=SLOW),
@@ -56,6 +58,10 @@ CASES: list[Any] = [
     pytest.param({"shard": 2, "cp": 2, "zero": 1}, {"patch": 3}, marks=SLOW),
     pytest.param({"cp": 2, "tp": 2}, OF_TEXT, marks=SLOW),
     pytest.param({"dp": 2, "shard": 2}, OF_TEXT, marks=SLOW),
+    pytest.param({"tp": 2}, PIXART, marks=SLOW),
+    pytest.param({"pp": 2}, PIXART, marks=SLOW),
+    pytest.param({"dp": 2, "shard": 2}, {"positions": "rotary", **PIXART}, marks=SLOW),
+    pytest.param({"pp": 2, "cp": 2, "tp": 2}, PIXART, marks=SLOW),
 ]
 
 

@@ -165,6 +165,10 @@ def caption_notes(pictures: PictureSet, settings: DiffusionSettings) -> tuple[st
 
     if not settings.text:
         return ()
+    if not settings.words:
+        raise UsageError(
+            "model.settings.words = 0 reads states of an encoder of others, and captions are words; set words = 16"
+        )
     if not pictures.said:
         raise UsageError(
             "model.settings.text is set, and the images have neither captions (a .txt file beside each) nor classes; "

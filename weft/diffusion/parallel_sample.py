@@ -141,6 +141,10 @@ def prompt_captions(
     """
     from weft.data.captions import caption_words, captions_as_rows
 
+    if not settings.words:
+        raise UsageError(
+            "this model reads text states of an encoder of others; call weft.diffusion.sample with them"
+        )
     for prompt in prompts:
         if (length := len(caption_words(prompt))) > settings.words:
             raise UsageError(

@@ -1,7 +1,7 @@
-"""Weights and configurations of ``DiTTransformer2DModel`` of diffusers, in and out.
+"""Weights and configurations of diffusers' ``DiTTransformer2DModel`` and ``PixArtTransformer2DModel``, in and out.
 
-diffusers gives every block an embedding of time and class of its own, all alike in published weights. Here the blocks
-share one.
+Of a DiT, diffusers gives every block an embedding of time and class of its own, all alike in published weights. Here
+the blocks share one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.errors import UsageError, WeftError
+from weft.models.pixart_names import PIXART, pixart_config, pixart_name, shape_of_pixart
 from weft.recipe import ModelShape
 from weft.shapes.diffusion_shape import settings_of
 
@@ -63,9 +64,11 @@ def shape_of_diffusers(config: Mapping[str, Any]) -> ModelShape:
     Published DiT predicts the noise of DDPM's linear schedule, and so is it opened. Raises :class:`UsageError` for
     another class, or for settings that no DiT has.
     """
-    if (name := config.get("_class_name")) != CLASS_NAME:
+    if (name := config.get("_class_name")) == PIXART:
+        return shape_of_pixart(config)
+    if name != CLASS_NAME:
         raise UsageError(
-            f"config.json is of {name}, and of diffusers' models {CLASS_NAME} alone can be opened"
+            f"config.json is of {name}, and of diffusers' models {CLASS_NAME} and {PIXART} alone can be opened"
         )
     fixed = {
         "norm_type": "ada_norm_zero", "activation_fn": "gelu-approximate", "attention_bias": True,
@@ -94,6 +97,8 @@ def diffusers_config(shape: ModelShape) -> dict[str, Any]:
     Raises :class:`UsageError` for what its class does not have.
     """
     settings = settings_of(shape)
+    if settings.form == "pixart":
+        return pixart_config(shape)
     head = shape.head_dim or 0
     square = len(settings.size) == 2 and settings.size[0] == settings.size[1]
     missing = {
@@ -118,8 +123,13 @@ def diffusers_config(shape: ModelShape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def diffusers_names(name: str, layers: int) -> list[str]:
-    """Return the names in diffusers of the parameter ``name``: one, or one for each of ``layers`` blocks."""
+def diffusers_names(name: str, layers: int, form: str = "dit") -> list[str]:
+    """Return the names in diffusers of the parameter ``name``: one, or one for each of ``layers`` blocks.
+
+    ``form``: that of the model's settings.
+    """
+    if form == "pixart":
+        return [pixart_name(name)]
     if name in OF_MODEL:
         return [OF_MODEL[name]]
     if name in CONDITIONING:
@@ -136,7 +146,9 @@ def to_diffusers(shape: ModelShape, tensors: Mapping[str, T]) -> Iterator[tuple[
         if name == "embedding.patches":  # [embed, pixels x channels] -> convolution
             square = values.unflatten(1, (settings.patch, settings.patch, -1))
             values = square.permute(0, 3, 1, 2)
-        for there in diffusers_names(name, shape.layers):
+        if name.endswith("modulation_table"):
+            values = values.unflatten(0, (-1, shape.embed))
+        for there in diffusers_names(name, shape.layers, settings.form):
             yield there, values.contiguous().clone()
 
 
@@ -151,9 +163,11 @@ def from_diffusers(
     def values(name: str, logical: Logical, box: Box) -> T:
         from weft.layout.dims import slices
 
-        there = diffusers_names(name, shape.layers)
+        there = diffusers_names(name, shape.layers, settings_of(shape).form)
         if missing := next((each for each in there if each not in tensors), ""):
-            raise WeftError(f"the weights have no {missing}, which {CLASS_NAME} has")
+            raise WeftError(
+                f"the weights have no {missing}, which config.json asks for"
+            )
         first = tensors[there[0]]
         if not all(torch.equal(first, tensors[each]) for each in there[1:]):
             raise WeftError(
@@ -161,6 +175,8 @@ def from_diffusers(
             )
         if name == "embedding.patches":
             first = first.permute(0, 2, 3, 1).flatten(1)
+        if name.endswith("modulation_table"):
+            first = first.flatten()
         return first[slices(box)].float()
 
     return values

@@ -47,12 +47,14 @@ class Signals(NamedTuple):
         ``time``: times, or the vector that conditions blocks once it is computed: ``[batch]`` or ``[batch, embed]``.
         ``condition``: numbers of classes ``[batch]``, captions ``[batch, words, pieces]``, text states ``[batch, words,
             text]``, which blocks read, or ``[0]`` without any.
+        ``modulation``: shifts, scales and gates that all blocks share, ``[batch, 6 embed]``, or ``[0]`` without any.
     """
 
     cos: T
     sin: T
     time: T
     condition: T
+    modulation: T
 
 
 def modulated(x: T, shift: T, scale: T, eps: float = NORM_EPS) -> T:
@@ -92,9 +94,15 @@ class Conditioning(Module):
         self.has_classes = self.inside("classes") in table
         if self.has_classes:
             self.weight("classes")
-        if settings.text:
+        if settings.text and settings.words:
             self.weight("words")
             self.weight("places")
+        self.pixart = settings.form == "pixart"
+        shared = ("modulation",) * self.pixart
+        shared += ("text_in", "text_out") * bool(self.pixart and settings.text)
+        for name in shared:
+            self.weight(name)
+            self.weight(f"{name}_bias")
 
     def forward(self, time: T, condition: T) -> T:
         """Return the vectors ``[batch, embed]`` of times ``[batch]`` and numbers of classes ``[batch]``."""
@@ -107,10 +115,28 @@ class Conditioning(Module):
         """Return the text states ``[batch, words, text]`` of captions ``[batch, words, pieces]``.
 
         A caption is what :func:`weft.data.captions.caption_rows` returns. The state of a word is the mean of its rows,
-        and a row for its place is added. ``condition`` that is text states already, or classes, is returned as it is.
+        and a row for its place is added. ``condition`` may also be states that an encoder has computed; classes are
+        returned as they are. In PixArt the states go through two products, ``[batch, words, embed]``.
         """
-        if not self.settings.text or condition.is_floating_point():
+        if not self.settings.text:
             return condition
+        if not condition.is_floating_point():
+            condition = self.of_words(condition)
+        if not self.pixart:
+            return condition
+        states = condition.to(self.text_in.dtype)
+        hidden = F.linear(states, self.text_in, self.text_in_bias)
+        hidden = F.gelu(hidden, approximate="tanh")
+        return F.linear(hidden, self.text_out, self.text_out_bias)
+
+    def shared(self, c: T) -> T:
+        """Return the shifts, scales and gates ``[batch, 6 embed]`` that blocks share, of ``c`` ``[batch, embed]``."""
+        if not self.pixart:
+            return c.new_zeros(0)
+        return F.linear(F.silu(c), self.modulation, self.modulation_bias)
+
+    def of_words(self, condition: T) -> T:
+        """Return the states ``[batch, words, text]`` of captions ``[batch, words, pieces]``."""
         rows = F.embedding(condition, self.words)  # [batch, words, pieces, text]
         counted = condition > 0
         # where there is no word, the row of none
@@ -152,8 +178,12 @@ class DiffusionBlock(Block):
         table, path = diffusion_layer(shape, layer), f"blocks.{layer}"
         Module.__init__(self, mesh, table, path)
         settings = settings_of(shape)
-        self.weight("modulation")
-        self.weight("modulation_bias")
+        self.pixart = settings.form == "pixart"
+        if self.pixart:
+            self.weight("modulation_table")
+        else:
+            self.weight("modulation")
+            self.weight("modulation_bias")
         patches = settings.patches if settings.size else 1
         inside = (shape, mesh, table)
         attention: Any = PatchAttention(*inside, f"{path}.attention", layer, patches)
@@ -175,14 +205,18 @@ class DiffusionBlock(Block):
         ``rope``: the :class:`Signals` of the patches, with the conditioning vector. The other arguments are not used.
         """
         signals = Signals(*rope)
-        vectors = F.linear(F.silu(signals.time), self.modulation, self.modulation_bias)
+        if self.pixart:
+            vectors = signals.modulation + self.modulation_table
+        else:
+            vectors = F.linear(F.silu(signals.time), self.modulation, self.modulation_bias)  # fmt: skip
         # each [batch, 1, embed]
         shift, scale, gate, f_shift, f_scale, f_gate = vectors[:, None].chunk(6, -1)
         turns = signals.cos, signals.sin
         x = x + gate * self.attention(modulated(x, shift, scale), *turns)
         if self.cross_attention is not None:
             text = signals.condition.to(x.dtype)
-            normed = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
+            # PixArt has no norm here
+            normed = x if self.pixart else F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
             x = x + self.cross_attention(normed, states=text)
         return x + f_gate * self.ffn(modulated(x, f_shift, f_scale, self.eps))
 
@@ -192,13 +226,19 @@ class PatchHead(Module):
 
     def __init__(self, mesh: Mesh, table: Table) -> None:
         super().__init__(mesh, table, "head")
-        for name in ("modulation", "output"):
+        self.pixart = self.inside("modulation_table") in table
+        for name in ("output",) if self.pixart else ("modulation", "output"):
             self.weight(name)
             self.weight(f"{name}_bias")
+        if self.pixart:
+            self.weight("modulation_table")
 
     def forward(self, x: T, c: T) -> T:
         """Map vectors ``[batch, seq, embed]`` to values ``[batch, seq, values]``; ``c``: ``[batch, embed]``."""
-        vectors = F.linear(F.silu(c), self.modulation, self.modulation_bias)
+        if self.pixart:
+            vectors = self.modulation_table + torch.cat((c, c), -1)
+        else:
+            vectors = F.linear(F.silu(c), self.modulation, self.modulation_bias)
         shift, scale = vectors[:, None].chunk(2, -1)
         return F.linear(modulated(x, shift, scale), self.output, self.output_bias)
 
@@ -295,13 +335,14 @@ class DiffusionTransformer(Transformer):
             theta = self.shape.rope_theta
             angles = axis_angles(positions, self.settings, width, theta)
             cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        return Signals(cos, sin, time, condition)
+        return Signals(cos, sin, time, condition, cos.new_zeros(0))
 
     def conditioned(self, signals: Signals) -> Signals:
         """Return ``signals`` with the vector that conditions blocks in place of times, and text states of captions."""
         c = self.conditioning(signals.time, signals.condition)
         states = self.conditioning.states(signals.condition)
-        return signals._replace(time=c, condition=states)
+        shared = self.conditioning.shared(c)
+        return signals._replace(time=c, condition=states, modulation=shared)
 
     def run_blocks(
         self, layers: Sequence[int], x: Any, rope: tuple[T, ...], cu_seqlens: T, seen: Any = None, enter: Any = None

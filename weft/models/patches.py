@@ -111,7 +111,7 @@ def time_waves(time: T, width: int, settings: DiffusionSettings) -> T:
     """
     half = width // 2
     steps = torch.arange(half, dtype=torch.float64, device=time.device)
-    frequencies = 10_000.0 ** (-steps / (half - 1))
+    frequencies = 10_000.0 ** (-steps / (half - (settings.form == "dit")))
     levels = 1000 * (1 - time.double()) - int(settings.target != "flow")
     waves = levels[:, None] * frequencies
     return torch.cat([waves.cos(), waves.sin()], -1)

@@ -50,8 +50,11 @@ class DiffusionSettings(Section):
             "Width of the text states that blocks read by cross-attention. 0: blocks read no text."
         ),
     )
-    words: PositiveInt = Field(
-        16, description="Words of a caption that are read, if 'text' is set."
+    words: NonNegativeInt = Field(
+        16,
+        description=(
+            "Words of a caption that are read, if 'text' is set. 0: text states come from an encoder of others."
+        ),
     )
     word_rows: int = Field(
         4096,
@@ -63,6 +66,13 @@ class DiffusionSettings(Section):
         description=(
             "How blocks know where a patch is. 'sines': sines of row and column are added to the patches (DiT); "
             "'rotary': queries and keys are rotated by row, column and frame."
+        ),
+    )
+    form: Literal["dit", "pixart"] = Field(
+        "dit",
+        description=(
+            "What conditions a block. 'dit': a product of its own with time and class; 'pixart': one product with the "
+            "time for all blocks and a table for each, and text states that go through two products first (PixArt)."
         ),
     )
     target: Literal["flow", "epsilon", "v", "x"] = Field(
@@ -118,6 +128,10 @@ class DiffusionSettings(Section):
         if self.text and self.classes:
             raise ValueError(
                 "text and classes are two ways to say what to make; leave one out"
+            )
+        if self.form == "pixart" and self.classes:
+            raise ValueError(
+                "form 'pixart' reads texts; set 'text' in place of classes"
             )
         return self
 
@@ -220,10 +234,12 @@ class _DiffusionRows(ParameterRows):
         width, hidden = model.head_dim or 0, Dim("ffn", model.ffn or 0)
         heads = Dim("heads", model.heads, width)
         conditions = Dim("conditions", OF_BLOCK * model.embed)
-        self.linear(f"{path}.modulation", conditions, self.embed, self.zeroed(settings))
+        self.modulation(path, conditions, settings)
         sides = {"attention": self.embed}
         if settings.text:
-            sides["cross_attention"] = Dim("text", settings.text)
+            pixart = settings.form == "pixart"
+            text = self.embed if pixart else Dim("text", settings.text)
+            sides["cross_attention"] = text
         for side, into in sides.items():
             inside = f"{path}.{side}"
             self.projected(inside, {"wq": heads}, self.embed, model.adapter)
@@ -239,6 +255,15 @@ class _DiffusionRows(ParameterRows):
         self.add(f"{path}.ffn.up_bias", hidden, std=0)
         self.projected(f"{path}.ffn", {"down": self.embed}, hidden, model.adapter)
         self.add(f"{path}.ffn.down_bias", self.embed, std=0)
+
+    def modulation(
+        self, path: str, conditions: Dim, settings: DiffusionSettings
+    ) -> None:
+        """Add what makes the shifts, scales and gates ``conditions`` of a block or the last layer at ``path``."""
+        if settings.form == "pixart":
+            self.add(f"{path}.modulation_table", conditions, std=self.zeroed(settings))
+            return
+        self.linear(f"{path}.modulation", conditions, self.embed, self.zeroed(settings))
 
     def zeroed(self, settings: DiffusionSettings) -> float:
         """Return the standard deviation of what adaLN-Zero begins with zeros."""
@@ -263,7 +288,15 @@ def diffusion_parameters(shape: ModelShape) -> list[Parameter]:
         classes = Dim("classes", settings.classes + 1)
         about: dict[str, Any] = {"std": rows.std, "products": 0}
         rows.add("conditioning.classes", classes, rows.embed, **about)
-    if settings.text:
+    if settings.form == "pixart":
+        shared = Dim("conditions", OF_BLOCK * shape.embed)
+        rows.linear(
+            "conditioning.modulation", shared, rows.embed, rows.zeroed(settings)
+        )
+        if settings.text:
+            rows.linear("conditioning.text_in", rows.embed, Dim("text", settings.text))
+            rows.linear("conditioning.text_out", rows.embed, rows.embed)
+    if settings.text and settings.words:
         table = Dim("word_rows", settings.word_rows)
         width = Dim("text", settings.text)
         about = {"std": rows.std, "products": 0}
@@ -273,7 +306,7 @@ def diffusion_parameters(shape: ModelShape) -> list[Parameter]:
         rows.diffusion_block(layer, settings)
     zeroed = rows.zeroed(settings)
     conditions = Dim("conditions", OF_HEAD * shape.embed)
-    rows.linear("head.modulation", conditions, rows.embed, zeroed)
+    rows.modulation("head", conditions, settings)
     rows.linear("head.output", Dim("patch", settings.output_values), rows.embed, zeroed)
     return [
         row._replace(products=row.numel) if row.name in EACH_PATCH else row

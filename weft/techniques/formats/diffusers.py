@@ -10,19 +10,20 @@ from weft.registry import register
 
 if TYPE_CHECKING:
     from weft.checkpoint.convert.foreign import Foreign
+    from weft.shapes.parameters import Parameter
 
 
 @register(
     "format",
     "diffusers",
-    title="DiT of diffusers, read",
-    paper="Peebles & Xie 2023",
+    title="DiT and PixArt of diffusers, read",
+    paper="Peebles & Xie 2023; Chen et al. 2024",
     recipe="weft checkpoint convert SOURCE --from diffusers --out OUT",
     proof="tests/diffusion/test_diffusers.py",
     figure="the same weights there and back",
 )
 class Diffusers(SourceFormat):
-    """Reads folders of diffusers' ``DiTTransformer2DModel``."""
+    """Reads folders of diffusers' ``DiTTransformer2DModel`` and ``PixArtTransformer2DModel``."""
 
     patterns = ("diffusion_pytorch_model.safetensors",)
     place = 45
@@ -50,8 +51,13 @@ class Diffusers(SourceFormat):
 
             return Shard(logical.shape, torch.float32, read)
 
+        def whole(row: Parameter) -> Logical:
+            cuts = ((),) * len(row.dims)
+            return Logical(row.dims, row.std, cuts, whole_box(row.shape))
+
         rows = whole_table(shape)
         sources = {
-            name: own_source(name, shard(name, row)) for name, row in rows.items()
+            name: own_source(name, shard(name, whole(row)))
+            for name, row in rows.items()
         }
         return Foreign("diffusers", path, shape, sources)
