@@ -88,6 +88,7 @@ def test_bytes_are_unique_rows_times_width(
     ({"optimizer__weight_decay": 0.1}, "also changes the others"),
     ({"model__tied": True}, "has no whole table"),  # known with the vocabulary
     ({"adapter__kind": "lora"}, "for plain passes"),
+    ({"layout__island": 2, "memory__weights": "host"}, "for plain passes"),  # which flatten gradients
 ], ids=str)  # fmt: skip
 def test_what_needs_the_whole_table_is_refused(
     corpus: str, change: dict[str, Any], line: str

@@ -189,8 +189,10 @@ class EmbeddingRows(TableUnit):
         held = self.held[0]
         local, own = self._own(tokens)
         place = held.local.device
+        at, values = local[None].to(place), rows[own].to(place)
+        # without a choice PyTorch warns every user
         grad = torch.sparse_coo_tensor(
-            local[None].to(place), rows[own].to(place), held.local.shape
+            at, values, held.local.shape, check_invariants=False
         )
         seen = held.parameter.grad
         grad = (grad if seen is None else seen + grad).coalesce()

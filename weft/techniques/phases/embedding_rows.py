@@ -60,6 +60,7 @@ def moves_all_rows(optimizer: Optimizer) -> bool:
                 or a.train.compile
                 or bool(a.model.kind)
                 or bool(a.layout.balance or a.layout.overlap or a.layout.secondary)
+                or a.layout.island > 1
                 or a.memory.speculate != "none"
                 or a.memory.alternate != 0
                 or a.optimizer.estimate == "zeroth-order"
@@ -67,7 +68,7 @@ def moves_all_rows(optimizer: Optimizer) -> bool:
                 or a.optimizer.post_validation
             ),
             "memory.embedding = 'rows' is for plain passes and updates of Weft's own transformer, and [adapter], "
-            "train.compile, model.kind, layout.balance, overlap and secondary, memory.speculate and alternate, "
+            "train.compile, model.kind, layout.balance, overlap, secondary and island, memory.speculate and alternate, "
             "optimizer.estimate, in_backward and post_validation have others",
             "leave one of them out",
         ),
