@@ -152,13 +152,13 @@ def test_what_the_command_line_sets_holds_in_every_case() -> None:
     pool.run.return_value = [{"ok": True}]
     fixed = ["memory.tiles=2", "memory.weights='host'", "train.batch=4"]
     fuzzer = Fuzzer(QUICKSTART, pool, fixed=fixed)
-    for case, _ in fuzzer.campaign(20, seed=1, ranks=2, minutes=None):
+    for case, _ in fuzzer.campaign(5, seed=1, ranks=2, minutes=None):
         command = shlex.split(command_of(QUICKSTART, case, "float64", 2, fixed))
         for text in fixed:
             name = text.partition("=")[0]
             assert [w for w in command if w.partition("=")[0] == name] == [text]
     recipes = [call.args[2] for call in pool.run.call_args_list]
-    assert recipes  # the others are refused
+    assert len(recipes) == 5  # what cannot be with tiles is not drawn
     assert {(r.memory.tiles, r.memory.weights, r.train.batch) for r in recipes} == {
         (2, "host", 4)
     }

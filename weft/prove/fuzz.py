@@ -405,7 +405,11 @@ def command_options(case: Case, fixed: Sequence[str] = ()) -> tuple[str, list[st
     ``fixed``: texts ``section.key=value`` that hold in every case, whatever was drawn.
     """
     kept = {text.partition("=")[0].strip() for text in fixed}
-    settings = {key: v for key, v in (SMALL | case).items() if key not in kept}
+    small = SMALL
+    if any(name.startswith("memory.") for name in kept):
+        # what is asked about memory is asked of the recipe's own
+        small = {k: v for k, v in SMALL.items() if k == "memory.folder" or not k.startswith("memory.")}  # fmt: skip
+    settings = {key: v for key, v in (small | case).items() if key not in kept}
     if "data.path" in case:
         settings.pop("data.sources", None)
     layout, sets = [], []
@@ -436,6 +440,16 @@ def _in_toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_in_toml, value))}]"
     return json.dumps(value)
+
+
+def _without(case: Case, name: str) -> Case:
+    """Return ``case`` without a setting, nor its axis in the order of axes."""
+    smaller = {key: value for key, value in case.items() if key != name}
+    if "layout.order" in smaller:
+        axes = smaller["layout.order"].split()
+        left = (axis for axis in axes if f"layout.{axis}" in smaller)
+        smaller["layout.order"] = " ".join(left)
+    return smaller
 
 
 def command_of(
@@ -535,6 +549,34 @@ class Fuzzer:
         equal = ranks[0]["ok"]
         return CaseResult("equal" if equal else "wrong", json.dumps(ranks[0]))
 
+    def beside_fixed(self, case: Case) -> Case:
+        """Drop the settings of ``case`` that cannot be with :attr:`fixed`: those without which another rule refuses, or
+        none.
+        """
+        refusal = self._refusal(case)
+        while refusal:
+            smaller = {name: _without(case, name) for name in reversed(case)}
+            # a section is there as long as one setting of it is
+            smaller["adapter"] = {n: v for n, v in case.items() if not n.startswith("adapter.")}  # fmt: skip
+            freed = {n: self._refusal(c) for n, c in smaller.items()}
+            better = [name for name, why in freed.items() if why != refusal]
+            if not better:
+                return case
+            name = next((n for n in better if not freed[n]), better[0])
+            case, refusal = smaller[name], freed[name]
+        return case
+
+    def _refusal(self, case: Case) -> str:
+        """Return the rule that refuses ``case``; "" if none does."""
+        layout, sets = command_options(case, self.fixed)
+        try:
+            prepare(load_recipe(self.path, sets, layout))
+        except Conflict as refusal:
+            return refusal.rule
+        except (UsageError, WeftError) as error:
+            return str(error)
+        return ""
+
     def shrunk(self, case: Case, kind: str) -> tuple[Case, CaseResult]:
         """Drop all settings of a failing ``case`` that the failure does not need; return the case and its result.
 
@@ -545,11 +587,7 @@ class Fuzzer:
         needed = REWARDS if "rl.group" in case else needed
         needed = PICTURES if "model.settings.zero" in case else needed
         for name in [name for name in case if name not in needed]:
-            smaller = {key: value for key, value in case.items() if key != name}
-            if "layout.order" in smaller:
-                axes = smaller["layout.order"].split()
-                left = (axis for axis in axes if f"layout.{axis}" in smaller)
-                smaller["layout.order"] = " ".join(left)
+            smaller = _without(case, name)
             outcome = self.verdict_of(smaller)
             if outcome.kind == kind:
                 case, verdict = smaller, outcome
@@ -578,6 +616,7 @@ class Fuzzer:
             if time.monotonic() > end:
                 return
             case = draw_case(recipe, random.Random(f"{seed}-{number}"), ranks)
+            case = self.beside_fixed(case) if self.fixed else case
             verdict = self.verdict_of(case)
             if verdict.kind not in ("equal", "refused"):
                 case, smaller = self.shrunk(case, verdict.kind)
