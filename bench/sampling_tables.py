@@ -1,14 +1,17 @@
 """Sampling over ranks by tables: published latencies against the simulator, and real ranks over links of 1 Gbit/s.
 
-    sudo python bench/sampling_tables.py [--quick] [--only simulated|errors|links] [--run runs/digits] \\
+    sudo python bench/sampling_tables.py [--quick] [--only simulated|errors|tiles|links] [--run runs/digits] \\
         [--json bench/results/sampling_tables.json]
 
 The first part simulates tables with the published sizes of models, speeds of devices and bandwidths of links, and puts
 the ratios of latencies beside the published ones. One constant of each system (the seconds of a layer that do not
 become fewer with its tokens, or the part of a device's speed that is reached) is set on one published ratio, which is
 marked; all others are predicted. A second part samples with the run of `weft train digits` by several tables, and says
-how far they are from exact samples. The third part runs real ranks, each on a host (namespace) of its own whose cable
-carries 1 Gbit/s, and compares tables with the exact one (``cp``, age 0). Tables take turns in the same processes.
+how far they are from exact samples. With the same run "tiles" makes images twice as high and wide: how far those by
+guidance of the step before are from those by fresh guidance, and how many of them, reduced to the size of real images,
+a classifier takes for their class, with guidance and without, beside images of the model's own size. The last
+part runs real ranks, each on a host (namespace) of its own whose cable carries 1 Gbit/s, and compares tables with the
+exact one (``cp``, age 0). Tables take turns in the same processes.
 """
 
 from __future__ import annotations
@@ -221,6 +224,61 @@ def errors(run: str, count: int) -> list[dict[str, Any]]:
     return rows
 
 
+# --- tiles of larger images -------------------------------------------------------------------------------------------
+
+
+def tiles(run: str, count: int) -> list[dict[str, Any]]:
+    """Errors of age of guided tiles of the digits' model in the folder ``run``, and what a classifier sees in them."""
+    import torch
+
+    from weft.diffusion.denoiser import open_denoiser
+    from weft.diffusion.parallel_sample import (  # fmt: skip
+        NamedTable,
+        TableSampling,
+        asked_conditions,
+    )
+    from weft.diffusion.picture_scores import PictureJudge
+    from weft.diffusion.sample import SampleRequest
+    from weft.techniques.datasets.images import images
+
+    torch.set_num_threads(1)
+    denoiser = open_denoiser(run, ema=True)
+    judge = PictureJudge(images("sklearn:digits"))
+    rows = []
+    for steps in (10, 50):
+        conditions = asked_conditions(denoiser.settings, count)
+        request = SampleRequest(conditions, steps)
+
+        def made_by(word: str, request: SampleRequest = request) -> torch.Tensor:
+            return TableSampling(denoiser, request, NamedTable(word, 1)).as_threads()
+
+        for settings in ("structure=0.5", "structure=0.5,overlap=2", "structure=1"):
+            word = f"asgdiffusion:{settings}"
+            made = {
+                "fresh": made_by(f"{word},age=0"),
+                "old": made_by(word),
+                "no guidance": made_by(f"{word},weight=0"),
+                "model's size": made_by("exact"),
+            }
+            reduced = {name: x[..., ::2, ::2] if name != "model's size" else x for name, x in made.items()}  # fmt: skip
+            row = {
+                "steps": steps,
+                "settings": settings,
+                "old": float((made["old"] - made["fresh"]).norm() / made["fresh"].norm()),
+                "accuracy": {
+                    name: judge.score(x.numpy(), conditions.numpy()).accuracy
+                    for name, x in reduced.items()
+                },
+            }  # fmt: skip
+            rows.append(row)
+            said = ", ".join(f"{name} {share:.2f}" for name, share in row["accuracy"].items())  # fmt: skip
+            print(
+                f"{steps} steps, {settings}: error of age {row['old']:.4f}; accuracy {said}",
+                flush=True,
+            )
+    return rows
+
+
 # --- real links -------------------------------------------------------------------------------------------------------
 
 #: Sizes of the model of the links: a layer's keys travel about as long as the layer computes.
@@ -316,9 +374,9 @@ def links(rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", choices=("simulated", "errors", "links"))
+    parser.add_argument("--only", choices=("simulated", "errors", "tiles", "links"))
     parser.add_argument(
-        "--run", help="folder of a run of recipes/digits.toml, for the errors"
+        "--run", help="folder of a run of recipes/digits.toml, for errors and tiles"
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
@@ -346,6 +404,10 @@ def main() -> None:
         if not asked.run:
             raise SystemExit("--run is missing: weft train digits makes one")
         there["errors"] = errors(asked.run, 20 if asked.quick else 100)
+    if asked.only == "tiles" or (asked.only is None and asked.run):
+        if not asked.run:
+            raise SystemExit("--run is missing: weft train digits makes one")
+        there["tiles"] = tiles(asked.run, 20 if asked.quick else 100)
     if asked.only in (None, "links"):
         there["links"] = links(2 if asked.quick else 9)
     if asked.json:

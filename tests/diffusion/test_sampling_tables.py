@@ -84,7 +84,8 @@ def error(x: torch.Tensor, of: torch.Tensor) -> float:
 
 
 def test_every_table_has_lossless_settings() -> None:
-    assert LOSSLESS.keys() == {"exact", *names("sampling-table")}
+    # what makes larger images is compared in test_tiles.py
+    assert LOSSLESS.keys() == {"exact", *names("sampling-table")} - {"asgdiffusion"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

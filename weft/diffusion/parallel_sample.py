@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weft.diffusion.denoiser import Denoiser
     from weft.diffusion.guidance_halves import HalvesOverRanks
     from weft.diffusion.sample import SampleRequest
+    from weft.diffusion.tile_mix import TileMix
     from weft.layout.layout import Layout
     from weft.shapes.diffusion_shape import DiffusionSettings
 
@@ -171,7 +172,8 @@ class TableSampling:
 
     Attributes:
         ``runnable``: the table, validated.
-        ``settings``: settings of the model, with the size of the samples.
+        ``settings``: settings of the model, with the size of the samples, or of their tiles.
+        ``mix``: joins tiles, if the table has tiles.
         ``bytes_sent``: bytes that this rank has sent.
     """
 
@@ -200,10 +202,26 @@ class TableSampling:
             self.settings.of_video,
         )  # fmt: skip
         self.runnable: RunnableTable = sampling_table_of(table.word, shape)
+        self.mix = self._tiles()
         self._check_length()
         self.context = self.bytes_sent = 0
         if table.word != EXACT and len(self.runnable.source.blocks) > 1:
             self.context = sampling_scheme_of(table.word).noise_blocks(shape)
+
+    def _tiles(self) -> TileMix | None:
+        """Return what joins tiles. Raises :class:`UsageError` if patches reach beyond the model's images."""
+        tiles, settings = self.runnable.source.tiles, self.settings
+        if tiles is None:
+            return None
+        from weft.diffusion.tile_mix import TileMix
+
+        if any(n % settings.patch for n in settings.size):
+            size = " x ".join(map(str, settings.size))
+            raise UsageError(
+                f"images of {size} pixels are no whole patches of {settings.patch} x {settings.patch}, and tiles of "
+                "them would leave gaps; take a table without tiles"
+            )
+        return TileMix(tiles, settings.patch_values, settings.patch)
 
     def _check_length(self) -> None:
         """Raise :class:`UsageError` if a row has more tokens than the model has ever seen together."""
@@ -227,6 +245,8 @@ class TableSampling:
     def _noise(self, first: int, count: int) -> Callable[[int, int, int], T]:
         """Return the function that gives pieces of blocks of noise."""
         source = self.runnable.source
+        if self.mix is not None:
+            return self._noise_of_tiles(self.mix, first, count)
         if not self.context:
             whole = self._whole_noise(first, count)
 
@@ -246,6 +266,17 @@ class TableSampling:
             return together.block(block).flatten(1, 2)[:, start:end]
 
         return of_template
+
+    def _noise_of_tiles(
+        self, mix: TileMix, first: int, count: int
+    ) -> Callable[[int, int, int], T]:
+        size, seed = (self.settings.channels, *mix.size), self.request.seed
+        pixels = torch.stack([seeded_noise(size, seed, first + i) for i in range(count)])  # fmt: skip
+
+        def of_tile(block: int, start: int, end: int) -> T:
+            return mix.cut(pixels, block)[:, start:end]
+
+        return of_tile
 
     def batch(
         self,
@@ -267,11 +298,13 @@ class TableSampling:
         blocks: dict[int, T] = {}
         source = SampleSource(
             count, self.settings.patch_values, self.denoiser.dtype, self._noise(first, count), blocks.__setitem__,
-            conditions.device,
+            conditions.device, self.settings.patch,
         )  # fmt: skip
         measured = run(self.runnable, tokens, self.solver, source)
         if not blocks:
             return None, measured
+        if self.mix is not None:
+            return self.mix.joined(blocks), measured
         patches = torch.cat([blocks[block] for block in sorted(blocks)], dim=1)
         return unpatchify(patches, self.settings), measured
 

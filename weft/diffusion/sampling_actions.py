@@ -17,6 +17,7 @@ N = declare_kind(Kind("sN", "noise of a block", "#94a3b8", parameters=False))
 E = declare_kind(Kind("sE", "embedding of latents", "#0891b2", parameters=False))
 K = declare_kind(Kind("sK", "queries, keys and values", "#2563eb", parameters=False))
 A = declare_kind(Kind("sA", "attention and the rest of a layer", "#15803d", parameters=False))  # fmt: skip
+P = declare_kind(Kind("sP", "prediction of a tile", "#be185d", parameters=False))
 U = declare_kind(Kind("sU", "velocity and update of latents", "#f0a021", parameters=False))  # fmt: skip
 O = declare_kind(Kind("sO", "a finished block", "#9333ea", parameters=False))
 
@@ -27,7 +28,7 @@ HIDDEN, OPEN = "h", "open"
 class TokenPiece(NamedTuple):
     """A piece of a block that a value holds: tokens ``first`` to ``end - 1`` of the block, for a ``kind`` of value.
 
-    ``kind``: "kv" for keys and values, "z" for latents.
+    ``kind``: "kv" for keys and values, "z" for latents, "v" for predictions.
     """
 
     kind: str
@@ -36,9 +37,9 @@ class TokenPiece(NamedTuple):
 
 
 def piece_of(value: Value) -> TokenPiece | None:
-    """Return which piece of a block ``value`` holds; None if it is neither keys and values nor latents."""
+    """Return which piece of a block ``value`` holds; None if it is none of these."""
     kind, _, rest = value.name.partition(" ")
-    if kind not in ("kv", "z"):
+    if kind not in ("kv", "z", "v"):
         return None
     first, _, end = rest.split(" ")[0].partition("-")
     return TokenPiece(kind, int(first), int(end))
@@ -95,11 +96,23 @@ class SamplingActions:
             for layer in range(*row.layers):
                 at_layer = (row.step - key.age, layer, key.block)
                 self._keys[at_layer][KeyBlock(key.block, key.first, key.end)] = None
-        for block in row.queries:
+        for block in self.inputs(row):
             if row.layers.first == 0 or last:
                 self._latents[row.step, block][0, self.source.blocks[block]] = None
             if last and row.step + 1 == self.source.steps:
                 self._latents[row.step + 1, block][0, self.source.blocks[block]] = None
+
+    def inputs(self, row: DenoisingRow) -> tuple[int, ...]:
+        """Return the blocks whose latents ``row`` begins with: its own, or all tiles if it guides them."""
+        guide = self.source.guide
+        if guide is None or guide not in row.queries:
+            return row.queries
+        return tuple(range(guide))
+
+    def prediction_value(self, step: int, block: int) -> Value:
+        """Return the name of the prediction for ``block`` in ``step``."""
+        name = f"v 0-{self.source.blocks[block]}"
+        return Value(name, 0, self.number(step, block))
 
     def key_value(self, step: int, layer: int, key: KeyBlock) -> Value:
         """Return the name of the keys and values of ``key``, computed in ``step`` at ``layer``."""
@@ -124,7 +137,7 @@ class SamplingActions:
         source, m = self.source, self.number(row.step, row.queries[0])
         rank, layers = row.rank, row.layers
         hidden = Value(HIDDEN, layers.first, m)
-        own = [self._whole_latents(row.step, block, rank) for block in row.queries]
+        own = [self._whole_latents(row.step, block, rank) for block in self.inputs(row)]
         if layers.first == 0:
             before = [
                 self.latent_value(row.step - key.age, key.block, key.first, key.end, rank)
@@ -146,18 +159,29 @@ class SamplingActions:
             yield Action(rank, K, layer, m, (), (hidden,), (opened, *written))
             hidden = Value(HIDDEN, layer + 1, m)
             yield Action(rank, A, layer, m, (), (opened, *reads), (hidden,))
-        if layers.end == source.layers:
-            yield self._update(row, hidden, own)
+        if layers.end < source.layers:
+            return
+        if source.tiles is None:
+            yield self._update(row, (hidden, *own))
+            return
+        predicted = self.prediction_value(row.step, row.queries[0])
+        yield Action(rank, P, source.layers - 1, m, (), (hidden,), (predicted,))
+        if self.inputs(row) == row.queries:
+            guides = [
+                self.prediction_value(row.step - guide.age, guide.block)
+                for guide in row.guides
+            ]
+            yield self._update(row, (predicted, *own, *guides))
 
-    def _update(self, row: DenoisingRow, hidden: Value, own: list[Value]) -> Action:
-        source, m, rank = self.source, hidden.microbatch, row.rank
+    def _update(self, row: DenoisingRow, reads: tuple[Value, ...]) -> Action:
+        source, m, rank = self.source, reads[0].microbatch, row.rank
         fresh = [
             self.latent_value(row.step + 1, block, first, end, rank)
             for block in row.queries
             for first, end in self._latents[row.step + 1, block]
         ]
         at = (rank, U, source.layers - 1, m)
-        return Action(*at, (), (hidden, *own), tuple(fresh))
+        return Action(*at, (), reads, tuple(fresh))
 
     def _finished(self) -> dict[int, list[int]]:
         """Return the blocks that rank 0 takes over before a row, by the row's index.
@@ -167,8 +191,12 @@ class SamplingActions:
         source = self.source
         taken: dict[int, list[int]] = defaultdict(list)
         for index, row in enumerate(source.rows):
+            if row.queries[0] == source.guide:
+                continue
             if row.layers.end == source.layers and row.step + 1 == source.steps:
                 later = source.ranks * (source.ranks - 1) if row.rank else 0
+                if source.tiles is not None:
+                    later = len(source.rows)
                 taken[min(index + 1 + later, len(source.rows))] += row.queries
         return taken
 
@@ -192,11 +220,24 @@ class SamplingActions:
             out.append(action)
         return out
 
+    def _steps_on(self, index: int, rank: int, update: Action) -> bool:
+        """Return whether row ``index`` is of ``rank`` and of a later step than ``update``, or behind the last."""
+        if index == len(self.source.rows):
+            return True
+        row = self.source.rows[index]
+        return row.rank == rank and row.step > update.microbatch // self.count
+
     def _table(self) -> Table:
         source = self.source
         ranks: list[list[Action]] = [[] for _ in range(source.ranks)]
         finished = self._finished()
+        # tiles of a rank are all predicted before one is updated, as they may be guided by each other
+        waiting: list[list[Action]] = [[] for _ in range(source.ranks)]
         for index in range(len(source.rows) + 1):
+            for rank, updates in enumerate(waiting):
+                if updates and self._steps_on(index, rank, updates[0]):
+                    ranks[rank] += updates
+                    updates.clear()
             for block in finished.get(index, ()):
                 last = self._whole_latents(source.steps, block, 0)
                 ranks[0].append(Action(0, O, 0, last.microbatch, (), (last,)))
@@ -205,7 +246,8 @@ class SamplingActions:
             row = source.rows[index]
             for action in self._of_row(row):
                 self.rows[action.microbatch, action.stage] = row
-                ranks[row.rank].append(action)
+                late = source.tiles is not None and action.kind == U
+                (waiting if late else ranks)[row.rank].append(action)
         paths = tuple(
             tuple(range(source.layers)) for _ in range((source.steps + 1) * self.count)
         )

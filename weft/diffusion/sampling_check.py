@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from weft.diffusion.sampling_actions import SamplingActions
@@ -43,28 +43,60 @@ def validate_sampling(table: SamplingTable) -> SamplingTable:
                         f"{_said(seen[row.step, layer, block])} and {_said(row)}"
                     )
                 seen[row.step, layer, block] = row
-    wanted = table.steps * table.layers * len(table.blocks)
-    if len(seen) < wanted:
-        step, layer, block = next(
-            (step, layer, block)
-            for step in range(table.steps)
-            for layer in range(table.layers)
-            for block in range(len(table.blocks))
-            if (step, layer, block) not in seen
-        )
+    for step, layer, block in product(
+        range(table.steps), range(table.layers), range(len(table.blocks))
+    ):
+        # what guides tiles is computed where they read it
+        if block == table.guide or (step, layer, block) in seen:
+            continue
         raise SamplingTableError(
             f"{name}: layer {layer} of block {block} in step {step} is computed by no row"
         )
     homes: dict[int, set[int]] = defaultdict(set)
     for (_, layer, block), row in seen.items():
-        if layer + 1 == table.layers:
+        if layer + 1 == table.layers and block != table.guide:
             homes[block].add(row.rank)
     for block, ranks in homes.items():
         if len(ranks) > 1:
             raise SamplingTableError(
                 f"{name}: the latents of block {block} are updated on ranks {sorted(ranks)}; let one keep them"
             )
+    for row in table.rows:
+        _check_guides(name, table, row, seen)
     return table
+
+
+def _check_guides(
+    name: str,
+    table: SamplingTable,
+    row: DenoisingRow,
+    seen: dict[tuple[int, int, int], DenoisingRow],
+) -> None:
+    """Raise :class:`SamplingTableError` if ``row`` is guided by what no row of ``seen`` predicts."""
+    what = f"{name}: {_said(row)}"
+    if row.guides and table.tiles is None:
+        raise SamplingTableError(
+            f"{what} is guided, and the table has no tiles; leave its guides out"
+        )
+    if table.tiles is None:
+        return
+    if len(row.queries) > 1 or row.layers != (0, table.layers):
+        raise SamplingTableError(
+            f"{what} is of a table of tiles; let it compute all layers of one tile"
+        )
+    if len({guide.block for guide in row.guides} | {*row.queries}) <= len(row.guides):
+        raise SamplingTableError(f"{what} is guided by a block twice, or by itself")
+    for guide in row.guides:
+        before = row.step - guide.age
+        if guide.age < 0 or (before, table.layers - 1, guide.block) not in seen:
+            raise SamplingTableError(
+                f"{what} is guided by block {guide.block} of step {before}, which no row predicts; add a row for it"
+            )
+        near = guide.block == table.guide or guide.block in table.tiles.sharing(row.queries[0])  # fmt: skip
+        if row.queries[0] == table.guide or not near:
+            raise SamplingTableError(
+                f"{what} is guided by block {guide.block}, which shares no tokens with it"
+            )
 
 
 def _said(row: DenoisingRow) -> str:

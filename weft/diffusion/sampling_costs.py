@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from weft.diffusion.sampling_actions import HIDDEN, OPEN, A, E, K, U, piece_of
+from weft.diffusion.sampling_actions import HIDDEN, OPEN, A, E, K, P, U, piece_of
 from weft.diffusion.sampling_check import RunnableTable
 from weft.diffusion.sampling_table import DenoisingRow
 from weft.schedule.actions import Action, Value
@@ -132,8 +132,10 @@ def simulated_sampling(
             readers.setdefault(value, set()).add(action.rank)
 
     def compute(action: Action) -> float:
-        if action.kind not in (E, K, A, U):
+        if action.kind not in (E, K, A, P, U):
             return 0.0
+        if action.kind == U and runnable.source.tiles is not None:
+            return 0.0  # the last layer is in the prediction
         row = actions.row_of(action)
         tokens = denoised_tokens(runnable, row)
         if action.kind == K:

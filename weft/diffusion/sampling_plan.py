@@ -77,6 +77,11 @@ def planned_tables(
         except UsageError as error:
             plans.append(PlannedTable(word, refused=str(error)))
             continue
+        if whole.mix is not None:
+            larger = " x ".join(map(str, whole.mix.size))
+            line = f"makes other images, of {larger} pixels; ask for it by name"
+            plans.append(PlannedTable(word, refused=line))
+            continue
         simulation = simulated_sampling(whole.runnable, sampled_sizes(whole), device)
         lost = float("nan")
         if exact is not None:

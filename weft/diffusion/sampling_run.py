@@ -1,18 +1,23 @@
 """Execution of one rank's part of a sampling table: its rows in order, and transfers beside them."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from weft.diffusion.sampling_actions import A, E, K, N, O, U, piece_of
+from weft.diffusion.sampling_actions import A, E, K, N, O, P, U, piece_of
 from weft.diffusion.sampling_check import RunnableTable
-from weft.diffusion.sampling_table import DenoisingRow
+from weft.diffusion.sampling_table import DenoisingRow, SamplingTable
 from weft.schedule.actions import Action, Value
 from weft.schedule.lower import FREE, RECV, SEND
 from weft.schedule.pipeline_wire import Specs, Wire
+
+if TYPE_CHECKING:
+    from weft.diffusion.tile_mix import TileMix
 
 T = torch.Tensor
 #: Attends with queries, keys and values ``[batch, heads, tokens, head_dim]``.
@@ -82,6 +87,7 @@ class SampleSource(NamedTuple):
             must not depend on the rank.
         ``take``: called on rank 0 with each finished block, and its latents ``[samples, tokens, values]``.
         ``device``: device of all tensors.
+        ``patch``: height and width of a token in pixels, for tables of tiles.
     """
 
     batch: int
@@ -90,6 +96,7 @@ class SampleSource(NamedTuple):
     noise: Callable[[int, int, int], T]
     take: Callable[[int, T], None]
     device: torch.device = torch.device("cpu")
+    patch: int = 1
 
 
 def value_specs(
@@ -107,12 +114,21 @@ def value_specs(
             tokens += sum(key.end - key.first for key in actions.joined(row))
             return [((rows, tokens, denoiser.width), source.dtype)]
         tokens = piece.end - piece.first
-        if piece.kind == "z":
+        if piece.kind in ("z", "v"):
             return [((source.batch, tokens, source.values), source.dtype)]
         shape = (2, rows, denoiser.heads, tokens, denoiser.head_dim)
         return [(shape, source.dtype)]
 
     return spec
+
+
+def mix_of(table: SamplingTable, source: SampleSource) -> TileMix | None:
+    """Return what joins and guides the tiles of ``table``; None if it has none."""
+    if table.tiles is None:
+        return None
+    from weft.diffusion.tile_mix import TileMix
+
+    return TileMix(table.tiles, source.values, source.patch)
 
 
 class _Held:
@@ -158,6 +174,7 @@ class _Walk:
         self.denoiser, self.sampler, self.source, self.wire = denoiser, sampler, source, wire  # fmt: skip
         self.queue = runnable.lowered.ranks[rank]
         self.at = 0
+        self.mix = mix_of(self.table, source)
         self.held = _Held()
         self.run = SamplingRun()
         self.memories: dict[tuple[int, ...], dict[str, Any]] = {}
@@ -194,7 +211,8 @@ class _Walk:
             for value in action.reads:
                 self.held.drop(value)
         else:
-            compute = {N: self._noise, E: self._embed, K: self._layer, U: self._update, O: self._finish}  # fmt: skip
+            compute = {N: self._noise, E: self._embed, K: self._layer, P: self._predict, U: self._update,
+                       O: self._finish}  # fmt: skip
             compute[action.kind](action)
 
     def _move(self, action: Action) -> None:
@@ -221,6 +239,8 @@ class _Walk:
                 for block in row.queries
             ]
             places = torch.cat([torch.arange(*span) for span in spans])
+            if table.tiles is not None:  # each is an image of its own
+                places = places % table.tiles.tokens
             prepared = self.denoiser.prepare(places.to(self.source.device), row.step)
             self.prepared = row, (places, prepared)
         return self.prepared[1]
@@ -235,9 +255,12 @@ class _Walk:
             self.held.put(value, drawn.contiguous())
 
     def _embed(self, action: Action) -> None:
-        _, prepared = self._prepare(self.actions.row_of(action))
-        # [samples, tokens, values]
-        latents = torch.cat([self.held.values[value] for value in action.reads], dim=1)
+        row = self.actions.row_of(action)
+        _, prepared = self._prepare(row)
+        read = [self.held.values[value] for value in action.reads]
+        if self.mix is not None and row.queries[0] == self.table.guide:
+            read = [self.mix.reduced(dict(enumerate(read)))]
+        latents = torch.cat(read, dim=1)  # [samples, tokens, values]
         self.held.put(action.writes[0], self.denoiser.embed(latents, prepared))
 
     def _layer(self, action: Action) -> None:
@@ -303,11 +326,32 @@ class _Walk:
             mask = mask.to(q.device)
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
+    def _predict(self, action: Action) -> None:
+        _, prepared = self._prepare(self.actions.row_of(action))
+        predicted = self.denoiser.final(self.held.values[action.reads[0]], prepared)
+        self.held.put(action.writes[0], predicted.contiguous())
+
+    def _guided(self, row: DenoisingRow, predictions: list[T]) -> T:
+        """Return the prediction for the tile of ``row``; ``predictions``: its own and those of its guides."""
+        assert self.mix is not None
+        tiles = {row.queries[0]: predictions[0]}
+        small, weight = None, 0.0
+        for guide, predicted in zip(row.guides, predictions[1:], strict=True):
+            if guide.block == self.table.guide:
+                small, weight = predicted, guide.weight
+            else:
+                tiles[guide.block] = predicted
+        return self.mix.mixed(row.queries[0], tiles, small, weight)
+
     def _update(self, action: Action) -> None:
         row = self.actions.row_of(action)
-        _, prepared = self._prepare(row)
         hidden, *latents = (self.held.values[value] for value in action.reads)
-        velocity = self.denoiser.final(hidden, prepared)
+        if self.mix is None:
+            _, prepared = self._prepare(row)
+            velocity = self.denoiser.final(hidden, prepared)
+        else:
+            velocity = self._guided(row, [hidden, *latents[1:]])
+            latents = latents[:1]
         sizes = [self.table.blocks[block] for block in row.queries]
         # the tokens that have joined are of another block's latents
         velocity = velocity[:, velocity.shape[1] - sum(sizes) :]

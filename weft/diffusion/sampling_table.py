@@ -7,14 +7,19 @@ A table whose ages are all 0, and whose ranges are whole, computes what one devi
 a table with other ages or ranges. Which bytes travel follows from the rows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.diffusion.tile_grid import TileGrid
 
 
 class LayerRange(NamedTuple):
@@ -45,6 +50,20 @@ class KeyBlock(NamedTuple):
     far: bool = False
 
 
+class GuideBlock(NamedTuple):
+    """Prediction for another block that changes a row's own, before its latents are updated.
+
+    Attributes:
+        ``block``: the block: another tile, or the small image that guides all tiles.
+        ``age``: how many steps before the row's step it is predicted.
+        ``weight``: how much the small image counts.
+    """
+
+    block: int
+    age: int = 0
+    weight: float = 1.0
+
+
 class DenoisingRow(NamedTuple):
     """Some layers of the denoiser, on one rank, for some blocks of tokens in one step.
 
@@ -54,6 +73,7 @@ class DenoisingRow(NamedTuple):
         ``layers``: the layers that are computed, in order.
         ``queries``: indices of the blocks whose tokens are computed together, in ascending order.
         ``keys``: what they attend to, their own keys included.
+        ``guides``: predictions for other blocks, in a table of tiles.
     """
 
     step: int
@@ -61,6 +81,7 @@ class DenoisingRow(NamedTuple):
     layers: LayerRange
     queries: tuple[int, ...]
     keys: tuple[KeyBlock, ...]
+    guides: tuple[GuideBlock, ...] = ()
 
 
 class SamplingTableError(WeftError):
@@ -106,6 +127,8 @@ class SamplingTable:
         ``unit``: tokens of a row of patches or of a frame.
         ``window``: how many units before and after its own unit a token attends to, except for keys that are ``far``;
             None: no limit.
+        ``tiles``: how the blocks cover a larger image; None: they are parts of one image or video. The last block is
+            the small image that guides the others; its latents are made of theirs in each of its rows.
     """
 
     name: str
@@ -116,6 +139,7 @@ class SamplingTable:
     rows: tuple[DenoisingRow, ...]
     unit: int = 1
     window: int | None = None
+    tiles: TileGrid | None = None
 
     @cached_property
     def places(self) -> tuple[int, ...]:
@@ -134,17 +158,26 @@ class SamplingTable:
             }
         )
 
+    @property
+    def guide(self) -> int | None:
+        """The block of the small image that guides tiles; None if there are no tiles."""
+        return None if self.tiles is None else len(self.blocks) - 1
+
     def of_rank(self, rank: int) -> Iterator[DenoisingRow]:
         """Yield the rows of ``rank`` in their order."""
         return (row for row in self.rows if row.rank == rank)
 
     def synchronous(self) -> int:
-        """Return the number of steps whose rows attend only to whole blocks of the same step."""
+        """Return the number of steps whose rows read only whole blocks of the same step; of tiles, each its own."""
         lossy = {
             row.step
             for row in self.rows
             if any(key.age or key.joined for key in row.keys)
-            or sum(key.end - key.first for key in row.keys) < sum(self.blocks)
+            or any(guide.age for guide in row.guides)
+            or (
+                self.tiles is None
+                and sum(key.end - key.first for key in row.keys) < sum(self.blocks)
+            )
         }
         return self.steps - len(lossy)
 
