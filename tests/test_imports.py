@@ -84,6 +84,22 @@ def allowed(importing: str, imported: str) -> bool:
     return importing in ("__main__", "__init__", "api")
 
 
+def test_what_is_imported_exists() -> None:
+    """Also in functions, whose imports the type checker lets pass and no daily test may reach."""
+
+    def exists(module: str) -> bool:
+        path = PACKAGE.parent / module.replace(".", "/")
+        return path.is_dir() or path.with_suffix(".py").is_file()
+
+    missing = {
+        (file, source)
+        for file, names in imported_names().items()
+        for source, _ in names
+        if source.startswith("weft.") and not exists(source)
+    }
+    assert not missing
+
+
 def test_imports_point_downward() -> None:
     found = {
         (file, imported)

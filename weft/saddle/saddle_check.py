@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from weft.layout.mesh import Mesh, from_all
 from weft.recipe.recipe import Recipe
-from weft.run.process import device_type, rank_process
+from weft.run.rank_processes import rank_process
 from weft.saddle.saddle_run import open_saddle
+from weft.train.setup import device_type
 
 
 class SaddleDifference(NamedTuple):

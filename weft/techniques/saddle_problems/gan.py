@@ -183,10 +183,12 @@ class DigitsGan(SaddleProblem):
 def frechet_distance(real: T, generated: T) -> float:
     """Return the Fréchet distance between normal distributions with the mean and covariance of two sets of rows.
 
-    ``real``, ``generated``: ``[rows, features]``, float64.
+    ``real``, ``generated``: ``[rows, features]``, float64. Rows that are not finite are infinitely far away.
     """
     import torch
 
+    if not generated.isfinite().all():
+        return float("inf")
     a, b = torch.cov(real.mT), torch.cov(generated.mT)  # [features, features]
     levels, vectors = torch.linalg.eigh(a)
     root = vectors * levels.clamp(min=0).sqrt() @ vectors.mT
