@@ -60,7 +60,8 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """In here this process alone has the lock ``path``, a file that is gone afterwards."""
+    """Hold the lock file ``path`` alone while the context is open. Waits until no other process holds it; the file is
+    removed at the end."""
     while True:
         with open(path, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -217,8 +217,10 @@ def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
     say = plain_console().print
     if outcome.interrupted:
         name = signal.Signals(outcome.interrupted).name
+        client = recipe.federated is not None and recipe.federated.join
+        again = "the same command" if client else f"--resume {outcome.run}"
         say(
-            f"stopped by {name} after step {outcome.progress.step}; continue with: --resume {outcome.run}"
+            f"stopped by {name} after step {outcome.progress.step}; continue with: {again}"
         )
     elif outcome.validations:
         first, last = outcome.validations[0], outcome.validations[-1]

@@ -58,12 +58,12 @@ class ShardDocuments:
 
     Attributes:
         ``documents``: the documents that are kept so far.
-        ``keys``: for each of them 16 bytes that stand for its id, its text and its columns, except statistics.
-        ``rows``: for each of them its row in the file ``texts``.
-        ``added``: names of the columns that the file ``texts`` does not have.
-        ``texts``: digest of the file that the rows count in.
-        ``context``: digest of the steps whose statistics the columns hold. Key and context together stand for all that
-            an operator is given.
+        ``keys``: 16-byte digest of each document's id, text and columns, except statistics.
+        ``rows``: row of each document in the file from which the documents come.
+        ``added``: names of the columns that this file does not have.
+        ``texts``: digest, and so the name, of this file.
+        ``context``: digest of the steps whose statistics the columns hold. Equal key and context mean equal input of
+            an operator.
     """
 
     documents: Documents

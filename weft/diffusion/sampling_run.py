@@ -60,14 +60,14 @@ class TokenSampler(Protocol):
 
 @dataclass
 class SamplingRun:
-    """Measurements of one rank while it ran its part of a sampling table.
+    """Measurements of one rank while it ran its part of a sampling table, the schedule of denoising over ranks.
 
     Attributes:
         ``bytes_sent``: bytes that the rank has sent.
         ``peak_bytes``: largest number of bytes of values (latents, activations, keys) that the rank held at once.
         ``actions``: number of actions of each kind.
-        ``order``: blocks in the order in which they were finished, each with the number of updates of latents that this
-            rank had made before.
+        ``order``: blocks of a sample's tokens in the order in which this rank finished them, each with the number of
+            updates of latents that the rank had made by then.
     """
 
     bytes_sent: int = 0

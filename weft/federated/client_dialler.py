@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 def dialler(where: str, encrypt: Any) -> Callable[[Head], SealedConnection]:
-    """Return a function that connects to the server of an invitation.
+    """Return a function that connects to the federated server of an invitation; it takes the first message to send.
 
-    ``where``: the invitation, or the file with it. ``encrypt``: which connections are encrypted. An address behind a
-    relay is reached as a peer by the invitation in ``WEFT_INVITATION``.
+    ``where``: the server's invitation, or a file with it. ``encrypt``: which connections are encrypted, "auto",
+    "always" or "never"; an invitation that asks for encryption makes it "always". If the server's address begins with
+    ``peer:``, this process first joins the peers, by their own invitation in ``WEFT_INVITATION``.
     """
     from weft.net.endpoint import Endpoint, process_endpoint
     from weft.net.sockets import own_address

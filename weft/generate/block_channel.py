@@ -26,7 +26,8 @@ CONNECT_S, ANSWER_S, NEWS_S, AGAIN_S = 2.0, 5.0, 0.25, 1.0
 
 
 class BlockStock(Protocol):
-    """Interface of whatever gives blocks to other engines, and may take blocks from them."""
+    """Interface of a store of cache blocks (keys and values of tokens) that other engines read, and into which they may
+    put blocks."""
 
     def keys(self) -> set[bytes]:
         """Return the keys of all blocks that are there."""

@@ -61,10 +61,12 @@ class PassTime(NamedTuple):
 
 
 class QuotaController:
-    """Chooses the quota of prefill again and again. ``weft serve --quota NAME`` or ``--quota NAME:ARGUMENT`` selects
-    it.
+    """Base class of controllers that choose, again and again, which share of the device prefill may use.
 
-    ``example``: a word NAME:ARGUMENT for an argument that can be given. ``initial``: the quota before the first choice.
+    ``weft serve --quota NAME`` or ``--quota NAME:ARGUMENT`` selects one.
+
+    ``example``: an example of NAME:ARGUMENT; empty for controllers without an argument. ``initial``: the share before
+    the first choice.
     """
 
     example: ClassVar[str] = ""

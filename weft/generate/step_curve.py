@@ -87,7 +87,8 @@ class StepWatch:
 
     @property
     def rates(self) -> Sequence[float]:
-        """Seconds for one of each of the six numbers of :func:`work_of`; none before there are enough measurements."""
+        """Fitted seconds per unit of each of the six kinds of work that :func:`work_of` counts; empty before there are
+        enough measurements."""
         if len(self._steps) >= FIT and time.monotonic() >= self._again:
             self._again = time.monotonic() + FIT_S
             with suppress(np.linalg.LinAlgError):  # the fit does not converge

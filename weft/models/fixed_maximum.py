@@ -84,7 +84,5 @@ def query_rows(q: T, kv_heads: int) -> T:
 
 
 def rows_by_token(rows: T, tokens: int) -> T:
-    """Return what :func:`query_rows` has made into rows, ``[kv_heads, tokens * group, ...]``, as ``[tokens, heads,
-    ...]``.
-    """
+    """Undo :func:`query_rows`: return ``[kv_heads, tokens * group, ...]`` as ``[tokens, heads, ...]``."""
     return rows.unflatten(1, (tokens, -1)).transpose(0, 1).flatten(1, 2)

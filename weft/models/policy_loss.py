@@ -293,9 +293,11 @@ class PolicyObjective(TokenObjective):
     def sequence_kernel(self, gap: T, weight: T, tokens: AnswerTokens) -> T:
         """Return the weight of each token's answer, ``[tokens]`` (Shen et al. 2026, 2602.10693, VESPO).
 
-        With ``W`` the product of the answer's ratios, the weight is ``W^k exp(l - l W)``, which is 1 for ``W = 1``.
-        ``k`` and ``l`` are the settings for the sign of the advantage. Limits of logarithms are TRL's. ``gap``: new
-        minus old log-probability, ``[tokens]``. ``weight``: weights by the correction of the sampler, factors of ``W``.
+        With ``W`` the product of the answer's probability ratios, the weight is ``W^k exp(l - l W)``, which is 1 for
+        ``W = 1``. ``k`` and ``l`` are ``vespo_positive`` or ``vespo_negative``, by the sign of the advantage.
+        Logarithms are clamped as in TRL. ``gap``: new
+        minus old log-probability, ``[tokens]``. ``weight``: weights that correct for the
+        sampler's probabilities, ``[tokens]``; ``W`` is multiplied by them.
         """
         least, most = math.log(1e-8), 20.0
         log_w = tokens.totals(gap.clamp(-most, most))

@@ -20,7 +20,7 @@ COLUMNS = 200
 
 
 def repetitions_of_samples(records: Records) -> list[Record]:
-    """Draw how many samples of a stream were drawn how often.
+    """Draw a bar chart of a stream: for each number of repetitions, how many samples were repeated that often.
 
     Returns a list with the chart; it is empty without records of the kind ``repetitions``. ``records``: the records of
     a run, by kind.

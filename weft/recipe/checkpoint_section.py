@@ -31,7 +31,7 @@ class Level(Section):
 
 
 class Checkpoint(Level):
-    """Section of checkpoints: their places and intervals, and the export at the end."""
+    """Section on checkpoints: their places and intervals, and the export at the end."""
 
     export: Literal["", "model", "adapter"] = Field(
         "",

@@ -49,7 +49,7 @@ class RewardTerm(Section):
 
 
 class Control(Section):
-    """Section of control: environments with Gymnasium's interface, and how a policy learns to act in them."""
+    """Section on control: environments with Gymnasium's interface, and how a policy learns to act in them."""
 
     environment: str = Field(
         "CartPole-v1",

@@ -224,7 +224,7 @@ class Chat(Section):
 
 
 class Data(HostSection):
-    """Section of the data that the model learns from.
+    """Section on the data that the model learns from.
 
     The keys of a single source may stand in this section itself. With several ``sources``, ``columns``, ``roles`` and
     ``on_error`` may stand here for all of them. ``weft techniques`` lists the mixtures, each of which brings settings

@@ -11,7 +11,7 @@ from weft.recipe.federated_travel import FederatedTravel
 
 
 class Federated(FederatedTravel):
-    """Section of federated training: the policy, what clients do, and the clients that a virtual clock simulates."""
+    """Section on federated training: the policy, what clients do, and the clients that a virtual clock simulates."""
 
     hosts: ClassVar[Mapping[str, str]] = {
         "policy": "federation-policy",

@@ -6,7 +6,7 @@ from weft.section import Section
 
 
 class Generate(Section):
-    """Section of the texts that the model writes at the end of the run."""
+    """Section on the texts that the model writes at the end of the run."""
 
     prompt: str = Field("def ", description=("Text that the model is to continue."))
     prompts: tuple[str, ...] = Field(

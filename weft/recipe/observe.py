@@ -8,7 +8,7 @@ from weft.section import Section
 
 
 class Observe(Section):
-    """Section of a run's records and of the trackers that receive them."""
+    """Section on what a run records, how often, and which trackers receive it."""
 
     every: PositiveInt = Field(1, description="Steps between two records of metrics.")
     trackers: tuple[str, ...] = Field(

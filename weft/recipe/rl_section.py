@@ -10,7 +10,7 @@ from weft.section import Section
 
 
 class SupervisedStart(Section):
-    """Section of the supervised steps before reinforcement learning, on the tasks' own answers."""
+    """Section on the supervised steps before reinforcement learning, on the tasks' own answers."""
 
     steps: NonNegativeInt = Field(
         0,
@@ -26,7 +26,7 @@ class SupervisedStart(Section):
 
 
 class Reinforcement(HostSection):
-    """Section of reinforcement learning: the model writes answers to the questions of ``[[tasks]]``, which reward them,
+    """Section on reinforcement learning: the model writes answers to the questions of ``[[tasks]]``, which reward them,
     and a policy loss makes the better ones more likely (docs/how-to/reinforcement-learning.md).
     """
 

@@ -7,7 +7,7 @@ from weft.section import Section
 
 
 class RolloutRole(Section):
-    """Section of the ranks that write answers."""
+    """Section on the ranks that write answers."""
 
     layout: Layout = Field(
         Layout(),
@@ -65,7 +65,7 @@ class RolloutRole(Section):
 
 
 class Roles(Section):
-    """Section of the roles of reinforcement learning: which ranks do what, and how."""
+    """Section on the roles of reinforcement learning: which ranks do what, and how."""
 
     rollout: RolloutRole = Field(
         RolloutRole(), description="The ranks that write answers."

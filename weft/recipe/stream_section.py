@@ -11,7 +11,7 @@ from weft.section import Section
 
 
 class SampleStream(Section):
-    """Section of a stream of samples: simulators send them while the model learns (docs/how-to/streams.md)."""
+    """Section on a stream of samples: simulators send them while the model learns (docs/how-to/streams.md)."""
 
     producers: tuple[str, ...] = Field(
         (),

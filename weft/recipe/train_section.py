@@ -10,7 +10,7 @@ Dtype = Literal["float64", "float32", "bfloat16"]
 
 
 class Train(Section):
-    """Section of the training run: its length, batch size, number format and the like.
+    """Section on the training run: its length, batch size, number format and the like.
 
     A run ends at ``steps`` or ``data.epochs``, whichever is earlier.
     """

@@ -16,7 +16,8 @@ LONGEST_NUMBER, TAIL = 60, 10_000
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in the end of a text; None if there is none, or if it has too many digits."""
+    """Return the last number among the last :data:`TAIL` characters of a text; None if there is none, or if it is
+    longer than :data:`LONGEST_NUMBER` characters."""
     last = ""
     for match in NUMBER.finditer(text[-TAIL:]):
         last = match.group()

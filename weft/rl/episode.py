@@ -241,7 +241,8 @@ def _source(message: dict[str, object]) -> str:
 
 
 def write_episodes(episodes: Sequence[Episode], source: RolloutSource) -> list[Trajectory]:  # fmt: skip
-    """Write all turns of all ``episodes`` in batches of the same turn, and return the trajectories.
+    """Play all ``episodes`` to their end, and return the trajectories. The next turns of all unfinished episodes are
+    generated as one batch.
 
     ``source``: generates the policy's turns.
     """

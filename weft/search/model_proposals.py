@@ -25,9 +25,10 @@ TOKENS = 800
 
 
 class ModelProposals:
-    """Asks a model for better policies, ``each`` of them in every generation.
+    """Asks a language model for better policies, ``each`` times in every generation of the search.
 
-    ``client``, ``model``: where the model is, and its name. ``say``: called with a line about answers that cannot be
+    ``policy``: the kind of policy with its simulator. ``client``: client of the OpenAI-compatible server. ``model``:
+    the model's name there. ``say``: called with a line about answers that cannot be
     read, the first of each generation. The attribute ``refused`` counts such answers.
     """
 

@@ -164,7 +164,9 @@ def check_plugin_path(path: Path, kind: str) -> None:
 
 
 def write_plugin(path: Path, text: str) -> None:
-    """Write the module of a find to ``path``. Raises :class:`UsageError` if that is not possible."""
+    """Write ``text``, the Python module that registers a policy that a search has found, to the new file ``path``.
+
+    Raises :class:`UsageError` if it cannot be written or exists."""
     try:
         with path.open("x") as file:
             file.write(text)

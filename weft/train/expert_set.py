@@ -67,7 +67,10 @@ def write_expert_set(
     top: int = 0,
     router: str = "",
 ) -> None:
-    """Write the file of a set whose experts are in folders of these ``names`` in ``folder``.
+    """Write ``experts.json`` into ``folder``: a set of trained experts, each in the subfolder of its name.
+
+    ``names``: names of the experts. ``prior``: weight of each expert before anything is seen; the weights need not add
+    up to 1. ``top``: number of the likeliest experts that are used; 0: all.
 
     ``router``: name of the file in ``folder`` that tells clusters of images apart; empty for experts of texts.
     """

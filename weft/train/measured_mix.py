@@ -33,14 +33,14 @@ class MeasuredLoader:
 
     Attributes:
         ``loader``: loader of the samples, in the order of the mixture.
-        ``leg``: the present leg of this order.
-        ``mixture``: its mixture, which is told what was measured.
+        ``leg``: the part of the order of samples that is read now, which has one mixture.
+        ``mixture``: the mixture of this part, to which the measured losses are given.
         ``recipe``: the run's recipe.
         ``corpus``: its opened data.
         ``mesh``: this rank's position among the ranks.
         ``built``: the model that is trained, and its state.
         ``recorder``: writes the run's records.
-        ``reference``: the reference model; None without one.
+        ``reference``: the reference model, with whose losses the model's are compared; None without one.
     """
 
     loader: Loader

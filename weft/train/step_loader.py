@@ -58,7 +58,7 @@ class StepLoader(Protocol):
         """
 
     def questions(self) -> Mapping[str, AskedQuestions]:
-        """Return the questions that the loader itself asks the model, by the name of the task."""
+        """Return the held-out questions on which the loader evaluates the model, by the task's name."""
 
     def step(self, position: int) -> Sequence[Batch] | None:
         """Return the batches of the step that starts at sample ``position``, one per pass; None at the data's end."""

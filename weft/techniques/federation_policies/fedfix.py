@@ -31,8 +31,8 @@ class FedFixSettings(Section):
     unbiased: bool = Field(
         True,
         description=(
-            "Whether an update is weighted by the number of changes of the model during the client's "
-            "work. Otherwise slow clients count less than 'weights' says."
+            "Multiply an update by the number of ticks that it took, so that a slow client, whose updates "
+            "are rarer, counts in the long run as much as 'weights' says. false: slow clients count less."
         ),
     )
 

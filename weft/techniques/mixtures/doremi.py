@@ -25,7 +25,9 @@ class DoremiSettings(Section):
         ),
     )
     mix_rate: float = Field(
-        1.0, ge=0, description="Step size of the weights: log w grows by rate * excess."
+        1.0,
+        ge=0,
+        description="Step size of the sources' weights: a step multiplies a weight by exp(mix_rate * excess loss).",
     )
     mix_floor: float = Field(
         1e-4,

@@ -44,8 +44,8 @@ class GaLoreSettings(Section):
     refresh: PositiveInt = Field(
         200,
         description=(
-            "Steps after which the directions ('rank' of them for each matrix) are computed "
-            "anew."
+            "Steps between two computations of the directions onto which gradients are projected "
+            "('rank' of them for each matrix)."
         ),
     )
     scale: PositiveFloat = Field(
