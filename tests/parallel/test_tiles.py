@@ -138,6 +138,7 @@ def test_checkpoints_know_nothing_of_tiles(
     ({"memory__speculate": "all"}, "have other times for that"),
     ({"adapter__kind": "lora"}, "read their weights whole"),
     ({"train__compile": True}, "read their weights whole"),
+    ({"train__recompute": "selective"}, "counting its operators"),
 ], ids=str)  # fmt: skip
 def test_what_cannot_be_tiled_is_refused(
     corpus: str, change: dict[str, Any], line: str

@@ -57,6 +57,14 @@ if TYPE_CHECKING:
             "leave one of them out",
         ),
         Rule(
+            "tiles with selective recompute",
+            "train",
+            lambda a: a.train.recompute == "selective",
+            "memory.tiles updates and fetches tiles within a block's forward, and train.recompute = 'selective' keeps "
+            "results by counting its operators, which are others when it computes again",
+            "use train.recompute = 'full' or 'none', or leave memory.tiles out",
+        ),
+        Rule(
             "tiles with passes of other parts",
             "layout",
             lambda a: bool(a.layout.balance or a.layout.overlap or a.layout.secondary),
