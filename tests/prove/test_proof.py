@@ -154,6 +154,9 @@ def test_noise_is_no_measure_where_all_gradients_are_zero(
     ("outer", 1e-13, True),
     ("outer", 1e-9, False),
     ("exp_avg", 1e-13, False),
+    # of islands that agree, in a vector of theirs
+    ("pull", 1e-13, True),
+    ("pull", 1e-9, False),
 ])  # fmt: skip
 def test_a_difference_of_parameters_is_as_exact_as_these(
     slot: str, off: float, ok: bool
@@ -173,7 +176,11 @@ def test_a_difference_of_parameters_is_as_exact_as_these(
             )
         }
         return StepTrace(
-            [5.0], [1e-12], [{"w": named["grad"]}], {"w": named["w"]}, {slot: kept}
+            [5.0],
+            [1e-12],
+            [{"w": named["grad"]}],
+            {"w": named["w"]},
+            {slot: kept, "dual": {"w": named["w"]}},
         )
 
     assert difference([trace(1e-12 + off)], trace(1e-12), "float64").ok is ok

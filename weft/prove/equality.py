@@ -39,6 +39,8 @@ NOISE = 64
 #: Slots that hold earlier parameters or differences of parameters. Errors of the size that parameters may have show in
 #: them, however small their own values are.
 OF_PARAMETERS = ("anchor", "outer", "own", "answer", "up", "down")
+#: Slots that hold differences between islands of another slot, which may cancel out, and that slot (DADAO).
+OF_SLOTS = {"pull": "dual", "pull_ahead": "dual"}
 
 #: The parts of tensors that a rank holds, by the tensors' names.
 Parts = dict[str, Part]
@@ -378,6 +380,9 @@ def difference(
     slot = (0.0, "")
     for kind, whole in reference.slots.items():
         scale = own if kind in OF_PARAMETERS else {}
+        if kind in OF_SLOTS:
+            parts = reference.slots[OF_SLOTS[kind]]
+            scale = {name: _norm(part) for name, part in parts.items()}
         value, name = _worst(
             [t.slots.get(kind, {}) for t in traces], whole, noise, scale
         )
