@@ -106,10 +106,12 @@ def test_digits_move_by_one_pixel_and_come_back() -> None:
 
 
 def test_an_animation_that_is_written_is_a_video(tmp_path: Path) -> None:
+    torch.manual_seed(0)
     video = torch.rand(1, 12, 50, 60) * 2 - 1
     write_animation(video, tmp_path / "v.gif")
     clips = read_clips(str(tmp_path), FORM)
-    assert np.abs(clips.pixels[0] - video.numpy()).max() < 0.01
+    # a frame with all 256 greys may lose one to the transparent colour
+    assert np.abs(clips.pixels[0] - video.numpy()).max() < 0.02
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def sample_command(
         asked_conditions,
         table_of_options,
     )
+    from weft.diffusion.picture_engine import check_guidance
     from weft.diffusion.sample import SampleRequest
     from weft.diffusion.sampling_pictures import draw_table, write_samples
     from weft.diffusion.sampling_start import in_sampling_rank, launch_sampling
@@ -105,6 +106,7 @@ def sample_command(
         conditions = asked_conditions(
             denoiser.settings, count, classes, denoiser.class_names, prompt or ()
         )
+        check_guidance(denoiser, guidance)
         request = SampleRequest(
             conditions.to(own), steps, sampler, guidance, seed, 0, batch
         )

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from weft.data.broken_files import readable
 from weft.data.moving_digits import MOVING_DIGITS, moving_digits
 from weft.data.pictures import (
     ENDINGS,
     PictureSet,
     as_picture_set,
     caption_beside,
+    check_size,
     checked_captions,
     image_pixels,
 )
@@ -64,10 +66,7 @@ class ClipForm:
                 raise UsageError(
                     f"data.settings.{name} = {value} is not possible; set at least {least}"
                 )
-        if len(self.size) not in (0, 2):
-            raise UsageError(
-                f"data.settings.size = {[*self.size]} should be height and width; frames have a setting of their own"
-            )
+        check_size(self.size)
 
     def starts(self, length: int) -> list[int]:
         """Return where the clips of a video of ``length`` frames begin; the last one ends with the video."""
@@ -118,14 +117,12 @@ def read_clips(path: str, form: ClipForm) -> PictureSet:
 
 def _pixels_of(video: Video, form: ClipForm) -> np.ndarray:
     """Return the taken frames of ``video`` from -1 to 1, float32 ``[channels, frames, height, width]``."""
-    try:
+    with readable(video.name, "a video"):
         frames = [
             image_pixels(image, form.size, form.colours)
             for number, image in enumerate(video.frames())
             if number % form.every == 0
         ]
-    except (OSError, ValueError) as error:
-        raise WeftError(f"{video.name} cannot be read as a video: {error}") from None
     if len(frames) < form.frames:
         taken = f" (every {form.every})" if form.every > 1 else ""
         raise UsageError(
@@ -144,7 +141,9 @@ def _pixels_of(video: Video, form: ClipForm) -> np.ndarray:
 def _videos_at(place: Path) -> Iterator[Video]:
     """Yield every video at ``place``, a folder or a file, in natural order of names."""
     if place.is_file():
-        yield from _of_file(place, "", always=True)
+        caption = caption_beside(place)
+        for video in _of_file(place, "", always=True):
+            yield video._replace(caption=caption)
         return
     files = [file for file in place.rglob("*") if file.is_file()]
     parts: dict[Path, list[Path]] = {}
@@ -187,16 +186,17 @@ def _of_file(file: Path, label: str, always: bool = False) -> Iterator[Video]:
 
 def _of_arrays(file: Path, label: str) -> Iterator[Video]:
     """Yield a video for each array of ``file``, ``[(videos,) frames, height, width(, channels)]``."""
-    try:
+    with readable(str(file), "arrays"):
         content = np.load(file)
-    except (OSError, ValueError) as error:
-        raise WeftError(f"{file} cannot be read as arrays: {error}") from None
-    several = not isinstance(content, np.ndarray)
-    for key in content.files if several else ("",):
-        name, values = f"{file}: {key}" if several else str(file), content[key] if several else content  # fmt: skip
+        several = not isinstance(content, np.ndarray)
+        arrays = {key: content[key] for key in content.files} if several else {"": content}  # fmt: skip
+    for key, values in arrays.items():
+        name = f"{file}: {key}" if several else str(file)
         colours = values.ndim > 3 and values.shape[-1] in (1, 3)
         axes = values.ndim - colours
-        if axes not in (3, 4) or not values.size:
+        # four values at the end would be read as a width
+        alpha = values.ndim > 3 and values.shape[-1] == 4
+        if axes not in (3, 4) or not values.size or alpha:
             raise UsageError(
                 f"{name} has the shape {[*values.shape]}; a video is frames, height and width, with 1 or 3 values of a "
                 "pixel at the end and several videos at the front"
@@ -211,6 +211,10 @@ def _of_values(values: np.ndarray, name: str) -> Iterator[Any]:
     """Yield the frames of ``values`` ``[frames, height, width(, channels)]``, bytes or numbers from 0 to 1."""
     import PIL.Image
 
+    if values.dtype.kind not in "buif":
+        raise UsageError(
+            f"{name} has values of the type {values.dtype}; store bytes (uint8), or numbers from 0 to 1"
+        )
     if values.dtype != np.uint8:
         low, high = float(values.min()), float(values.max())
         if not (low >= 0 and high <= 1):
@@ -236,11 +240,10 @@ def _pillow() -> Any:
 
 def _is_animated(file: Path) -> bool:
     """Return whether ``file`` has several frames. Raises :class:`WeftError` if it cannot be read."""
-    try:
-        with _pillow().open(file) as image:
-            return getattr(image, "n_frames", 1) > 1
-    except OSError as error:
-        raise WeftError(f"{file} cannot be read as an image: {error}") from None
+    pillow = _pillow()
+    with readable(str(file), "an image"), pillow.open(file) as image:
+        several: bool = getattr(image, "n_frames", 1) > 1
+    return several
 
 
 def _of_animation(file: Path) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from weft.cache import digest
+from weft.data.broken_files import readable, worded
 from weft.data.order import choose_held_out
 from weft.errors import UsageError, WeftError
 
@@ -116,6 +117,7 @@ def read_pictures(
     place = Path(path).expanduser()
     if not place.exists():
         raise UsageError(f"data.path = {path!r} does not exist")
+    check_size(size)
     named = [*_named_images(place)]
     if not named:
         raise UsageError(
@@ -134,6 +136,14 @@ class NamedImage(NamedTuple):
     caption: str = ""
 
 
+def check_size(size: Sequence[int]) -> None:
+    """Raise :class:`UsageError` unless ``size`` is empty, or a height and width."""
+    if len(size) not in (0, 2) or any(side < 1 for side in size):
+        raise UsageError(
+            f"data.settings.size = {[*size]} should be height and width; frames have a setting of their own"
+        )
+
+
 def caption_beside(path: Path) -> str:
     """Return the caption in the file beside ``path`` whose name ends with ``.txt``; empty if there is none."""
     text = path.with_suffix(".txt")
@@ -142,23 +152,24 @@ def caption_beside(path: Path) -> str:
 
 def _of_lines(place: Path) -> Iterator[NamedImage]:
     """Yield the images that the rows of a JSONL file name, with their captions and classes."""
-    for number, line in enumerate(place.read_text().splitlines(), 1):
+    with readable(str(place), "lines of JSON"):
+        lines = place.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        try:
+        name = f"{place}: line {number}"
+        with readable(name, "JSON"):
             row = json.loads(line)
-        except ValueError as error:
-            raise WeftError(f"{place}: line {number} is no JSON: {error}") from None
         row = row if isinstance(row, dict) else {}
         file = next((row[n] for n in FILE_NAMES if isinstance(row.get(n), str)), None)
         if file is None:
             raise WeftError(
                 f"{place}: line {number} names no image; {', '.join(map(repr, FILE_NAMES))} should have its file"
             )
-        caption = next((str(row[n]) for n in CAPTION_NAMES if n in row), "")
-        label = next((str(row[n]) for n in CLASS_NAMES if n in row), "")
+        caption = worded(name, row, CAPTION_NAMES)
+        label = worded(name, row, CLASS_NAMES)
         # a path is one from the folder of the list
-        yield NamedImage(f"{place}: line {number}", label, place.parent / file, caption)
+        yield NamedImage(name, label, place.parent / file, caption)
 
 
 def _named_images(place: Path) -> Iterator[NamedImage]:
@@ -176,17 +187,19 @@ def _named_images(place: Path) -> Iterator[NamedImage]:
     if ".parquet" in place.suffixes:
         from weft.data.arrow import read_rows
 
-        for number, row in read_rows(place):
+        with readable(str(place), "Parquet"):
+            rows = [*read_rows(place)]
+        for number, row in rows:
             image = next((row[n] for n in IMAGE_NAMES if n in row), None)
             image = image.get("bytes") if isinstance(image, dict) else image
-            label = next((row[n] for n in CLASS_NAMES if n in row), "")
+            name = f"{place}: row {number}"
             if not isinstance(image, bytes):
                 raise WeftError(
                     f"{place}: row {number} has no image; a column {', '.join(map(repr, IMAGE_NAMES))} should hold its "
                     "bytes"
                 )
-            caption = next((str(row[n]) for n in CAPTION_NAMES if n in row), "")
-            yield NamedImage(f"{place}: row {number}", str(label), image, caption)
+            label = worded(name, row, CLASS_NAMES)
+            yield NamedImage(name, label, image, worded(name, row, CAPTION_NAMES))
         return
     yield from _of_archive(place)
 
@@ -195,23 +208,40 @@ def _of_archive(place: Path) -> Iterator[NamedImage]:
     """Yield every image in a WebDataset tar file."""
     import tarfile
 
-    try:
-        with tarfile.open(place) as archive:
-            members = {m.name: m for m in archive.getmembers() if m.isfile()}
-            for name, member in sorted(members.items()):
-                stem, _, ending = name.partition(".")
-                if f".{ending.lower()}" not in ENDINGS:
-                    continue
-                content = archive.extractfile(member)
-                assert content is not None
-                said = []
-                for beside in (f"{stem}.cls", f"{stem}.txt"):
-                    there = members.get(beside)
-                    words = archive.extractfile(there) if there else None
-                    said.append(words.read().decode().strip() if words else "")
-                yield NamedImage(f"{place}: {name}", said[0], content.read(), said[1])
-    except tarfile.TarError as error:
-        raise WeftError(f"{place} cannot be read as a tar file: {error}") from None
+    with readable(str(place), "a tar file"), tarfile.open(place) as archive:
+        # a name may begin with the folder that was packed
+        members = {m.name.removeprefix("./"): m for m in archive.getmembers() if m.isfile()}  # fmt: skip
+
+        def content(name: str) -> bytes:
+            file = archive.extractfile(members[name]) if name in members else None
+            return file.read() if file else b""
+
+        for name in sorted(members):
+            folder, slash, base = name.rpartition("/")
+            stem, _, ending = base.partition(".")
+            stem = f"{folder}{slash}{stem}"
+            shown = f"{place}: {name}"
+            if f".{ending.lower()}" not in ENDINGS:
+                _check_key(shown, name, stem, members)
+                continue
+            with readable(f"{place}: {stem}.json", "JSON"):
+                about = json.loads(content(f"{stem}.json") or b"{}")
+            about = about if isinstance(about, dict) else {}
+            words = (content(f"{stem}.{each}").decode(errors="replace").strip() for each in ("cls", "txt"))  # fmt: skip
+            label, caption = words
+            label = label or worded(shown, about, CLASS_NAMES)
+            caption = caption or worded(shown, about, CAPTION_NAMES)
+            yield NamedImage(shown, label, content(name), caption)
+
+
+def _check_key(shown: str, name: str, stem: str, members: Mapping[str, object]) -> None:
+    """Raise :class:`WeftError` if ``name`` is an image by its last ending only, and sample ``stem`` has no other."""
+    alone = not any(f"{stem}{ending}" in members for ending in ENDINGS)
+    if alone and Path(name).suffix.lower() in ENDINGS:
+        raise WeftError(
+            f"{shown} has a dot inside its name, and a sample of WebDataset is named by what is before the first; "
+            "rename it"
+        )
 
 
 def _picture_set(
@@ -226,12 +256,9 @@ def _picture_set(
         ) from None
     arrays = []
     for name, _, content, _ in named:
-        try:
-            source = io.BytesIO(content) if isinstance(content, bytes) else content
-            with PIL.Image.open(source) as image:
-                arrays.append(image_pixels(image, size, colours))
-        except (OSError, ValueError) as error:
-            raise WeftError(f"{name} cannot be read as an image: {error}") from None
+        source = io.BytesIO(content) if isinstance(content, bytes) else content
+        with readable(name, "an image"), PIL.Image.open(source) as image:
+            arrays.append(image_pixels(image, size, colours))
         if arrays[-1].shape != arrays[0].shape:
             raise UsageError(
                 f"{name} has the shape {list(arrays[-1].shape)}, and {named[0][0]} has {list(arrays[0].shape)}; set "
@@ -278,7 +305,13 @@ def image_pixels(image: Any, size: Sequence[int], colours: bool | None) -> np.nd
 
     ``size``, ``colours``: those of :func:`read_pictures`.
     """
-    grey = image.mode in ("1", "L", "I", "F") if colours is None else not colours
+    sixteen_bits = image.mode.startswith("I")
+    grey = sixteen_bits or image.mode in ("1", "L", "F") if colours is None else not colours  # fmt: skip
+    if sixteen_bits:  # which Pillow would cut off at 255
+        import PIL.Image
+
+        bytes_of = np.asarray(image).clip(0, 65535) / 257
+        image = PIL.Image.fromarray(bytes_of.round().astype(np.uint8))
     image = image.convert("L" if grey else "RGB")
     if size:
         height, width = size

@@ -130,7 +130,16 @@ def asked_conditions(
         asked = [class_number(word, known, names) for word in classes.split(",")]
     except UsageError as error:
         raise UsageError(f"--class {classes}: {error}") from None
+    check_count(count, len(asked), "classes")
     return torch.tensor([asked[i % len(asked)] for i in range(count)])
+
+
+def check_count(count: int, asked: int, what: str) -> None:
+    """Raise :class:`UsageError` if ``count`` samples cannot show all of the ``asked`` classes or prompts."""
+    if asked > count:
+        raise UsageError(
+            f"--count {count} leaves some of the {asked} {what} out; give --count {asked}, or fewer {what}"
+        )
 
 
 def prompt_captions(
@@ -146,6 +155,7 @@ def prompt_captions(
         raise UsageError(
             "this model reads text states of an encoder of others; call weft.diffusion.sample with them"
         )
+    check_count(count, len(prompts), "prompts")
     for prompt in prompts:
         if (length := len(caption_words(prompt))) > settings.words:
             raise UsageError(

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 T = torch.Tensor
 
+#: Scales of guidance are below this.
+MOST_GUIDANCE = 10_000
+
 
 @dataclass(frozen=True)
 class PictureAsk:
@@ -146,8 +149,10 @@ def prompt_condition(denoiser: Denoiser, prompt: str) -> T:
 def check_guidance(denoiser: Denoiser, guidance: float) -> None:
     """Raise :class:`UsageError` for a scale that ``denoiser`` cannot be guided by."""
     settings = denoiser.settings
-    if guidance < 0:
-        raise UsageError(f"a guidance of {guidance:g} is below 0; give 1 for none")
+    if not 0 <= guidance < MOST_GUIDANCE:
+        raise UsageError(
+            f"a guidance of {guidance:g} is below 0 or above {MOST_GUIDANCE}; give 1 for none"
+        )
     if guidance == 1:
         return
     if not (settings.classes or settings.text):

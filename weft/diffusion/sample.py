@@ -25,7 +25,8 @@ def seeded_noise(shape: Sequence[int], seed: int, number: int, block: int = 0) -
     It depends only on the arguments, and so is the same in every batch and on every rank. ``block``: number of the
     block of frames, for videos that are sampled block by block.
     """
-    key = [seed % 2**64, (number << 24) + block]
+    # a list of such large numbers would become floats
+    key = np.array([seed % 2**64, (number << 24) + block], np.uint64)
     drawn = np.random.Generator(np.random.Philox(key=key))
     return torch.from_numpy(drawn.standard_normal(tuple(shape), np.float32))
 
