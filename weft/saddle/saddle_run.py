@@ -151,9 +151,10 @@ def _next_round(
     change = math.sqrt(sum(float(t.square().sum()) for t in changes.values()))
     if not math.isfinite(change):
         # all ranks have the same values and leave together
+        other = ", or choose method = 'masha1' or 'masha2'"
         raise WeftError(
             f"saddle.method = {settings.method!r} has left all bounds in round {progress.step}: lower saddle.lr = "
-            f"{settings.lr:g}, or choose method = 'masha1' or 'masha2'"
+            f"{settings.lr:g}{'' if settings.method.startswith('masha') else other}"
         )
     sent, received = method.traffic(progress.step)
     if progress.step % recipe.observe.every == 0:
