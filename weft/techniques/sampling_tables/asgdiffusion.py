@@ -49,8 +49,9 @@ class AsgdiffusionSettings(Section):
     recipe="weft sample --checkpoint RUN --layout cp=5 --table asgdiffusion",
     proof="tests/diffusion/test_tiles.py",
     figure=(
-        "error of age after `10` steps 0.0348, after `50` 0.0088 (`bench/sampling_tables.py`); digits of twice the "
-        "size that a classifier knows: guided in `50` of `50` steps 0.90, in none 0.13 (`bench/sampling_tables.py`)"
+        "error of age after `10` steps 0.0348, after `50` 0.0088 (`bench/sampling_tables.py`); a classifier of every "
+        "other pixel knows digits of twice the size: guided in `50` of `50` steps 0.90, in none 0.13 "
+        "(`bench/sampling_tables.py`)"
     ),
 )
 class Asgdiffusion(SamplingScheme):
