@@ -23,6 +23,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@echo "[3/3] weft and its tools"
 	@$(PIP) --editable '.[dev]'
 	@touch $@
+	@echo "done; source $(BIN)/activate puts weft on the path"
 
 train: install
 	$(BIN)/weft train recipes/quickstart.toml

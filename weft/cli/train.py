@@ -223,17 +223,22 @@ def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
             f"stopped by {name} after step {outcome.progress.step}; continue with: {again}"
         )
     elif outcome.validations:
-        first, last = outcome.validations[0], outcome.validations[-1]
+        # of the whole run, which may have been resumed
+        losses = [record["loss"] for record in outcome.metrics("validation")]
+        first, last = (losses or outcome.validations)[0], outcome.validations[-1]
         say(
             f"validation loss {first:.3f} -> {last:.3f} ({last / first:.0%} of its first value)"
         )
     if recipe.generate and outcome.checkpoint and not outcome.interrupted:
         from weft.cli.generate import say_samples
 
+        say("the model answers generate.prompts ...")
         if shown := say_samples(outcome.checkpoint, recipe):
             metrics = Metrics(outcome.run)
             metrics.log("sample", outcome.progress.step, samples=shown)
             metrics.close()
+    if recipe.checkpoint.export and outcome.checkpoint and not outcome.interrupted:
+        say(f"exporting   {outcome.run / 'export'} ...")
     finished = finish_run(recipe, outcome)
     if finished.export:
         say(f"exported    {finished.export}")

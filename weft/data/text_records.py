@@ -138,5 +138,9 @@ def _table(
 def _parsed(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise WeftError(
+            f"{where}: not valid JSON ({error.msg} at character {error.pos + 1})"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise WeftError(f"{where}: not valid JSON ({error})") from None
