@@ -42,7 +42,22 @@ TAUGHT = "loss.teachers=['runs/teacher']"
 GENERATION = "overlap with a chosen sum"
 
 #: A smallest layout that meets each entry, and the settings that it takes; the model has 2 layers and 4 heads.
+ROWS = (
+    "memory.weights=host memory.embedding=rows model.tied=false optimizer.kind=sgd "
+    "optimizer.weight_decay=0"
+)
+TILES = "memory.weights=host memory.tiles=2"
 SMALLEST: dict[str, tuple[str, str]] = {
+    "rows of a table that stays": ("", f"{ROWS} memory.weights=device"),
+    "rows alone with updates of all": ("", f"{ROWS} optimizer.kind=adamw"),
+    "rows of a table that is also the output layer": ("", f"{ROWS} model.tied=true"),
+    "rows of a table that other code reads whole": ("", f"{ROWS} train.compile=true"),
+    "tiles of weights that stay": ("", "memory.tiles=2"),
+    "tiles with updates of whole matrices": ("", f"{TILES} optimizer.kind=muon"),
+    "tiles with updates of another order": ("", f"{TILES} memory.alternate=0.5"),
+    "tiles of weights that other code reads whole": ("", f"{TILES} train.compile=true"),
+    "tiles with selective recompute": ("", f"{TILES} train.recompute=selective"),
+    "tiles with passes of other parts": ("shard=4,zero=3,secondary=2", TILES),
     "teachers with a model that is cut": ("tp=2", TAUGHT),
     "teachers with another loss": ("", f"{TAUGHT} loss.kind=dpo {PAIRS}"),
     "teachers with rewards": ("", f"{TAUGHT} {REWARDED}"),
@@ -209,6 +224,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 #: How each technique that fills phases of a step is asked for: a layout and settings.
 ASKED = {
+    "tiled-weights": ("", TILES),
+    "embedding-rows": ("", ROWS),
     "zeroth-order": ("", "optimizer.estimate=zeroth-order"),
     "post-validation": ("pp=2", "optimizer.post_validation=true"),
     "in-backward": ("", "optimizer.in_backward=true optimizer.clip=0"),

@@ -170,7 +170,7 @@ def test_forty_layouts_have_experts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [3, pytest.param(None, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [5, pytest.param(None, marks=pytest.mark.soak)])
 def test_between_any_two_layouts(pool: Any, tmp_path: Path, count: int | None) -> None:
     """Every pair of some, in soak of all: what the one reads of the other's checkpoint, and what they send each other.
 

@@ -83,5 +83,5 @@ def test_a_run_scores_its_images_and_weft_sample_makes_some(tmp_path: Path) -> N
     out, run = tmp_path / "images", str(tmp_path / "run")
     assert sample_command(run, out, count=3, steps=2, classes="1") == 0
     assert {"grid.png", "0000.png", "0002.png"} <= {p.name for p in out.iterdir()}
-    with pytest.raises(UsageError, match="--class 7 is not possible"):
+    with pytest.raises(UsageError, match="--class 7: there is no class '7'"):
         sample_command(run, tmp_path / "more", count=3, steps=2, classes="7")
