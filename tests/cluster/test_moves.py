@@ -230,6 +230,7 @@ def test_balance_moves_the_least_urgent_and_shortest() -> None:
     assert balancing_move([full], answers) is None
 
 
+@pytest.mark.soak
 def test_an_engine_without_memory_gives_answers_away() -> None:
     """Six long answers at an engine whose memory holds two of them; another engine joins."""
     requests = [asked([i] * 30, 45) for i in range(6)]

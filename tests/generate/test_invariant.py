@@ -90,6 +90,7 @@ def random_engine(model: Transformer, drawn: Random) -> Engine:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("least", [300, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", SHAPES)

@@ -155,6 +155,7 @@ def test_one_rank_has_its_state_apart_as_well(pool: Any, corpus: str) -> None:
         assert pool.run(1, places, values)[0] == {"kind": {kind}, "state": {"cpu"}}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_checkpoints_do_not_know_of_it(pool: Any, corpus: str, tmp_path: Path) -> None:
     """Six steps; three with and three without, or the other way round: the same state to the last bit."""

@@ -168,7 +168,10 @@ def test_too_few_ranks_save_what_they_have(
 
 @pytest.mark.sampled(1)
 @pytest.mark.slow(20)
-@pytest.mark.parametrize("actions", ["rebalance", "leave-out", "ladder"])
+@pytest.mark.parametrize(
+    "actions",
+    ["rebalance", "leave-out", pytest.param("ladder", marks=pytest.mark.soak)],
+)
 def test_a_slow_rank_gets_less_to_do_or_is_left_out(
     corpus: str, tmp_path: Path, actions: str
 ) -> None:

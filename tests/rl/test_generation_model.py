@@ -127,6 +127,7 @@ def moved_in_turn(cases: list[Any], layout: str) -> list[int]:
     ]
 
 
+@pytest.mark.soak
 @pytest.mark.slow(4)
 def test_weights_of_any_layout_generate_on_each_rank(pool: Any) -> None:
     pool.run(4, moved_in_turn, CASES, "")

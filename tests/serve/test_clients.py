@@ -189,6 +189,7 @@ def test_responses(client: openai.OpenAI) -> None:
         jsonschema.validate(json.loads(stream.get_final_response().output_text), SCHEMA)
 
 
+@pytest.mark.sampled(1)
 def test_responses_that_call_functions(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", **WEATHER["function"], "strict": True}
     asked: Any = {"model": "tiny", "input": [{"role": "user", "content": "?"}], "temperature": 0, "tools": [tool],
