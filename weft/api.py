@@ -196,6 +196,12 @@ class Finished:
     measured: Path | None
 
 
+def is_exported(recipe: Recipe, outcome: Outcome) -> bool:
+    """Return whether :func:`finish_run` exports a checkpoint of the run."""
+    whole = outcome.checkpoint is not None and not outcome.interrupted
+    return whole and bool(recipe.checkpoint.export)
+
+
 def finish_run(recipe: Recipe, outcome: Outcome) -> Finished:
     """Write a run's report, add the run to the measured runs and, if the recipe asks for it, export a checkpoint.
 
@@ -207,7 +213,7 @@ def finish_run(recipe: Recipe, outcome: Outcome) -> Finished:
     from weft.observe.run_page import write_report
 
     exported = None
-    if recipe.checkpoint.export and outcome.checkpoint and not outcome.interrupted:
+    if is_exported(recipe, outcome):
         exported = outcome.run / "export"
         _export(recipe, outcome, exported)
     return Finished(write_report(outcome.run), exported, append(outcome.run))

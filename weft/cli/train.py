@@ -210,7 +210,7 @@ def probed_choice(
 
 
 def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
-    from weft.api import finish_run
+    from weft.api import finish_run, is_exported
     from weft.checkpoint.best import best_checkpoint
     from weft.observe.run_metrics import Metrics
 
@@ -237,7 +237,7 @@ def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
             metrics = Metrics(outcome.run)
             metrics.log("sample", outcome.progress.step, samples=shown)
             metrics.close()
-    if recipe.checkpoint.export and outcome.checkpoint and not outcome.interrupted:
+    if is_exported(recipe, outcome):
         say(f"exporting   {outcome.run / 'export'} ...")
     finished = finish_run(recipe, outcome)
     if finished.export:

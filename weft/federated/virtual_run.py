@@ -19,7 +19,7 @@ from weft.checkpoint.levels import open_levels
 from weft.checkpoint.reshard import load_parts
 from weft.checkpoint.run_checkpoints import Checkpoints
 from weft.checkpoint.run_state import Progress
-from weft.checkpoint.store import load_newest, stored_files
+from weft.checkpoint.store import stored_files
 from weft.errors import WeftError
 from weft.federated.array_classifier import ArrayClassifier
 from weft.federated.classifier_cohort import ClassifierCohort, ClassifierScore
@@ -36,6 +36,7 @@ from weft.registry import find
 from weft.rl.control.control_state import ControlState
 from weft.run.signals import noted_signals, requests, stop_signals
 from weft.train.progress_recorder import ProgressRecorder
+from weft.train.progress_resume import resume_newest
 from weft.train.runs import Run, open_run
 from weft.train.training import Outcome
 
@@ -278,11 +279,9 @@ def _resumed(
         simulation.clock.parameters = {name: part.values for name, part in loaded.saved().items()}  # fmt: skip
         return simulation, Progress(**checkpoint.meta["progress"])
 
-    checkpoint, (simulation, progress) = load_newest(
-        run.sources, load, notes.append, check, mesh.step_group
+    checkpoint, (simulation, progress) = resume_newest(
+        run, load, notes.append, check, mesh
     )
-    for level in run.levels:
-        level.resume_from(checkpoint.storage)
     notes.append(
         f"resumed from {checkpoint} after {progress.step} changes, at {simulation.clock.now:g} s of the virtual clock"
     )

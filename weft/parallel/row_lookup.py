@@ -8,18 +8,18 @@ gradient stays as it is. Large Graph Convolutional Network Training (Min et al. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from weft.memory.resting_tiles import rows_of_whole_pages
-from weft.parallel.state import Held, Updater
-from weft.parallel.units import Full, TableUnit
+from weft.parallel.part_unit import PartUnit
+from weft.parallel.state import Updater
+from weft.parallel.units import Full
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from weft.memory.resting import RestingGroup, Tiers
 
 T = torch.Tensor
-
-#: The values of the state.
-OWN: Callable[[Held], T] = attrgetter("local")
 
 
 class BroughtRows(NamedTuple):
@@ -46,7 +43,7 @@ class BroughtRows(NamedTuple):
     places: T
 
 
-class EmbeddingRows(TableUnit):
+class EmbeddingRows(PartUnit):
     """The table of embeddings as a unit whose rows come and go one by one.
 
     The arguments are those of :class:`weft.parallel.units.TableUnit`, with one parameter ``[vocab, embed]``. In a file
@@ -57,13 +54,8 @@ class EmbeddingRows(TableUnit):
         self, named: Sequence[Full], mesh: Mesh, compute: torch.dtype, tiers: OnDevice
     ) -> None:  # fmt: skip
         (full,) = named
-        self.mesh, self.compute, self.tiers = mesh, compute, tiers
-        self.replicas, self.sharing = mesh.sharing(full.logical)
-        self.size = mesh.size(self.sharing)
-        self.learns = full.parameter.requires_grad
-        self.wide = torch.promote_types(compute, torch.float32) if self.learns else compute  # fmt: skip
+        super().__init__(full, mesh, compute, tiers)
         self.place, self.apart = tiers.places["weights"], True
-        self.live, self.near, self.full = True, None, []
         held = self._hold(full)
         self.held = [held]
         self.width = full.logical.local_shape[1]
@@ -91,17 +83,8 @@ class EmbeddingRows(TableUnit):
         for h in self.held:
             h.updates = torch.zeros((), device=h.local.device)
 
-    def gather(self, values: Callable[[Held], T] = OWN) -> None:
-        """Do nothing, as passes ask for rows."""
-
     def release(self, drop: bool) -> None:
         """Do nothing, as rows are freed after use."""
-
-    def fold(self) -> None:
-        """Do nothing, as every gradient is reduced at once."""
-
-    def reduce(self) -> None:
-        """Do nothing, as every gradient is reduced at once."""
 
     # --- rows of this rank
 

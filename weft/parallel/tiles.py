@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,8 +22,9 @@ from weft.memory.resting_tiles import rest_side_by_side, rows_of_whole_pages
 from weft.models.fused import times
 from weft.models.projections import Projections
 from weft.models.widened import multiply
+from weft.parallel.part_unit import PartUnit
 from weft.parallel.state import Held, State, Unit, Updater
-from weft.parallel.units import Full, TableUnit
+from weft.parallel.units import OWN, Full, TableUnit
 
 if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from weft.models.transformer import Transformer
 
 T = torch.Tensor
-
-#: The values of the state.
-OWN: Callable[[Held], T] = attrgetter("local")
 
 
 class WeightTile(TableUnit):
@@ -113,7 +110,7 @@ class WeightTile(TableUnit):
         return self.sums.pop(h.name, gradient)
 
 
-class TiledWeight(TableUnit):
+class TiledWeight(PartUnit):
     """A weight in tiles, as a unit whose gather does nothing: a product gathers the tiles one by one.
 
     ``named``: the weight, ``[out, in]``; ``tiles``: the most tiles into which it is cut. In files tiles have whole
@@ -128,18 +125,13 @@ class TiledWeight(TableUnit):
         self, named: Sequence[Full], mesh: Mesh, compute: torch.dtype, tiers: OnDevice, tiles: int
     ) -> None:  # fmt: skip
         (full,) = named
-        self.mesh, self.compute, self.tiers = mesh, compute, tiers
-        self.replicas, self.sharing = mesh.sharing(full.logical)
-        self.size = mesh.size(self.sharing)
-        self.learns = full.parameter.requires_grad
-        self.live, self.near, self.full = True, None, []
+        super().__init__(full, mesh, compute, tiers)
         self.rows, width = full.logical.local_shape
         self.share = -(-self.rows // self.size)
         device = full.parameter.device
-        kind = torch.promote_types(compute, torch.float32) if self.learns else compute
         rows = -(-self.share // tiles)
         if "file" in tiers.places.values():
-            step = rows_of_whole_pages(width * kind.itemsize)
+            step = rows_of_whole_pages(width * self.wide.itemsize)
             rows = -(-rows // step) * step
         first, last = full.placement.box[0]
         self._tiles = []
@@ -189,19 +181,10 @@ class TiledWeight(TableUnit):
             parts = [tile.held[0].slots[slot].values for tile in self._tiles]
             held.slots[slot] = held.part(self._side_by_side("moments", parts, slot))
 
-    def gather(self, values: Callable[[Held], T] = OWN) -> None:
-        """Do nothing, as a product gathers the tiles one by one."""
-
     def release(self, drop: bool) -> None:
         """Free the tiles that an error may have left in memory, whatever ``drop`` says."""
         for tile in self._tiles:
             tile.release(True)
-
-    def fold(self) -> None:
-        """Do nothing, as every gradient is reduced at once."""
-
-    def reduce(self) -> None:
-        """Do nothing, as every gradient is reduced at once."""
 
     def begin_gradient(self) -> None:
         """Make room for the gradient of a step, unless the step has begun."""

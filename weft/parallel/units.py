@@ -40,6 +40,10 @@ def exchanged_rows(
     return arriving, work
 
 
+#: The values of the state.
+OWN: Callable[[Held], torch.Tensor] = attrgetter("local")
+
+
 class Full(NamedTuple):
     """A whole parameter that this rank computes with.
 
@@ -144,9 +148,7 @@ class TableUnit(Unit):
         return Held(whole.name, whole.logical, whole.placement, shard.detach(), shard)
 
     @torch.no_grad()
-    def gather(
-        self, values: Callable[[Held], torch.Tensor] = attrgetter("local")
-    ) -> None:
+    def gather(self, values: Callable[[Held], torch.Tensor] = OWN) -> None:
         """Make the whole parameters from the rows of all ranks. Collective.
 
         ``values``: function from a parameter to the values of this rank's rows; by default the values of the state.

@@ -19,7 +19,6 @@ from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.reshard import load_parts
 from weft.checkpoint.run_checkpoints import Checkpoints
 from weft.checkpoint.run_state import Progress
-from weft.checkpoint.store import load_newest
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.observe.host import describe_machine
@@ -30,6 +29,7 @@ from weft.saddle.device_exchange import DeviceExchange
 from weft.saddle.saddle_method import SaddleMethod
 from weft.saddle.saddle_state import SaddleState
 from weft.train.progress_recorder import ProgressRecorder
+from weft.train.progress_resume import check_facts, resume_newest
 from weft.train.runs import Run, open_run
 from weft.train.training import Outcome
 
@@ -189,29 +189,13 @@ def _resumed(
         return Progress(), notes
 
     def check(checkpoint: StoredCheckpoint) -> None:
-        stored = checkpoint.meta.get("saddle")
-        if stored is None:
-            raise WeftError(
-                f"{checkpoint} is of another kind of run, and this recipe has [saddle]; start another run with another "
-                "--out"
-            )
-        for key, value in facts.items():
-            if stored.get(key) != value:
-                name = key if "." in key else f"saddle.{key}"
-                raise WeftError(
-                    f"{checkpoint} has {name} = {stored.get(key)!r}, the recipe {value!r}; restore it, or start "
-                    "another run with another --out"
-                )
+        check_facts(checkpoint, "saddle", facts, "another kind of run")
 
     def load(checkpoint: StoredCheckpoint) -> Progress:
         load_parts(checkpoint, state.saved(), mesh.step_group)
         return Progress(**checkpoint.meta["progress"])
 
-    checkpoint, progress = load_newest(
-        run.sources, load, notes.append, check, mesh.step_group
-    )
-    for level in run.levels:
-        level.resume_from(checkpoint.storage)
+    checkpoint, progress = resume_newest(run, load, notes.append, check, mesh)
     method.resume(progress.updates)
     notes.append(f"resumed from {checkpoint} at round {progress.step}")
     return progress, notes

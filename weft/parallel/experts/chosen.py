@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
@@ -25,7 +24,7 @@ from weft.layout.pending import StartedCollective, all_gather
 from weft.memory.resting import ComingRow, RestingGroup, Tiers
 from weft.memory.tier_file import PIECE, whole_pages
 from weft.parallel.state import Held
-from weft.parallel.units import Full, TableUnit
+from weft.parallel.units import OWN, Full, TableUnit
 
 if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     from weft.models.transformer import Transformer
 
 T = torch.Tensor
-
-#: The values of the state.
-OWN: Callable[[Held], T] = attrgetter("local")
 
 
 class ChosenExperts(TableUnit):

@@ -15,7 +15,6 @@ from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.reshard import load_parts
 from weft.checkpoint.run_checkpoints import Checkpoints
 from weft.checkpoint.run_state import Progress
-from weft.checkpoint.store import load_newest
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.observe.host import describe_machine
@@ -26,6 +25,7 @@ from weft.rl.control.on_policy import OnPolicy, environment_words, process_count
 from weft.rl.control.policy_evaluation import Evaluated, evaluate_policy
 from weft.run.signals import noted_signals, requests, stop_signals
 from weft.train.progress_recorder import ProgressRecorder
+from weft.train.progress_resume import check_facts, resume_newest
 from weft.train.runs import Run, open_run
 from weft.train.training import Outcome
 
@@ -168,28 +168,13 @@ def resume_control(
         return Progress(), notes
 
     def check(checkpoint: StoredCheckpoint) -> None:
-        stored = checkpoint.meta.get("control")
-        if stored is None:
-            raise WeftError(
-                f"{checkpoint} is of a language model, and this recipe has [control]; start another run with another "
-                "--out"
-            )
-        for key, value in method.facts.items():
-            if stored.get(key) != value:
-                raise WeftError(
-                    f"{checkpoint} has control.{key} = {stored.get(key)!r}, the recipe {value!r}; restore it, or start "
-                    "another run with another --out"
-                )
+        check_facts(checkpoint, "control", method.facts, "a language model")
 
     def load(checkpoint: StoredCheckpoint) -> Progress:
         load_parts(checkpoint, state.saved(), mesh.step_group)
         return Progress(**checkpoint.meta["progress"])
 
-    checkpoint, progress = load_newest(
-        run.sources, load, notes.append, check, mesh.step_group
-    )
-    for level in run.levels:
-        level.resume_from(checkpoint.storage)
+    checkpoint, progress = resume_newest(run, load, notes.append, check, mesh)
     notes.append(
         f"resumed from {checkpoint} at step {progress.step}; environments begin new episodes"
     )

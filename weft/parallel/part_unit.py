@@ -1,0 +1,44 @@
+"""A unit of one parameter that no rank ever has whole: passes bring parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.parallel.state import Held
+from weft.parallel.units import OWN, Full, TableUnit
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.memory.on_device import OnDevice
+
+T = torch.Tensor
+
+
+class PartUnit(TableUnit):
+    """A unit of one parameter of which passes bring parts, and reduce the gradient of each part at once.
+
+    The arguments are those of :class:`weft.parallel.units.TableUnit`, with one parameter. A subclass makes
+    :attr:`held`.
+    """
+
+    def __init__(
+        self, full: Full, mesh: Mesh, compute: torch.dtype, tiers: OnDevice
+    ) -> None:  # fmt: skip
+        self.mesh, self.compute, self.tiers = mesh, compute, tiers
+        self.replicas, self.sharing = mesh.sharing(full.logical)
+        self.size = mesh.size(self.sharing)
+        self.learns = full.parameter.requires_grad
+        self.wide = torch.promote_types(compute, torch.float32) if self.learns else compute  # fmt: skip
+        self.live, self.near, self.full = True, None, []
+
+    def gather(self, values: Callable[[Held], T] = OWN) -> None:
+        """Do nothing, as passes bring parts."""
+
+    def fold(self) -> None:
+        """Do nothing, as every gradient is reduced at once."""
+
+    def reduce(self) -> None:
+        """Do nothing, as every gradient is reduced at once."""
