@@ -72,10 +72,10 @@ def sample_rows(table: LakeTable, rows: int | None, seed: int) -> RowSample | No
 
 
 def missing_rows(sample: RowSample, within: LakeTable) -> int | None:
-    """Return how many different rows of ``sample`` are not in ``within``, None if they cannot be compared.
+    """Return how many distinct rows of ``sample`` are not in the table ``within``; None if the rows cannot be compared.
 
-    DuckDB joins where it is installed and all columns have the same plain types in both tables. Otherwise batches of
-    ``within`` are searched, of which only rows whose every value occurs in the sample are compared.
+    DuckDB does the comparison where it is installed and all columns have the same plain types in both tables. Otherwise
+    ``within`` is read in batches, and rows with a value that does not occur in the sample are skipped.
     """
     if sample.size == 0:
         return 0

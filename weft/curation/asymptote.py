@@ -27,8 +27,8 @@ class Asymptote:
 
     Attributes:
         ``scale``: reducible loss at size 1.
-        ``exponent``: how fast the reducible loss falls, above 0.
-        ``floor``: loss that no size goes below.
+        ``exponent``: exponent of the power law, above 0; the larger, the faster the reducible loss falls.
+        ``floor``: loss that is approached at infinite size.
         ``low``: lower end of the floor's interval.
         ``high``: upper end of the floor's interval.
         ``noise``: standard deviation of the losses' relative errors around the law.
@@ -49,7 +49,8 @@ class Asymptote:
 def fit_asymptote(
     sizes: Sequence[float], losses: Sequence[float], resamples: int = 200, seed: int = 0
 ) -> Asymptote:
-    """Fit the law by least squares of relative errors; the interval is that of refits to resampled residuals.
+    """Fit an :class:`Asymptote` by least squares of relative errors. Its interval comes from refits to resampled
+    residuals.
 
     ``sizes``: numbers of parameters, or of an ensemble's members. ``losses``: the loss at each size, with the settings
     that are best there. ``resamples``: number of refits. ``seed``: seed of the resampling. Raises :class:`UsageError`

@@ -27,10 +27,11 @@ def kept_count(documents: int, share: float | None, number: int | None) -> int:
 def score_order(
     scores: np.ndarray, ids: Sequence[str], keep: Keep, seed: int = 0
 ) -> np.ndarray:
-    """Return the indices of the documents in the order in which they are kept.
+    """Return the indices of all documents in order of preference, the first to keep first, int64 ``[documents]``.
 
-    ``scores``: float64 ``[documents]``; a document without a score (NaN) comes last. ``keep``: whether high or low
-    scores come first, or documents in an order drawn from ``seed`` and the ids. Equals are ordered by id.
+    ``scores``: float64 ``[documents]``; documents without a score (NaN) come last. ``keep``: "high" or "low" scores
+    first, or "random" for an order that depends on ``seed`` and the ids only. Documents with equal scores are sorted by
+    id.
     """
     ranks = id_ranks(ids)
     if keep == "random":

@@ -44,7 +44,7 @@ def is_filler(line: str) -> bool:
 def is_program(line: str) -> bool:
     """Return whether the line looks like code, for which C4 drops the whole page.
 
-    That is a line with a curly bracket, unless it is about JavaScript.
+    A line looks like code if it contains a curly bracket and is not about JavaScript.
     """
     return "{" in line and "javascript" not in line.lower()
 

@@ -17,11 +17,11 @@ class PrunedClusters(NamedTuple):
     """Clusters of documents, and which documents are kept.
 
     Attributes:
-        ``labels``: index of each document's cluster.
-        ``distances``: distance of each document to its centroid, 1 - cosine.
-        ``complexities``: complexity of each cluster (:func:`cluster_complexity`).
-        ``counts``: number of documents that each cluster keeps.
-        ``kept``: whether each document is kept.
+        ``labels``: index of each document's cluster, ``[documents]``.
+        ``distances``: distance of each document to its centroid, 1 - cosine, ``[documents]``.
+        ``complexities``: complexity of each cluster (:func:`cluster_complexity`), ``[clusters]``.
+        ``counts``: number of documents that each cluster keeps, ``[clusters]``.
+        ``kept``: whether each document is kept, bool ``[documents]``.
     """
 
     labels: np.ndarray
@@ -131,12 +131,19 @@ def prune_clusters(
     seed: int = 0,
     first: np.ndarray | None = None,
 ) -> PrunedClusters:
-    """Choose ``total`` of the documents with these ``vectors``; inside a cluster the farthest from the centroid.
+    """Cluster documents by their vectors, and choose ``total`` of them: from each cluster those farthest from its
+    centroid.
 
-    ``vectors``: one row each, in the order of the documents' ids, which also decides between equals. ``clusters``:
-    number of clusters, fewer if there are fewer documents; for ``temperature`` see :func:`target_counts`, for
-    ``nearest`` :func:`cluster_complexity`; ``seed``: seed of k-means; ``first``: a number for each document, of which
-    the highest are kept inside a cluster in place of the farthest.
+    Arguments:
+        ``vectors``: a vector for each document, ``[documents, width]``, sorted by the documents' ids. This order
+            decides between documents at equal distance.
+        ``total``: number of documents to keep.
+        ``clusters``: number of clusters; at most one for each document is made.
+        ``temperature``: see :func:`target_counts`.
+        ``nearest``: see :func:`cluster_complexity`.
+        ``seed``: seed of k-means.
+        ``first``: a number for each document. If given, the documents with the highest numbers in their cluster are
+            kept, and not the farthest.
     """
     grouped = k_means(vectors, max(1, min(clusters, len(vectors))), seed, cosine=True)
     sizes = np.bincount(grouped.labels, minlength=len(grouped.centroids))
@@ -150,9 +157,10 @@ def prune_clusters(
 def keep_of_clusters(
     labels: np.ndarray, counts: np.ndarray, first: np.ndarray
 ) -> np.ndarray:
-    """Return which documents are kept: of each cluster so many as ``counts`` says, those with the highest ``first``.
+    """Return which documents are kept, bool ``[documents]``: in each cluster the documents with the highest ``first``.
 
-    ``labels``: cluster of each document. Equals are kept in the order of the documents.
+    ``labels``: cluster of each document. ``counts``: number of documents that each cluster keeps. ``first``: a number
+    for each document; of equal numbers the earlier document is kept.
     """
     order = np.lexsort((-first, labels))
     sizes = np.bincount(labels, minlength=len(counts))

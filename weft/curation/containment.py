@@ -33,14 +33,14 @@ class ContainmentEdge:
 
 @dataclass(frozen=True)
 class ContainmentGraph:
-    """Which tables contain which others.
+    """Which tables contain which others, as a graph.
 
     Attributes:
         ``tables``: all tables, by name.
-        ``edges``: containments that are left.
-        ``dropped``: number of ordered pairs of tables that each step has dropped, by "schema", "ranges" and "rows".
-        ``uncompared``: pairs ``(table, within)`` whose rows cannot be compared, such as those with values that
-            pyarrow does not convert. They are no edges.
+        ``edges``: the containments, which no check has refuted.
+        ``dropped``: number of ordered pairs of tables that each check has refuted, by "schema", "ranges" and "rows".
+        ``uncompared``: pairs ``(table, within)`` whose rows cannot be compared, such as those with values that pyarrow
+            does not convert. They are no edges.
     """
 
     tables: dict[str, LakeTable]
@@ -91,8 +91,9 @@ def containment_graph(
 ) -> ContainmentGraph:
     """Find which of ``tables`` contain which others: by their schemas, by ranges in footers, by rows.
 
-    ``rows``: rows of a table that are looked for in another one, drawn by ``seed``; None: all of them. A false
-    containment of which a share f of the rows is missing is left with a probability of at most (1 - f)^rows.
+    ``rows``: number of rows of a table that are looked for in another one, drawn by ``seed``; None: all rows. A sample
+    can miss that rows are missing. If a share f of them is, the containment is still reported with a probability of at
+    most (1 - f)^rows.
     """
     tables = sorted(tables, key=lambda table: table.name)
     dropped = Counter({"schema": 0, "ranges": 0, "rows": 0})

@@ -12,7 +12,10 @@ from weft.curation.deletion_plan import DeletionPlan
 def containment_lines(
     graph: ContainmentGraph, plan: DeletionPlan | None
 ) -> Iterator[str]:
-    """Yield the report line by line. ``plan``: None to leave it out."""
+    """Yield the lines of a report for the user on which tables contain others, and which can be deleted.
+
+    ``plan``: which tables to delete; None leaves this part out.
+    """
     tables = graph.tables.values()
     pairs = len(graph.tables) * (len(graph.tables) - 1)
     read = sum(table.footer_bytes for table in tables)
@@ -47,7 +50,11 @@ def containment_lines(
 def containment_json(
     graph: ContainmentGraph, plan: DeletionPlan | None, unread: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the report as values for JSON. ``unread``: why tables are left out, by name."""
+    """Return the report on containments and deletions as JSON values.
+
+    ``plan``: which tables to delete; None leaves this part out. ``unread``: for each table that could not be read, the
+    reason by the table's name.
+    """
     return {
         "tables": [
             {

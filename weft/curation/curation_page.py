@@ -23,7 +23,12 @@ SHOWN_REASONS, SHOWN_PLOTS = 8, 6
 
 
 class FunnelRow(NamedTuple):
-    """A row of the funnel: ``left`` documents of all that were read, ``share`` of them in percent."""
+    """A row of the page's funnel, which shows how many documents each step leaves.
+
+    ``name``: name of the step. ``left``: number of documents after it, as text. ``dropped``: change of this number by
+    the step, as text. ``share``, ``lost``: documents that are left and dropped, in percent of the largest number at any
+    step.
+    """
 
     name: str
     left: str
@@ -33,7 +38,10 @@ class FunnelRow(NamedTuple):
 
 
 class ReasonRow(NamedTuple):
-    """A reason for which a step dropped documents. ``share``: percent of the documents that the step dropped."""
+    """A reason for which a step dropped documents, with their number and some of them.
+
+    ``share``: percent of all documents that the step dropped.
+    """
 
     reason: str
     documents: str
@@ -42,7 +50,11 @@ class ReasonRow(NamedTuple):
 
 
 class StepSection(NamedTuple):
-    """A step's part of the page. ``plots``: the most important histograms; ``more``: the others."""
+    """Section of the page about one step: reasons for dropping documents, histograms of its statistics, and failures.
+
+    ``plots``: the most important histograms; ``more``: the others. ``failures``: pairs of a document's id and error,
+    for some of the ``failed`` documents.
+    """
 
     name: str
     facts: str

@@ -36,13 +36,13 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedPools:
-    """One of the choices of a plan.
+    """One choice of data pools that a plan compares with others.
 
     Attributes:
         ``pools``: names of the pools, the best first.
         ``epochs``: how often each of them is read.
         ``loss``: expected loss of a run.
-        ``chance``: share of the bootstrap's laws in which this choice is the best one.
+        ``chance``: probability that this choice is the best one: its share of the laws fitted to bootstrap samples.
     """
 
     pools: tuple[str, ...]
@@ -112,12 +112,12 @@ def budget_samples(
     parameters: float | None,
     step_tokens: float | None,
 ) -> float:
-    """Return the number of tokens of a budget, of which exactly one kind is given.
+    """Convert a training budget to a number of tokens. Exactly one of ``tokens``, ``flops`` and ``steps`` is not None.
 
-    ``tokens``, ``flops`` and ``steps``: the budget in tokens, floating-point operations or optimizer steps.
-    ``parameters``: number of the model's parameters, with 6 operations per parameter and token. ``step_tokens``: number
-    of tokens of a step. The runs say both if they are folders of ``weft train`` that agree. Raises :class:`UsageError`
-    if the tokens do not follow.
+    ``flops``: the budget in floating-point operations. ``steps``: the budget in optimizer steps. ``parameters``: number
+    of the model's parameters; a token costs 6 operations per parameter. ``step_tokens``: number of tokens of a step. If
+    one of the last two is missing, the ``measured`` runs give the cost of a token or the tokens of a step. Raises
+    :class:`UsageError` if they do not know it either.
     """
     given = [number for number in (tokens, flops, steps) if number is not None]
     if len(given) != 1:

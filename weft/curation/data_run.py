@@ -87,10 +87,10 @@ def run_pipeline(
 ) -> DataResult:
     """Run a pipeline as ``weft data run`` does, and return what it has done.
 
-    ``out``: folder for documents, tokens, ``manifest.json``, ``card.json`` and ``report.html``. A run that was cut off
-    goes on where it was; what has not changed since an earlier run into the same folder is not done again. ``workers``:
-    number of processes, by default one for each core; 0: this process alone. ``engine``: "local", "datatrove" or
-    "ray". Raises :class:`WeftError` for what cannot be read, computed or written, naming it.
+    ``out``: folder for documents, tokens, ``manifest.json``, ``card.json`` and ``report.html``. An interrupted run goes
+    on where it was interrupted. Results of an earlier run into the same folder are reused as far as nothing has
+    changed. ``workers``: number of processes, by default one for each core; 0: this process alone. ``engine``: "local",
+    "datatrove" or "ray". Raises :class:`WeftError`, which names the file, step or document that failed.
     """
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine!r} is not possible; {nearest(engine, ENGINES)}")  # fmt: skip
@@ -133,14 +133,20 @@ def _opened(engine: str, setting: TaskSetting, workers: int) -> Iterator[Engine]
 
 
 class StepSegment(NamedTuple):
-    """Consecutive mappers and filters that one task applies to a shard, and the joint operator that follows, if any."""
+    """Consecutive mappers and filters that one task applies to a shard, and the joint operator that follows, if any.
+
+    A joint operator needs all documents at once, so a segment ends with it.
+    """
 
     steps: list[int]
     joint: int | None
 
 
 def step_segments(joints: Sequence[bool]) -> list[StepSegment]:
-    """Divide steps at joint operators. ``joints``: whether each step is one."""
+    """Divide the steps of a pipeline into segments, each of which ends with a joint operator.
+
+    ``joints``: for each step, whether its operator is a joint one.
+    """
     segments = [StepSegment([], None)]
     for number, joint in enumerate(joints):
         if joint:

@@ -106,9 +106,10 @@ class WeftSteps(PipelineStep):
 
 
 class WeftTasks(PipelineStep):
-    """Step of a datatrove pipeline that does the task of its rank, and writes the reply to a file.
+    """Step of a datatrove pipeline that does one task of a data run in each of datatrove's ranks.
 
-    ``folder``: has ``setting.json`` and ``tasks.json``, and gets a file for each rank.
+    ``folder``: its ``setting.json`` and ``tasks.json`` hold the settings and the list of tasks. The reply of each rank
+    is written to a file in it.
     """
 
     name = "Weft data run"

@@ -19,15 +19,16 @@ GIGABYTE = 1e9
 
 @dataclass(frozen=True)
 class TableCosts:
-    """Prices by which tables are kept or deleted.
+    """Prices from which the plan follows which tables are kept or deleted. All costs are in one currency, such as
+    dollars.
 
     Attributes:
         ``storage``: cost of storing a gigabyte for a month.
-        ``maintenance``: cost of a gigabyte in a month for scans, back-ups and rules of privacy.
-        ``reads``: how often a table is asked for in a month.
-        ``compute``: cost of a gigabyte that is read or written to make a table again.
-        ``bandwidth``: gigabytes in a second at which a table is made again.
-        ``latency``: seconds at most until a deleted table is there again.
+        ``maintenance``: further cost of a gigabyte in a month, for scans, back-ups and privacy rules.
+        ``reads``: how often a table is read in a month. A deleted table is rebuilt each time.
+        ``compute``: cost of each gigabyte that is read or written to rebuild a table.
+        ``bandwidth``: gigabytes per second that are read or written while a table is rebuilt.
+        ``latency``: most seconds that rebuilding a table may take.
     """
 
     storage: float = 0.023
@@ -40,10 +41,10 @@ class TableCosts:
 
 @dataclass(frozen=True)
 class DeletionPlan:
-    """Tables that are deleted, and what that costs in a month.
+    """Tables that are deleted, because other tables contain them, and the monthly cost of this choice.
 
     Attributes:
-        ``sources``: for each table that is deleted, the kept table from which it is made again.
+        ``sources``: for each deleted table, the table from which it is rebuilt.
         ``cost``: cost of the plan in a month.
         ``cost_of_all``: cost of keeping all tables for a month.
         ``bytes_freed``: bytes of the deleted tables.
@@ -58,10 +59,10 @@ class DeletionPlan:
 def plan_deletions(
     graph: ContainmentGraph, costs: TableCosts, only_proved: bool = False
 ) -> DeletionPlan:
-    """Return the cheapest plan for the tables of ``graph``.
+    """Return the plan with the lowest monthly cost for the tables of ``graph``.
 
-    ``only_proved``: leave out containments of which only a sample of the rows was looked at. Raises
-    :class:`UsageError` if the plan needs scipy, which is not installed.
+    ``only_proved``: use no containment that was checked on a sample of the rows only. Raises :class:`UsageError` if the
+    plan needs scipy and it is not installed.
     """
     keep = {
         name: (costs.storage + costs.maintenance) * table.size / GIGABYTE
@@ -95,7 +96,11 @@ def plan_cost(
     rebuild: Mapping[tuple[str, str], float],
     sources: Mapping[str, str],
 ) -> float:
-    """Return the cost of a plan, of keeping what is kept and of making the rest again. ``sources``: the plan's."""
+    """Return the monthly cost of a plan: of keeping the tables that stay, and of rebuilding the deleted ones.
+
+    ``keep``: cost of keeping each table. ``rebuild``: cost of rebuilding the first table of a pair from the second.
+    ``sources``: for each deleted table, the table from which it is rebuilt.
+    """
     kept = sum(cost for name, cost in keep.items() if name not in sources)
     return kept + sum(rebuild[pair] for pair in sources.items())
 
@@ -116,10 +121,10 @@ def _components(
 def chain_order(
     names: Sequence[str], pairs: Sequence[tuple[str, str]]
 ) -> list[str] | None:
-    """Return the tables of a component from the one that contains all to the smallest, or None if it is no chain.
+    """Return the tables of a connected component from the largest to the smallest, or None if they do not form a chain.
 
-    In a chain every table is contained in at most one other and contains at most one. ``pairs``: every contained table
-    with one that contains it, also of other components.
+    In a chain every table is contained in at most one other and contains at most one. ``names``: tables of the
+    component. ``pairs``: all pairs of a contained table and a table that contains it, also of other components.
     """
     parents = {a: b for a, b in pairs if a in set(names)}
     of_component = [pair for pair in pairs if pair[0] in parents]
@@ -135,10 +140,10 @@ def chain_order(
 
 
 def cheapest_on_chain(keep: Sequence[float], rebuild: Sequence[float]) -> list[int]:
-    """Return which tables of a chain are deleted in the cheapest plan, by dynamic programming.
+    """Return the indices of the tables of a chain that the cheapest plan deletes, by dynamic programming.
 
-    ``keep``: cost of keeping each table; the first one contains all others and is kept. ``rebuild``: cost of making
-    each table but the first from the one before it; infinite if it must not.
+    ``keep``: cost of keeping each table. The first table contains all others and is always kept. ``rebuild``: cost of
+    rebuilding each table but the first from the one before it; infinite where this is not allowed.
     """
     kept, deleted = keep[0], math.inf
     choices: list[bool] = []
@@ -160,9 +165,9 @@ def cheapest_on_chain(keep: Sequence[float], rebuild: Sequence[float]) -> list[i
 def cheapest_sources(
     keep: Mapping[str, float], rebuild: Mapping[tuple[str, str], float]
 ) -> dict[str, str]:
-    """Return the cheapest plan as a mixed-integer programme for HiGHS: the source of each table that is deleted.
+    """Return the cheapest plan, found as a mixed-integer programme by HiGHS: for each deleted table its source.
 
-    ``keep``: cost of keeping each table; ``rebuild``: cost of making the first table of a pair from the second one.
+    ``keep``: cost of keeping each table. ``rebuild``: cost of rebuilding the first table of a pair from the second.
     """
     try:
         import numpy as np

@@ -20,7 +20,7 @@ _JSON = {b"weft": b"json"}
 
 
 def arrow() -> Any:
-    """Return the module pyarrow. Raises :class:`WeftError`, with how to install it, where it is missing."""
+    """Import pyarrow, and return the module. Raises :class:`WeftError`, with how to install it, if it is missing."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -32,7 +32,10 @@ def arrow() -> Any:
 
 
 def value_type(values: Iterable[Any]) -> Any:
-    """Return the Arrow type of all ``values`` that are not None, or None if they have several or JSON is needed."""
+    """Return the Arrow type that fits all ``values`` except None; None if their types differ or no Arrow type fits.
+
+    Values without a common type have to be written as JSON.
+    """
     pyarrow = arrow()
     kinds = {type(value) for value in values if value is not None}
     if not kinds:
@@ -55,7 +58,10 @@ def value_type(values: Iterable[Any]) -> Any:
 
 
 def arrow_column(name: str, values: Sequence[Any]) -> Any:
-    """Return the pair of Arrow field and array of a column."""
+    """Convert a column to Arrow, and return the pair of its field and its array.
+
+    Values without a common Arrow type become JSON texts, which the field's metadata notes.
+    """
     pyarrow = arrow()
     kind = value_type(values)
     if kind is not None:
@@ -80,7 +86,10 @@ def json_text(value: Any) -> str | None:
 
 
 def table_bytes(columns: Mapping[str, Sequence[Any]], keys: Sequence[bytes]) -> bytes:
-    """Return an Arrow file of columns, equal for equal values. ``keys``: 16 bytes for each row."""
+    """Return the bytes of an Arrow file with ``columns`` by name. Equal values give equal bytes.
+
+    ``keys``: 16 bytes for each row, which become the column ``_key``.
+    """
     pyarrow = arrow()
     pairs = [arrow_column(name, values) for name, values in columns.items()]
     pairs.append(
@@ -107,7 +116,7 @@ def read_table(data: bytes) -> pyarrow.Table:
 
 
 def columns_of(table: pyarrow.Table) -> dict[str, list[Any]]:
-    """Return the columns of a table as lists by name, with those of JSON texts read."""
+    """Return the columns of a table as lists by name. Columns that were written as JSON texts are parsed."""
     columns = {}
     for field in table.schema:
         values = table.column(field.name).to_pylist()
@@ -128,7 +137,10 @@ def documents_table(documents: Documents, keys: Sequence[bytes]) -> bytes:
 def read_documents_table(
     data: bytes, rows: Sequence[int] | None = None
 ) -> tuple[Documents, list[bytes]]:
-    """Return the documents of an Arrow file, and the keys of the rows. ``rows``: which rows, in order; None: all."""
+    """Return the documents and the row keys in an Arrow file, whose bytes :func:`documents_table` returned.
+
+    ``rows``: indices of the rows to return, in this order; None: all rows.
+    """
     table = read_table(data)
     if rows is not None:
         table = table.take(arrow().array(rows, arrow().int64()))

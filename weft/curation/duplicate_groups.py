@@ -85,9 +85,10 @@ def connected_groups(count: int, left: np.ndarray, right: np.ndarray) -> np.ndar
 def choose_survivors(
     groups: np.ndarray, scores: np.ndarray, ids: Sequence[str]
 ) -> np.ndarray:
-    """Return the index of the document that is kept of each document's group.
+    """Return, for each document, the index of the document that is kept of its group, int64 ``[documents]``.
 
-    That is the one with the highest score, and of equals the first by id.
+    A group keeps the document with the highest score; of equal scores, the first by id. ``groups``: group of each
+    document.
     """
     order = np.lexsort((id_ranks(ids), -scores, groups))
     is_first = np.diff(groups[order], prepend=-1) != 0
@@ -130,7 +131,11 @@ def split_decisions(
     columns: Mapping[str, list[Any]],
     reasons: Sequence[str],
 ) -> list[Decision]:
-    """Return the decision for every shard, from columns and reasons of the documents of all shards."""
+    """Split columns and reasons, which hold the documents of all shards one after another, into one decision per shard.
+
+    ``ids``: ids of the documents of every shard, which give the shards' sizes. ``reasons``: why each document is
+    dropped; "" if it is kept.
+    """
     edges = np.cumsum([0, *map(len, ids)]).tolist()
     return [
         Decision(

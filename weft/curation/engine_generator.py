@@ -37,7 +37,9 @@ class GeneratorFiles(NamedTuple):
 
 @cache
 def read_generator(model: str, weights: str) -> GeneratorFiles:
-    """Read the hash of the weights of ``model`` in the form ``weights``, and its tokenizer; once in a process."""
+    """Return the hash of the weights of ``model`` in the form ``weights``, and its tokenizer. A process reads them only
+    once.
+    """
     opened = open_for_reading(model)
     tokenizer = tokenizer_of(dict(opened.files), model)
     return GeneratorFiles(weights_fingerprint(opened, weights), tokenizer)
@@ -45,7 +47,7 @@ def read_generator(model: str, weights: str) -> GeneratorFiles:
 
 @cache
 def open_generator(model: str, weights: str, device: str) -> OpenedModel:
-    """Open ``model`` on ``device`` with weights in the form ``weights``; once in a process."""
+    """Open ``model`` on ``device`` with weights in the form ``weights``. A process opens a model only once."""
     opened = open_model(model, device, _say)
     check_prompt(opened.model, [0])
     read_only(opened.model, weights)
@@ -55,11 +57,12 @@ def open_generator(model: str, weights: str, device: str) -> OpenedModel:
 class EngineGenerator:
     """Writes texts with a model in this process, many at a time.
 
-    Where the model permits, products and attention do not depend on the batch (:mod:`weft.models.invariant`), so that
-    a text is the same to the last bit whatever is written beside it. ``model``: name of a model that ``weft generate``
-    opens. ``weights``: form of its weights, as for ``weft generate``. ``device``: "cpu" or "cuda". ``requests``: most
-    texts that are written at the same time. ``room``: tokens of a prompt with its text for which the cache is made;
-    longer ones are written with fewer others. The model is opened when the first text is written.
+    Where the model permits, products and attention do not depend on the batch (:mod:`weft.models.invariant`). A text is
+    then the same to the last bit, whatever is written beside it. ``model``: name of a model that ``weft generate``
+    opens. ``weights``: form of its weights, as for ``weft generate``. ``device``: "cpu" or "cuda". ``requests``:
+    largest number of texts that are written at the same time. ``room``: number of tokens of a prompt and its text
+    together for which the cache has room ``requests`` times; fewer longer texts fit at a time. The model is opened when
+    the first text is written.
     """
 
     def __init__(

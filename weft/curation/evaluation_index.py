@@ -17,12 +17,12 @@ from weft.errors import UsageError
 
 
 class EvaluationIndex(NamedTuple):
-    """Sorted n-grams of evaluation sets.
+    """Sorted n-grams of evaluation sets, with which training documents are compared.
 
     Attributes:
         ``names``: name of each set.
-        ``grams``: for each length n in words, the sorted uint64 hashes of the n-grams, and a row of booleans for each
-            hash that says in which sets it stands.
+        ``grams``: for each length n in words, two arrays: the sorted uint64 hashes of the n-grams, and booleans
+            ``[hashes, sets]`` that say which sets contain the n-gram.
         ``skipped``: number of texts of each set that are too short to be looked for.
     """
 
@@ -44,7 +44,7 @@ class OverlapCounts(NamedTuple):
 
 
 def evaluation_files(path: str) -> list[Path]:
-    """Return the files of the evaluation set ``path``, sorted: a file, all of a folder, or those of a glob.
+    """Return the sorted files of the evaluation set at ``path``, which is a file, a folder or a glob.
 
     Raises :class:`UsageError` if there is none.
     """
@@ -97,7 +97,7 @@ def files_digest(paths: Sequence[str]) -> str:
 
 
 def set_names(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return the name of each evaluation set: that of its file or folder, or its whole path where these are equal."""
+    """Return a name for each evaluation set: its file or folder name, or its path if another set has this name."""
     short = [Path(path).name.split(".")[0] or path for path in paths]
     return tuple(
         name if short.count(name) == 1 else path
@@ -110,9 +110,9 @@ def build_evaluation_index(
 ) -> EvaluationIndex:
     """Read evaluation sets, and return the index of their n-grams.
 
-    ``paths``: file, folder or glob of each set; ``ngram``: words of an n-gram. A text of fewer words is looked for as
-    a whole, unless it has fewer than ``least_words`` words. Raises :class:`UsageError` for a set of which nothing can
-    be looked for.
+    ``paths``: file, folder or glob of each set. ``ngram``: number of words of an n-gram. Shorter texts are indexed as a
+    whole, and texts of fewer than ``least_words`` words are skipped. Raises :class:`UsageError` for a set in which all
+    texts are skipped.
     """
     least = min(least_words, ngram)
     hashes: dict[int, list[np.ndarray]] = {}

@@ -37,10 +37,11 @@ def forgetting_counts(
     epochs: int = 20,
     seed: int = 0,
 ) -> np.ndarray:
-    """Return how often each example is forgotten, float64: right after one epoch, and wrong after the next.
+    """Return how often each example is forgotten in training, float64 ``[examples]`` (Toneva et al. 2019, 1812.05159).
 
-    The mean over ``runs`` networks. An example that a network never has right counts as ``epochs``. Toneva et al. 2019,
-    1812.05159. For the other arguments see :func:`el2n_scores`.
+    An example is forgotten when a network classifies it correctly after one epoch and wrongly after the next. The
+    result is the mean over ``runs`` networks; an example that a network never classifies correctly counts as
+    ``epochs``. For the other arguments see :func:`el2n_scores`.
     """
     networks = SmallNetworks(features.shape[1], int(labels.max()) + 1, runs, seed)
     inputs = standardized(features)
@@ -64,10 +65,10 @@ def forgetting_counts(
 def prototype_distances(
     features: np.ndarray, clusters: int, seed: int = 0
 ) -> np.ndarray:
-    """Return the distance of each example to the nearest of ``clusters`` centroids, 1 - cosine, float64.
+    """Return the distance of each example to the nearest of ``clusters`` centroids, 1 - cosine, float64 ``[examples]``.
 
-    It needs no labels: what is far from all prototypes is hard. Sorscher et al. 2022, 2206.14486. ``seed``: seed of
-    k-means.
+    This measures difficulty without labels: examples far from all centroids are hard (Sorscher et al. 2022,
+    2206.14486). ``seed``: seed of k-means.
     """
     clusters = max(1, min(clusters, len(features)))
     return k_means(features, clusters, seed, cosine=True).distances.astype(np.float64)

@@ -16,10 +16,11 @@ from weft.recipe import Source
 
 
 class ExampleText(NamedTuple):
-    """Text with its name and its group.
+    """An example to train or judge a classifier with: a text with its name and its group.
 
-    ``name``: path below the folder that was read, or line of a file of records. ``group``: first folder of that path or
-    the file's name without its ending; of records the value of a column, or the name.
+    For a file of text, ``name`` is its path below the folder that was read, and ``group`` the first folder of this
+    path, or else the file's name without its ending. For a record, ``name`` is its file and line, and ``group`` the
+    value of a column, or else the name.
     """
 
     name: str
@@ -55,9 +56,9 @@ def read_examples(
 def examples_of(
     paths: Sequence[str], field: str = "text", group: str = ""
 ) -> list[ExampleText]:
-    """Return the texts of all ``paths`` (:func:`read_examples`); those without a character are left out.
+    """Return the texts at all ``paths`` (:func:`read_examples`), without empty ones.
 
-    Raises :class:`WeftError` if there is none.
+    Raises :class:`WeftError` if no text is left.
     """
     every = [text for path in paths for text in read_examples(path, field, group)]
     texts = [example for example in every if example.text.strip()]

@@ -57,7 +57,7 @@ def datatrove_engine(setting: TaskSetting, workers: int) -> Iterator[Engine]:
 
 @contextmanager
 def ray_engine(setting: TaskSetting, workers: int) -> Iterator[Engine]:
-    """Yield an engine that does tasks as Ray's, in a cluster that is there already, or else on this host.
+    """Yield an engine that does tasks as Ray tasks, in a running cluster if there is one, else on this host.
 
     All nodes must see the folder of the run. ``workers``: number of processes on this host. Raises :class:`WeftError`
     if Ray is not installed.

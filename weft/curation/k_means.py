@@ -15,9 +15,10 @@ class Clustering(NamedTuple):
     """Result of k-means.
 
     Attributes:
-        ``centroids``: one row of float32 for each cluster; of length 1 where the distance is that of cosines.
-        ``labels``: index of each vector's cluster.
-        ``distances``: distance of each vector to its centroid: Euclidean, or 1 - cosine.
+        ``centroids``: centroid of each cluster, float32 ``[clusters, width]``; with cosine distances they have length
+            1.
+        ``labels``: index of each vector's cluster, ``[vectors]``.
+        ``distances``: distance of each vector to its centroid, Euclidean or 1 - cosine, ``[vectors]``.
     """
 
     centroids: np.ndarray

@@ -22,7 +22,9 @@ OFFSETS = "_offsets"
 
 
 class FailedDocument(NamedTuple):
-    """A document on which an operator has raised an error. ``place``: which document of those that were given."""
+    """A document on which an operator has raised an error. ``place``: index of the document among those it was called
+    with.
+    """
 
     place: int
     error: str
@@ -31,10 +33,11 @@ class FailedDocument(NamedTuple):
 def isolate(
     documents: Documents, work: Callable[[Documents], Any]
 ) -> tuple[list[tuple[list[int], Any]], list[FailedDocument]]:
-    """Call ``work`` with documents, at least one; where it raises, halve them until the documents at fault are alone.
+    """Call ``work`` with all documents, and find out which of them fail if it raises.
 
-    Returns the results with the indices that each is about, in order, and the failures. Raises
-    :class:`OperatorFailed` if ``work`` does.
+    A set of documents on which ``work`` raises is halved and tried again, until single documents are left. Returns
+    pairs ``(indices, result)`` of the calls that succeeded, in order, and the failures. Raises :class:`OperatorFailed`
+    if ``work`` raises it, because then no document is at fault.
     """
     results: list[tuple[list[int], Any]] = []
     failures: list[FailedDocument] = []
@@ -78,7 +81,7 @@ def _save(path: Path, content: bytes) -> None:
 
 
 def plain_values(values: Any) -> list[Any]:
-    """Return a column as a list of Python's own values, where an operator may have returned numpy's."""
+    """Return the values of a column as Python's own types, in place of NumPy's."""
     if isinstance(values, np.ndarray):
         return list(values.tolist())
     return [_plain(value) for value in values]
@@ -181,8 +184,8 @@ class KeptSummary(NamedTuple):
     """Arrays in which an operator summarises documents. Some of their rows come from a file of earlier results.
 
     Attributes:
-        ``arrays``: arrays by name, with a row for each document of ``indices``. Of an array ``NAME`` with rows of
-            variable length, ``NAME_offsets`` says where each row begins, and where the last one ends.
+        ``arrays``: arrays by name, with a row for each document of ``indices``. If an array ``NAME`` has rows of
+            variable length, the array ``NAME_offsets`` gives the start of each row and the end of the last one.
         ``indices``: indices of the documents that have rows, among the documents that were asked about.
         ``failures``: documents on which the operator has raised an error.
         ``computed``: number of documents whose rows were computed now and not read from the file.
@@ -266,7 +269,10 @@ def take_rows(
 
 
 def array_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return arrays by name as a file of numpy's, equal for equal arrays. Objects in arrays are refused."""
+    """Return arrays by name as the bytes of a NumPy file. Equal arrays give equal bytes.
+
+    Arrays of objects are refused.
+    """
     buffer = io.BytesIO()
     names = sorted(arrays)
     for name in names:
@@ -281,7 +287,7 @@ def array_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def read_arrays(content: bytes) -> dict[str, np.ndarray]:
-    """Return the arrays of :func:`array_bytes`."""
+    """Return the arrays by name in ``content``, which :func:`array_bytes` returned."""
     buffer = io.BytesIO(content)
     names = np.lib.format.read_array(buffer).tolist()
     return {name: np.lib.format.read_array(buffer) for name in names}

@@ -20,13 +20,13 @@ COUNTS = ("tokens", "samples")
 
 @dataclass(frozen=True)
 class MeasuredRuns:
-    """Runs on single pools, and what they say about compute.
+    """Small training runs, each on a single pool of data, to which a law of the loss is fitted.
 
     Attributes:
         ``runs``: the runs.
-        ``flops_per_token``: floating-point operations per token in training; None if the runs do not say it, or do not
-            agree.
-        ``step_tokens``: tokens of a step; None as above.
+        ``flops_per_token``: floating-point operations per token in training; None if the runs do not record it, or do
+            not agree.
+        ``step_tokens``: number of tokens of a step; None in the same cases.
     """
 
     runs: tuple[PoolRun, ...]
@@ -38,8 +38,8 @@ def read_measured(places: Sequence[str]) -> MeasuredRuns:
     """Read the runs at ``places``: tables (CSV, JSON Lines, Parquet ...), or folders of ``weft train``.
 
     A table has the columns ``pool``, ``tokens`` or ``samples``, ``epochs`` and ``loss``. A folder may be given as
-    NAME=FOLDER, where NAME is the pool's name; without a name it is that of the run's only source. Raises
-    :class:`UsageError` or :class:`WeftError` that names what cannot be read.
+    NAME=FOLDER with the name of the pool. Otherwise the pool is named after the only source of the run. Raises
+    :class:`UsageError` or :class:`WeftError`, which names the table or folder that cannot be read.
     """
     runs: list[PoolRun] = []
     costs: set[tuple[float | None, float | None]] = set()

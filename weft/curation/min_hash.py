@@ -14,10 +14,11 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def minimum_hashes(shingles: HashedRuns, hashes: int, seed: int) -> np.ndarray:
-    """Return the signature of each text, ``[text, hash]`` in uint32: its smallest shingle under each hash function.
+    """Return the MinHash signature of each text, uint32 ``[texts, hashes]``: its smallest shingle under each hash
+    function.
 
-    A hash function is ``(a x + b) mod 2^32`` with an odd ``a`` that is drawn by ``seed``, a permutation of the upper
-    32 bits of shingles, which are mixed already. Broder 1997.
+    A hash function is ``(a x + b) mod 2^32`` with ``a`` odd, a permutation of 32 bits; ``a`` and ``b`` are drawn by
+    ``seed``. ``x`` is the upper half of a shingle's hash. Broder 1997.
     """
     random = np.random.default_rng(seed)
     factors = random.integers(0, 1 << 32, hashes, np.uint32) | np.uint32(1)
@@ -37,7 +38,7 @@ def minimum_hashes(shingles: HashedRuns, hashes: int, seed: int) -> np.ndarray:
 def text_signatures(
     texts: Sequence[str], ngram: int, hashes: int, seed: int
 ) -> np.ndarray:
-    """Return the signature of each text, ``[text, hash]`` in uint32, over its shingles of ``ngram`` words."""
+    """Return the MinHash signature of each text over its shingles of ``ngram`` words, uint32 ``[texts, hashes]``."""
     signatures = np.full((len(texts), hashes), NO_WORDS)
     for block, shingles in text_shingles(texts, ngram):
         signatures[block] = minimum_hashes(shingles, hashes, seed)
@@ -45,9 +46,10 @@ def text_signatures(
 
 
 def band_keys(signatures: np.ndarray, buckets: int) -> np.ndarray:
-    """Return a uint64 key for each text and bucket, ``[text, bucket]``: equal where all hashes of the bucket are.
+    """Return a uint64 key for each text and bucket, ``[texts, buckets]``, by which similar texts are found.
 
-    Different hashes have the same key with a probability of 2^-64.
+    ``signatures``: ``[texts, hashes]``; each bucket has an equal part of the hashes. Two texts have the same key in a
+    bucket if all hashes of the bucket are equal; otherwise with a probability of 2^-64.
     """
     texts, hashes = signatures.shape
     bands = signatures.reshape(texts, buckets, hashes // buckets)

@@ -27,12 +27,12 @@ CONCENTRATIONS = (0.5, 50.0)
 
 @dataclass(frozen=True)
 class Kernel:
-    """Hyperparameters of the Gaussian process.
+    """Hyperparameters of the Gaussian process that predicts losses of mixtures.
 
     Attributes:
         ``offset``: number added to weights before the logarithm.
-        ``length``: distance in standardised features over which losses are alike.
-        ``noise``: variance of a run's loss, as a share of the variance of all.
+        ``length``: length scale in standardised features: mixtures at a smaller distance have similar losses.
+        ``noise``: variance of a single run's loss, as a share of the variance of all runs' losses.
         ``linear``: variance of the linear part, in the same unit.
     """
 
@@ -107,7 +107,7 @@ class MixtureRegression:
         )
 
     def held_back(self) -> np.ndarray:
-        """Return the loss that is predicted for each run by all others, ``[runs]``."""
+        """Return the leave-one-out predictions: the loss of each run as predicted from all others, ``[runs]``."""
         factor = self.factor()
         inverse = np.linalg.inv(factor.T) @ np.linalg.inv(factor)
         target = self.losses - self.losses.mean()
@@ -123,10 +123,10 @@ class MixtureRegression:
 
 
 def fit_mixture_losses(weights: np.ndarray, losses: np.ndarray) -> MixtureRegression:
-    """Fit the loss as a function of the mixture; the likeliest hyperparameters are taken.
+    """Fit the loss as a function of the mixture, with the hyperparameters of the highest likelihood.
 
-    ``weights``: ``[runs, domains]``, of which each row adds up to 1. ``losses``: ``[runs]``. Raises
-    :class:`UsageError` for too few runs, and :class:`WeftError` if all have one loss.
+    ``weights``: ``[runs, domains]``, where each row adds up to 1. ``losses``: ``[runs]``. Raises :class:`UsageError`
+    for too few runs, and :class:`WeftError` if all have one loss.
     """
     weights, losses = np.asarray(weights, np.float64), np.asarray(losses, np.float64)
     if len(weights) < FEWEST:
@@ -153,9 +153,10 @@ def fit_mixture_losses(weights: np.ndarray, losses: np.ndarray) -> MixtureRegres
 
 
 def simulated_mixtures(prior: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
-    """Return ``count`` random mixtures around ``prior``, ``[count, domains]``: Dirichlet, of several concentrations.
+    """Return ``count`` random mixtures around ``prior``, ``[count, domains]``, from Dirichlet distributions.
 
-    ``prior``: a mixture ``[domains]``, such as the mean of the runs. Domains without a share in it get none.
+    The distributions differ in their concentration. ``prior``: a mixture ``[domains]``, such as the mean of the runs.
+    Domains with a share of 0 in it get 0.
     """
     random = np.random.default_rng(seed)
     low, high = np.log(CONCENTRATIONS)
@@ -174,11 +175,12 @@ class MixtureChoice:
 
     Attributes:
         ``weights``: share of each domain, by name.
-        ``loss``: the loss that is expected.
-        ``deviation``: standard deviation of this expectation.
+        ``loss``: expected loss of this mixture.
+        ``deviation``: standard deviation of the expected loss.
         ``prior_loss``: the loss expected of the mean of the runs' mixtures.
         ``best_run``: the lowest loss of a run.
-        ``rank_correlation``: Spearman's correlation of the runs' losses with what the other runs predict for them.
+        ``rank_correlation``: Spearman's correlation between the losses of the runs and their predictions from all other
+            runs.
     """
 
     weights: Mapping[str, float]
@@ -201,7 +203,7 @@ def best_mixture(
 
     Arguments:
         ``domains``: names of the domains.
-        ``weights``: mixtures of the runs, ``[runs, domains]``; their mean is what mixtures are drawn around.
+        ``weights``: mixtures of the runs, ``[runs, domains]``. Mixtures are simulated around their mean.
         ``losses``: the losses of the runs, ``[runs]``.
         ``draws``: number of simulated mixtures.
         ``keep``: number of best mixtures whose mean is returned.

@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class MixtureRuns:
-    """Runs on mixtures.
+    """Small runs on mixtures of domains, to which a regression of the loss is fitted.
 
     Attributes:
         ``domains``: names of the domains.
@@ -38,12 +38,11 @@ class MixtureRuns:
 
 
 def read_mixture_runs(mixtures: str, losses: str | None, target: str) -> MixtureRuns:
-    """Read runs on mixtures, and what they have measured.
+    """Read runs on mixtures with their measured losses from one or two tables.
 
-    ``mixtures``: table with a column of weights for each domain; ``losses``: table of measured losses, None if they
-    stand in the same table; ``target``: column of the loss. Rows of two tables belong together by a column such as
-    ``index`` that both have, or else by their order. Raises :class:`UsageError` or :class:`WeftError` that names what
-    is wrong.
+    ``mixtures``: table with a column of weights for each domain. ``losses``: table of measured losses; None if they are
+    in the same table. ``target``: column of the loss. Rows of two tables are matched by a column such as ``index`` that
+    both have, or else by their order. Raises :class:`UsageError` or :class:`WeftError`, which names the fault.
     """
     rows = _read(mixtures)
     measured = rows if losses is None else _read(losses)

@@ -39,7 +39,7 @@ class NgramClassifier:
         return self.probability_of(vector)
 
     def probability_of(self, vector: SparseVector) -> float:
-        """Return the probability of :meth:`probability` for the vector of a text."""
+        """Return the same as :meth:`probability` for a text of which ``vector`` is given already."""
         weights = self.weights[vector.indices].astype(np.float64)
         return float(_sigmoid(weights @ vector.values.astype(np.float64) + self.bias))
 
@@ -53,7 +53,8 @@ def fit_classifier(
     batch: int = 32,
     seed: int = 0,
 ) -> NgramClassifier:
-    """Fit a logistic regression by AdaGrad (Duchi et al. 2011). Both classes count the same, whatever their sizes.
+    """Fit a logistic regression by AdaGrad (Duchi et al. 2011). Both classes get the same total weight, whatever their
+    sizes.
 
     ``vectors``, ``labels``: the examples, of both classes; ``epochs``: passes over them; ``rate``: learning rate;
     ``batch``: examples of an update; ``seed``: seed of their order.
@@ -91,7 +92,7 @@ def _sigmoid(logits: Any) -> Any:
 def save_classifier(
     classifier: NgramClassifier, file: Path, report: dict[str, Any]
 ) -> None:
-    """Write the classifier to ``file`` (safetensors), and the ``report`` of its evaluation to ``file`` with .json.
+    """Write the classifier to ``file`` (safetensors), and the ``report`` of its evaluation to the .json file beside it.
 
     Raises :class:`WeftError` if a file cannot be written.
     """

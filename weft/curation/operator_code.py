@@ -22,16 +22,20 @@ _FRAME = {
 
 
 class StepDigests(NamedTuple):
-    """Digests of a step: ``early`` of the inputs of its statistics or summaries; ``whole`` of all settings and code."""
+    """Digests by which a data run recognises that results of a step are still valid.
+
+    ``early``: covers the inputs of the step's statistics or summaries. ``whole``: covers all settings and code.
+    """
 
     early: str
     whole: str
 
 
 def step_digests(step: DataStep, operator: Operator) -> StepDigests:
-    """Return the digests of a step: of the operator's name, settings, code, and of what the operator itself adds.
+    """Return the digests of a step. They cover the operator's name, its settings and its code.
 
-    An operator that reads files, such as a model, has a method ``fingerprint()`` that returns a text about them.
+    An operator that reads files, such as a model, also has a method ``fingerprint()``; the text that it returns is part
+    of the digests.
     """
     settings = step.model_dump(mode="json", by_alias=True, exclude={"on_error"})
     late = getattr(operator, "late", ())
@@ -112,7 +116,9 @@ def _file_of(module: str) -> Path | None:
 
 
 def build_operator(number: int, step: DataStep) -> Operator:
-    """Build the operator of step ``number``, from 0. Raises :class:`WeftError` if it is none of the three kinds."""
+    """Build the operator of step ``number``, from 0. Raises :class:`WeftError` if it is no mapper, filter or joint
+    operator.
+    """
     operator: Any = step.build()
     if not isinstance(operator, Mapper | Filter | Joint):
         source = inspect.getsourcefile(type(operator))

@@ -29,10 +29,10 @@ class _Place(NamedTuple):
 
 
 def pair_summary(documents: Documents) -> dict[str, np.ndarray]:
-    """Return arrays for :func:`pair_documents`: for each document a hash of its source, and whether it is synthetic.
+    """Return what :func:`pair_documents` needs of a shard: for each document a hash, and whether it is synthetic.
 
-    The hash is uint64 ``[documents, 2]``, of the id of the document from which a synthetic one was made, or of a real
-    document's own id.
+    The hash, uint64 ``[documents, 2]``, is that of a real document's id. A synthetic document has the hash of the real
+    one from which it was generated.
     """
     made_by = documents.columns.get(GENERATOR, [""] * len(documents))
     sources = documents.columns.get(SOURCE, documents.ids)
@@ -53,12 +53,12 @@ def pair_documents(
     ratio: float,
     seed: int,
 ) -> list[Decision]:
-    """Decide which documents are kept, so that ``ratio`` synthetic ones stay for each real one.
+    """Decide which documents are kept, so that there are ``ratio`` synthetic documents for each real one.
 
-    If ``n`` real documents stay, the largest whole number of synthetic ones stays that is at most ``n * ratio``. Every
-    real document keeps as many of those that were made from it as any other, to within one; a real document of which
-    fewer were made is dropped, and so is a synthetic one without its real document. Which ones stay depends on ids and
-    ``seed`` alone. ``ids``, ``summaries``: the arguments of :meth:`weft.curation.data_operators.Joint.decide`.
+    For ``n`` real documents, the largest whole number of synthetic ones up to ``n * ratio`` is kept, spread evenly over
+    the real ones. A real document from which too few were generated is dropped, and so is a synthetic one whose real
+    document is not kept. The choice depends on ids and ``seed`` alone. ``ids``, ``summaries``: the arguments of
+    :meth:`weft.curation.data_operators.Joint.decide`, with the arrays of :func:`pair_summary`.
     """
     share = Fraction(ratio).limit_denominator(10_000)
     reals, rephrased = dict[bytes, _Place](), defaultdict[bytes, list[_Place]](list)

@@ -35,7 +35,7 @@ class Passage(NamedTuple):
 
 
 class CutDocument(NamedTuple):
-    """A document in passages.
+    """A document that is cut into passages.
 
     Attributes:
         ``lead``: the white space before the first passage.
@@ -46,9 +46,9 @@ class CutDocument(NamedTuple):
     passages: list[Passage]
 
     def join(self, texts: Sequence[str]) -> str:
-        """Return ``texts``, one in place of each passage, with the white space of the document between them.
+        """Join ``texts``, one for each passage, with the white space that the document has between its passages.
 
-        With the passages' own texts the result is the document.
+        The passages' own texts give the original document.
         """
         gaps = (passage.gap for passage in self.passages)
         parts = (text + gap for text, gap in zip(texts, gaps, strict=True))
@@ -89,12 +89,12 @@ def cut_document(text: str, most: int, count: TokenCount) -> CutDocument:
 
 
 def word_count(text: str) -> int:
-    """Return the number of words and other signs of ``text``: an estimate of its tokens without a tokenizer."""
+    """Return the number of words and punctuation marks of ``text``: an estimate of its tokens without a tokenizer."""
     return sum(1 for _ in _WORD.finditer(text))
 
 
 def without_half_sentence(text: str) -> str:
-    """Return ``text`` up to the end of its last whole sentence; all of ``text`` if no sentence ends in it."""
+    """Return ``text`` up to the end of its last complete sentence, or all of it if no sentence ends in it."""
     ends = [match.end() for match in _SENTENCE_END.finditer(text)]
     return text[: ends[-1]] if ends else text
 

@@ -16,9 +16,9 @@ from weft.models.coarse_pictures import coarse_values
 
 
 def read_features(file: Path, images: int) -> np.ndarray:
-    """Read a vector for each of ``images`` images, float32 ``[images, n]``, from a file of NumPy's (.npy).
+    """Read a vector for each of ``images`` images from a NumPy file (.npy), float32 ``[images, n]``.
 
-    Raises :class:`WeftError` or :class:`UsageError` for another file.
+    Raises :class:`WeftError` or :class:`UsageError` for a file that is missing, damaged or of another shape.
     """
     try:
         features = np.load(file)

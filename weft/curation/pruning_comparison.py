@@ -15,12 +15,13 @@ _DRAWS = 3
 
 
 class PruningComparison(NamedTuple):
-    """Accuracies on held-out examples of small networks that are trained on a choice of the others.
+    """How well small networks do if only part of the examples is kept for training: the hard, the easy or random ones.
 
     Attributes:
-        ``hard``, ``easy``, ``random``: accuracy with the hardest, the easiest and random examples, equally many.
+        ``hard``, ``easy``, ``random``: accuracy on held-out examples after training on the hardest, the easiest or
+            random examples, equally many.
         ``held_out``: number of held-out examples.
-        ``trained``: number of examples of each choice.
+        ``trained``: number of examples that are kept for training.
         ``noise``: standard error of an accuracy, from the number of held-out examples.
     """
 
@@ -37,7 +38,10 @@ class PruningComparison(NamedTuple):
         return "easy" if self.easy > self.hard else "hard"
 
     def lines(self, keep: str) -> list[str]:
-        """Return what was measured, and a warning if random examples are better than ``keep``, "hard" or "easy"."""
+        """Return lines for the user about the accuracies, with a warning if random examples do better than ``keep``.
+
+        ``keep``: the choice that the user has made, "hard" or "easy".
+        """
         lines = [
             f"accuracy on {self.held_out} held-out examples with {self.trained} others: hard {self.hard:.1%}, easy "
             f"{self.easy:.1%}, random {self.random:.1%} (standard error {self.noise:.1%})"
@@ -61,12 +65,18 @@ def compare_pruning(
     held_out: float = 0.2,
     seed: int = 0,
 ) -> PruningComparison | None:
-    """Compare the hardest, the easiest and random examples, at the same share and with the same floor.
+    """Train small networks on the hardest, the easiest and random examples, and compare their accuracies.
 
-    ``scores``: difficulty of each example; ``features``: float32 ``[examples, width]``; ``labels``: int64
-    ``[examples]``; ``ids``: names of the examples, by which random ones and held-out ones are drawn; ``share``: share
-    of the examples that is chosen; ``floor``: fewest examples of a class; ``held_out``: share that is held out;
-    ``seed``: seed of all random choices. Returns None if there are too few examples to tell anything.
+    Arguments:
+        ``scores``: difficulty of each example, ``[examples]``.
+        ``features``: inputs of the networks, float32 ``[examples, width]``.
+        ``labels``: classes, int64 ``[examples]``.
+        ``ids``: names of the examples, which together with ``seed`` determine all random choices.
+        ``share``: share of the examples, without those held out, that is kept for training.
+        ``floor``: fewest examples of a class that are kept.
+        ``held_out``: share of the examples that is held out.
+
+    Returns None if there are too few examples for a result.
     """
     drawn = score_order(scores, ids, "random", seed + 1)
     apart = int(held_out * len(ids))

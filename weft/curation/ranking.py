@@ -8,10 +8,10 @@ import numpy as np
 
 
 class RankingQuality(NamedTuple):
-    """Area under the ROC curve with an interval.
+    """Area under the ROC curve with its 95 % interval.
 
-    ``area``: probability that a positive example has a higher score than a negative one. ``low``, ``high``: interval
-    that holds it with a probability of 95 %.
+    ``area``: probability that a positive example has a higher score than a negative one. ``low``, ``high``: ends of the
+    interval.
     """
 
     area: float

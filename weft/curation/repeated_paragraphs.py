@@ -19,9 +19,9 @@ class ParagraphTable(NamedTuple):
     """Paragraphs of a list of documents, one document after the other.
 
     Attributes:
-        ``rows``: for each paragraph, in uint64, a hash of its words, the index of its first character in its document,
-            and the index after its last one with the white space that follows.
-        ``offsets``: where each document's paragraphs begin, and the end of the last ones.
+        ``rows``: three numbers for each paragraph, uint64 ``[paragraphs, 3]``: a hash of its words, the index of its
+            first character in its document, and the index behind it and the white space that follows.
+        ``offsets``: index in ``rows`` of each document's first paragraph, and the end, int64 ``[documents + 1]``.
     """
 
     rows: np.ndarray
@@ -31,7 +31,7 @@ class ParagraphTable(NamedTuple):
 def paragraph_spans(
     text: str, unit: Literal["paragraph", "line"]
 ) -> Iterator[tuple[int, int]]:
-    """Yield start and end of every paragraph or line of ``text``, which together are all of the text."""
+    """Yield ``(start, end)`` of every paragraph or line of ``text``. The spans cover all of the text."""
     start = 0
     for gap in _ENDS[unit].finditer(text):
         yield start, gap.end()
@@ -63,11 +63,13 @@ def is_repeated(
     starts: np.ndarray,
     least_documents: int,
 ) -> np.ndarray:
-    """Return of each paragraph whether it repeats an earlier one.
+    """Return whether each paragraph repeats an earlier one of any document, bool ``[paragraphs]``.
 
-    ``keys``: hashes of the paragraphs of all documents; ``document_ranks``: place of each paragraph's document, of
-    which the first keeps its paragraph; ``starts``: where each paragraph stands in its document. Only paragraphs that
-    stand in at least ``least_documents`` documents count.
+    Arguments:
+        ``keys``: hashes of the paragraphs of all documents, uint64 ``[paragraphs]``.
+        ``document_ranks``: rank of each paragraph's document. The first document by rank keeps the paragraph.
+        ``starts``: position of each paragraph in its document.
+        ``least_documents``: a paragraph counts as repeated only if it occurs in at least so many documents.
     """
     order = np.lexsort((starts, document_ranks, keys))
     is_new_key = np.diff(keys[order], prepend=keys[order][:1] + np.uint64(1)) != 0

@@ -14,9 +14,9 @@ TOP_SIZES, ALL_SIZES = (2, 3, 4), (5, 6, 7, 8, 9, 10)
 
 
 class Repeated(NamedTuple):
-    """Parts of a text that the text has had before.
+    """Number and total length of the parts of a text (such as lines) that repeat an earlier part.
 
-    ``parts``: their number. ``characters``: their length.
+    ``parts``: number of repeated parts. ``characters``: their total length in characters.
     """
 
     parts: int
@@ -24,7 +24,7 @@ class Repeated(NamedTuple):
 
 
 def count_repeated(parts: Sequence[str]) -> Repeated:
-    """Count the parts that equal an earlier one."""
+    """Count the ``parts`` that are equal to an earlier one."""
     known: set[str] = set()
     lengths: list[int] = []
     for part in parts:
@@ -47,7 +47,10 @@ def top_gram_characters(words: Sequence[str], size: int) -> int:
 
 
 def repeated_gram_characters(words: Sequence[str], size: int) -> int:
-    """Return the number of characters in n-grams of ``size`` words that the text has had before, overlaps once."""
+    """Return the number of characters in repeated n-grams of ``size`` words, counting overlapping characters once.
+
+    An n-gram is repeated if it occurs earlier in the text.
+    """
     known: set[str] = set()
     characters, at = 0, 0
     while at + size <= len(words):

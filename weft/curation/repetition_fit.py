@@ -62,7 +62,7 @@ class FittedLaw:
     noise: float
 
     def interval(self, of: Callable[[RepetitionLaw], float]) -> tuple[float, float]:
-        """Return the 90 % interval of a number that follows from a law, over the bootstrap's laws."""
+        """Return the 90 % interval of ``of(law)`` over the laws that were fitted to bootstrap samples."""
         values = [of(law) for law in self.resampled]
         low, high = np.quantile(values, [TAIL, 1 - TAIL])
         return float(low), float(high)
@@ -143,11 +143,11 @@ def fit_repetition_law(
 
 
 def check_runs(runs: Sequence[PoolRun], unit: float | None = None) -> None:
-    """Raise :class:`UsageError`, or :class:`WeftError` for losses that no such law has, if ``runs`` cannot be fitted.
+    """Raise an error if ``runs`` are not enough to fit the law, or have losses that it cannot describe.
 
-    The law needs runs of two pools, three of each with different lengths, one of them with more than one epoch, and
-    as many in all as it has parameters. Its loss falls with every epoch. ``unit``: the unit, as in
-    :func:`fit_repetition_law`.
+    The law needs runs of at least two pools, and for each pool three runs of different lengths, one of them with more
+    than one epoch; in all, as many runs as the law has parameters. Its loss falls with every epoch. ``unit``: as in
+    :func:`fit_repetition_law`. Raises :class:`UsageError` for too few runs, and :class:`WeftError` for unfit losses.
     """
     names = sorted({run.pool for run in runs})
     for run in runs:

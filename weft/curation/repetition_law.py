@@ -31,7 +31,10 @@ class PoolUtility:
 
 @dataclass(frozen=True)
 class RepetitionLaw:
-    """Scaling law ``scale * u + floor`` of the loss, where ``u`` is the product of a power law over epochs.
+    """Scaling law of the loss for training on repeated data, ``scale * u + floor``.
+
+    ``u`` is a product over epochs: the growth of the number of samples in each epoch, to the power of an exponent that
+    decays with repetition.
 
     Attributes:
         ``scale``: reducible loss after ``unit`` samples of any pool.
@@ -46,11 +49,11 @@ class RepetitionLaw:
     pools: Mapping[str, PoolUtility]
 
     def loss(self, chosen: Sequence[str], samples: float) -> float:
-        """Return the loss after ``samples`` samples that are drawn evenly from the union of the pools ``chosen``.
+        """Return the loss after training on ``samples`` samples, drawn evenly from the union of the pools ``chosen``.
 
-        As in the paper, epochs of ``m`` pools are counted in passes over as many samples as one pool has, the mean of
-        the exponents counts, and each half-life is ``m`` times as long. Pools of unequal sizes count by their shares of
-        the union.
+        As in the paper, an epoch of ``m`` pools is a pass over as many samples as one pool has. The exponent is the
+        mean of the pools' exponents, and each half-life is ``m`` times as long. Pools of unequal sizes are weighed by
+        their size.
         """
         pools = [self.pools[name] for name in chosen]
         total = sum(pool.size for pool in pools)
@@ -81,7 +84,10 @@ def epoch_ends(samples: float, size: float) -> np.ndarray:
 
 
 def log_growth(seen: np.ndarray) -> np.ndarray:
-    """Return the logarithm of the first number of samples, and of the growth in each epoch after it."""
+    """Return the logarithm of the growth of ``seen``, the number of samples at the end of each epoch, ``[epochs]``.
+
+    The first entry is the logarithm of the first number itself.
+    """
     logarithms: np.ndarray = np.log(seen)
     return np.diff(logarithms, prepend=0.0)
 
@@ -127,5 +133,8 @@ def pool_choices(law: RepetitionLaw, samples: float) -> list[PoolChoice]:
 
 
 def best_pools(law: RepetitionLaw, samples: float) -> PoolChoice:
-    """Return the choice of :func:`pool_choices` with the lowest expected loss; of equal ones that with fewer pools."""
+    """Return the choice of :func:`pool_choices` with the lowest expected loss.
+
+    Of equal choices the one with fewer pools is returned.
+    """
     return min(pool_choices(law, samples), key=lambda choice: choice.loss)

@@ -44,7 +44,11 @@ class RephrasePlan:
     keep: bool
 
     def identity(self, style: str, generator: str) -> str:
-        """Return a hash of all inputs of a text of ``style`` except its passage. ``generator``: its digest."""
+        """Return a hash of everything but the passage that determines a text of ``style``: generator, prompt, settings
+        and seed.
+
+        ``generator``: digest of the generator.
+        """
         seed = self.seed if self.writing.temperature else 0
         return digest(generator, self.prompts[style], astuple(self.writing), seed)
 
@@ -64,12 +68,12 @@ class RephraseFailure(NamedTuple):
 
 
 class Rephrased(NamedTuple):
-    """Documents with their rephrased ones.
+    """Result of rephrasing the documents of a shard.
 
     Attributes:
-        ``documents``: each document, if it is kept, before those that were made from it.
-        ``failures``: what failed.
-        ``written``: number of texts that the generator has written now.
+        ``documents``: the rephrased documents, each behind the document from which it was generated if that is kept.
+        ``failures``: documents that could not be rephrased in a style.
+        ``written``: number of texts that the generator has written now, rather than found in the store.
     """
 
     documents: Documents
@@ -90,9 +94,9 @@ def rephrase(
 ) -> Rephrased:
     """Rephrase each of ``documents`` in all styles of ``plan``.
 
-    Documents that were rephrased before, by another step, are passed on as they are. What ``store`` has is not written
-    again, and what ``generator`` writes is in ``store`` at once. The result for a document depends on the document, the
-    plan and the generator alone. Raises :class:`weft.errors.WeftError` if the generator fails.
+    Documents that an earlier step has generated are passed on unchanged. Texts that are in ``store`` are not written
+    again, and each text that ``generator`` writes is stored at once. The result for a document depends on the document,
+    the plan and the generator alone. Raises :class:`weft.errors.WeftError` if the generator fails.
     """
     made_by = generator.digest()
     identities = {style: plan.identity(style, made_by) for style in plan.prompts}

@@ -33,13 +33,15 @@ CONTAMINATION = ("decontaminate",)
 
 @dataclass
 class ShardOutput:
-    """A shard of a run.
+    """A shard of a data run: what it was read from, and where its documents are now.
 
     Attributes:
-        ``source``: label of its source; ``files``: names of the files that it was read from.
-        ``part``: which of the shards from the same files.
-        ``state``: where its documents are (:class:`weft.curation.shard_state.ShardState`).
+        ``source``: label of its source.
+        ``files``: names of the files that it was read from.
+        ``part``: index of the shard among those from the same files.
+        ``state``: where its documents are, the JSON values of a :class:`weft.curation.shard_state.ShardState`.
         ``steps``: digest of the output of each step, by the step's number.
+        ``input``: digest of the documents as they were read.
     """
 
     source: str
@@ -76,10 +78,10 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Outcome of a step.
+    """Outcome of a step: its counts over all shards, and its notes.
 
-    ``number``, ``operator``: the step; ``computed``: number of documents for which the operator was called in this run
-    or the one that did the task; ``notes``: what the operator says to the user.
+    ``number``, ``operator``: the step. ``computed``: number of documents for which the operator was called, in this run
+    or in the earlier run that did the task. ``notes``: lines of the operator for the user.
     """
 
     number: int
@@ -91,10 +93,10 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class RunParts:
-    """Collected results of a run's stages.
+    """Collected results of a data run's stages, from which its output is written.
 
-    ``digests``: digest of each step; ``reads``: results of the tasks that read; ``unread``: lines that name files of
-    sources that are not read.
+    ``digests``: digest of each step. ``reads``: results of the tasks that read sources. ``unread``: lines that name
+    files of sources that are not read.
     """
 
     shards: list[ShardOutput]
@@ -112,8 +114,9 @@ Perform = Callable[[Engine, str, Sequence[Words]], list[Words]]
 
 @dataclass(frozen=True)
 class PublishedTokens:
-    """The token files of a run. ``tokenizer``: the tokenizer's name in the pipeline; ``meta``: content of their
-    ``meta.json``.
+    """The token files that a data run has written.
+
+    ``tokenizer``: the tokenizer's name in the pipeline. ``meta``: content of their ``meta.json``.
     """
 
     tokenizer: str
@@ -123,9 +126,10 @@ class PublishedTokens:
 def publish(
     out: Path, setting: TaskSetting, parts: RunParts, perform: Perform, do: Engine
 ) -> Words:
-    """Write documents, tokens and the card to the folder ``out``, and return the manifest; what is there already stays.
+    """Write documents, tokens and the card of a data run to the folder ``out``, and return the manifest.
 
-    The counts of ``parts.sources`` are completed.
+    Documents and tokens that are in the folder already are not written again. The counts of ``parts.sources`` are
+    completed. ``perform``: does the tasks of a stage by the engine ``do``.
     """
     output = setting.pipeline.output
     tasks = [
@@ -272,9 +276,11 @@ def run_manifest(
     written: Sequence[Words],
     tokens: PublishedTokens | None,
 ) -> Words:
-    """Return the manifest: of every shard the digests of its input and of each step's output, and of what is written.
+    """Return the manifest of a data run as JSON values: digests of each shard's input, of each step's output, and of
+    files.
 
-    Equal sources, pipelines and operators give equal manifests, however often a run was cut off.
+    Equal sources, pipelines and operators give equal manifests, however often a run was interrupted. ``names``,
+    ``written``: name and result of each file of documents that was written. ``tokens``: None without token files.
     """
     files = iter(zip(names, written, strict=True))
     shards = []
@@ -313,7 +319,10 @@ def run_card(
     tokens: PublishedTokens | None,
     manifest: Words,
 ) -> Words:
-    """Return the card: of each source what was read, what was dropped by which step, and what is left."""
+    """Return the card of a data run as JSON values: counts of documents read, dropped and left, by source and by step.
+
+    ``tokens``: None without token files. ``manifest``: the card contains its digest.
+    """
     output = setting.pipeline.output
     names = {str(s.number): s.operator for s in parts.steps}
 
@@ -364,7 +373,7 @@ def run_card(
 
 
 def run_notes(parts: RunParts) -> list[str]:
-    """Return lines for the user: records that were skipped, columns whose type changes, documents with errors."""
+    """Return lines for the user about a data run: skipped records, columns of changing type, documents with errors."""
     notes = list(parts.schema.notes)
     notes += parts.unread
     skipped = sum(result["skipped"] for result in parts.reads)

@@ -13,12 +13,12 @@ BLOCK_VECTORS = 512
 def semantic_survivors(
     vectors: np.ndarray, labels: np.ndarray, ranks: np.ndarray, eps: float
 ) -> np.ndarray:
-    """Return for each document the index of the document that is kept in its place; its own if it is kept itself.
+    """Return for each document the index of the document that is kept in its place; its own index if it is kept itself.
 
     The documents of a cluster are processed in the order of ``ranks``. A document is dropped if its cosine with a kept
-    document is above 1 - ``eps``. ``vectors``: one row each; ``labels``: index of each document's cluster. After Abbas
-    et al. 2023 (SemDeDup); unlike there, dropped documents do not drop others, so that every dropped document is like
-    a kept one.
+    document is above 1 - ``eps``. ``vectors``: ``[documents, width]``. ``labels``: index of each document's cluster.
+    After SemDeDup (Abbas et al. 2023), with one difference: only kept documents can drop others, so every dropped
+    document is similar to a kept one.
     """
     survivors = np.arange(len(vectors))
     order = np.lexsort((ranks, labels))

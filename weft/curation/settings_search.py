@@ -19,10 +19,10 @@ SETTINGS = {"optimizer": ("weight_decay", "lr"), "data": ("epochs",)}
 
 @dataclass(frozen=True)
 class SearchedRun:
-    """A run of a search.
+    """One run of a search for the best settings at several model sizes.
 
     Attributes:
-        ``size``: number of the model's parameters, or what else grows.
+        ``size``: number of the model's parameters, or another quantity that grows, such as members of an ensemble.
         ``loss``: loss on held-out data at the end.
         ``settings``: settings that were varied, by name.
     """
@@ -34,12 +34,12 @@ class SearchedRun:
 
 @dataclass(frozen=True)
 class SettingsSearch:
-    """Result of a search.
+    """Result of a search for the best settings at several model sizes.
 
     Attributes:
         ``best``: the best run of each size, the smallest size first.
-        ``asymptote``: the law of their losses; None with too few sizes.
-        ``notes``: what the search leaves open, a line each.
+        ``asymptote``: the law of the best losses; None with too few sizes.
+        ``notes``: lines on what the search leaves open.
     """
 
     best: tuple[SearchedRun, ...]
@@ -56,9 +56,9 @@ def read_searched_runs(
 ) -> list[SearchedRun]:
     """Read the runs at ``places``: tables, folders of ``weft train``, or folders of its sweeps.
 
-    A table has the columns ``loss`` and ``over``, what grows from size to size; all other columns of numbers are
-    settings. Recorded runs have their number of parameters, decay, rate and epochs. Raises :class:`UsageError` or
-    :class:`WeftError` that names what cannot be read.
+    A table has a column ``loss`` and a column named ``over`` with the size; all other columns of numbers are settings.
+    The size of a run of ``weft train`` is its number of parameters, and its settings are decay, learning rate and
+    epochs. Raises :class:`UsageError` or :class:`WeftError`, which names the table or folder that cannot be read.
     """
     runs: list[SearchedRun] = []
     for place in places:
@@ -124,10 +124,10 @@ def _row(row: Any, place: str, over: str) -> SearchedRun:
 
 
 def search_settings(runs: Sequence[SearchedRun]) -> SettingsSearch:
-    """Choose the best run of each size, and fit the asymptote to these if there are enough sizes.
+    """Choose the best run of each size, and fit the asymptote to these runs if there are enough sizes.
 
-    A setting whose best value is the smallest or largest that was tried at a size is noted, as the optimum may lie
-    beyond.
+    The notes name each setting whose best value is the smallest or largest one that was tried at a size, because the
+    optimum may lie beyond.
     """
     sizes = sorted({run.size for run in runs})
     best, notes = [], []

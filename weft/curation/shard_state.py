@@ -28,12 +28,13 @@ from weft.curation.work_folder import (
 
 @dataclass(frozen=True)
 class ShardState:
-    """Where a shard's documents are: names of files below the folder of intermediate files are their digests.
+    """Where the documents of a shard are. Intermediate files are named by the digest of their content.
 
     Attributes:
         ``texts``: digest of the file of documents.
-        ``rows``: digest of the file that says which of them are kept, with their further columns; "" if all are.
-        ``context``: digest of the steps whose statistics the columns hold.
+        ``rows``: digest of the file that says which of the documents are kept, with further columns; "" if all are
+            kept.
+        ``context``: digest of the steps that have computed the statistics in the columns.
         ``documents``: number of documents that are kept.
     """
 
@@ -59,11 +60,11 @@ class ShardDocuments:
     Attributes:
         ``documents``: the documents that are kept so far.
         ``keys``: 16-byte digest of each document's id, text and columns, except statistics.
-        ``rows``: row of each document in the file from which the documents come.
+        ``rows``: row of each document in the file that the shard was read from.
         ``added``: names of the columns that this file does not have.
-        ``texts``: digest, and so the name, of this file.
-        ``context``: digest of the steps whose statistics the columns hold. Equal key and context mean equal input of
-            an operator.
+        ``texts``: digest of this file, which is also its name.
+        ``context``: digest of the steps that have computed the statistics in the columns. Equal key and context mean
+            equal input of an operator.
     """
 
     documents: Documents
@@ -114,7 +115,7 @@ class ShardDocuments:
 
 
 def digest_key(*parts: str | bytes) -> bytes:
-    """Return a digest, of 16 bytes, of the sequence ``parts``. The same text cut in other places has another digest."""
+    """Return a digest, of 16 bytes, of the sequence ``parts``. It also depends on where the parts are divided."""
     digest = xxhash.xxh3_128()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -124,7 +125,7 @@ def digest_key(*parts: str | bytes) -> bytes:
 
 
 def document_keys(documents: Documents) -> list[bytes]:
-    """Return a key for each document: of its id, its text and its columns."""
+    """Return the 16-byte digest of each document's id, text and columns."""
     names = sorted(documents.columns)
     if not names:
         pairs = zip(documents.ids, documents.texts, strict=True)
@@ -139,7 +140,7 @@ def document_keys(documents: Documents) -> list[bytes]:
 
 
 def write_base(work: Path, documents: Documents) -> ShardState:
-    """Write documents as a file ``texts/DIGEST.arrow`` in the folder ``work``; return the state that keeps all."""
+    """Write documents to a file ``texts/DIGEST.arrow`` in the folder ``work``; return a state in which all are kept."""
     data = documents_table(documents, document_keys(documents))
     digest = content_digest(data)
     path = texts_file(work, digest)
@@ -159,7 +160,10 @@ def rows_file(work: Path, digest: str) -> Path:
 
 
 def save_shard(work: Path, shard: ShardDocuments) -> ShardState:
-    """Write which documents of a shard are kept, and their added columns. Return the state."""
+    """Write which documents of a shard are kept, and the columns that steps have added, below the folder ``work``.
+
+    Returns the state from which :func:`load_shard` reads the shard again.
+    """
     columns = {
         f"column:{name}": shard.documents.columns[name] for name in sorted(shard.added)
     }

@@ -39,7 +39,7 @@ class RunningStep:
 
 @dataclass(frozen=True)
 class AppliedStep:
-    """Result of applying a step to a shard.
+    """Result of applying a step to a shard: the shard afterwards, and counts of what the step did.
 
     ``digest``: digest of the step's output. ``computed``: number of documents for which the operator was called.
     """
@@ -188,10 +188,10 @@ def _results_file(
 
 
 class ShardSummary(NamedTuple):
-    """Summary of a shard for a joint operator.
+    """Summary of a shard for a joint operator, with the shard itself.
 
-    ``shard``: the documents that had no error; ``counts``: counts of the others; ``computed``: number of documents for
-    which the operator was called.
+    ``shard``: the documents on which the operator raised no error. ``arrays``: the summary, by name. ``counts``: counts
+    of the documents with errors. ``computed``: number of documents for which the operator was called.
     """
 
     shard: ShardDocuments
@@ -221,7 +221,7 @@ def summarize_shard(
 def apply_decision(
     step: RunningStep, shard: ShardDocuments, decision: Decision
 ) -> AppliedStep:
-    """Apply what a joint operator has decided about a shard."""
+    """Apply to a shard the ``decision`` of a joint operator: drop documents, and add columns to the others."""
     columns = decision.columns
     able = shard.with_decided(columns, step.digests.early)
     return _dropped(shard, able, columns, decision.reasons, (), 0)
@@ -230,7 +230,8 @@ def apply_decision(
 def checked_decisions(
     decisions: Sequence[Decision], sizes: Sequence[int]
 ) -> list[Decision]:
-    """Return decisions as plain values. Raises :class:`WeftError` if there are not as many as documents in a shard.
+    """Convert decisions to plain Python values. Raises :class:`WeftError` if a decision has not one entry for each
+    document.
 
     ``sizes``: number of documents of each shard.
     """

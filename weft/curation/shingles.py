@@ -95,7 +95,7 @@ def simplified(text: str) -> bytes:
 
 
 def mix_bits(values: np.ndarray) -> np.ndarray:
-    """Return ``values``, uint64, each mapped to another value that looks random: the end of splitmix64, a bijection."""
+    """Hash each of ``values``, uint64, by the final mixing of SplitMix64. Different values get different hashes."""
     values = values ^ (values >> np.uint64(30))
     values *= _FIRST
     values ^= values >> np.uint64(27)
@@ -105,7 +105,10 @@ def mix_bits(values: np.ndarray) -> np.ndarray:
 
 
 def text_blocks(texts: Sequence[str]) -> Iterator[slice]:
-    """Yield slices of ``texts`` of about :data:`BLOCK_BYTES` characters each, and of one text at least."""
+    """Divide ``texts`` into blocks of about :data:`BLOCK_BYTES` characters, and yield the slice of each block.
+
+    A block has at least one text.
+    """
     start = size = 0
     for index, text in enumerate(texts):
         if size and size + len(text) > BLOCK_BYTES:
@@ -180,6 +183,6 @@ def word_shingles(words: HashedRuns, n: int) -> HashedRuns:
 
 
 def text_shingles(texts: Sequence[str], n: int) -> Iterator[tuple[slice, HashedRuns]]:
-    """Yield blocks of ``texts`` with the shingles of ``n`` words of each text of the block."""
+    """Yield ``(slice, shingles)`` for each block of ``texts``, with hashes of all runs of ``n`` words of its texts."""
     for block in text_blocks(texts):
         yield block, word_shingles(hash_words(texts[block]), n)

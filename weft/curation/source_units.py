@@ -33,13 +33,13 @@ _RESERVED = {"id", "text"}
 
 @dataclass(frozen=True)
 class UnitFile:
-    """A file of a unit, or a part of the file.
+    """A file, or a part of one, that a task reads.
 
     Attributes:
         ``path``: the file.
         ``name``: its name in the ids of documents, which does not depend on where the source's folder is.
         ``size``, ``changed``: bytes of the file, and the time of its last change in nanoseconds.
-        ``start``, ``stop``: the part: of JSON lines the bytes, of Parquet the rows; ``stop`` is 0 for a whole file.
+        ``start``, ``stop``: the part, as bytes of JSON Lines or rows of Parquet; ``stop`` is 0 for a whole file.
         ``first``: number of the part's first line, from 1.
     """
 
@@ -76,7 +76,7 @@ class SourceUnit:
 
 
 def source_labels(sources: Sequence[Source]) -> list[str]:
-    """Return a short name for each source, all different: ``name``, else its file's or folder's, else its kind."""
+    """Return a short name for each source, all different: ``name``, or else its file or folder, or else its kind."""
     labels: list[str] = []
     for source in sources:
         path = Path(source.path or "").expanduser()
@@ -93,9 +93,10 @@ def _new_label(label: str, taken: Sequence[str]) -> str:
 
 
 def shard_bytes(sources: Sequence[Source], shards: int) -> int:
-    """Return about how many bytes a shard has, so that there are about ``shards``.
+    """Return how many bytes of the files a shard should have, so that there are about ``shards`` shards.
 
-    0 shards: as many as keep each between :data:`LEAST` and :data:`SHARD`, at least :data:`FEWEST` of these.
+    If ``shards`` is 0, the number follows from the size: about :data:`FEWEST` shards, as long as each has between
+    :data:`LEAST` and :data:`SHARD` bytes.
     """
     sizes = [file.size for source in sources for file in _files_of(source)]
     each = max(1, -(-sum(sizes) // (shards or FEWEST)))

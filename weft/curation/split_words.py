@@ -40,10 +40,10 @@ _REMEMBERED, _MARK_LENGTH = 64, 32
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of ``text``; punctuation marks are words of their own.
+    """Split ``text`` into words; punctuation marks are words of their own.
 
-    What stands between white spaces is divided at marks before and after it, at English contractions and at dashes
-    between letters.
+    Text between white spaces is split at leading and trailing marks, at English contractions, and at dashes between
+    letters.
     """
     words: list[str] = []
     for chunk in text.split():
@@ -95,8 +95,8 @@ def _is_mark(character: str) -> bool:
 def count_sentences(text: str) -> int:
     """Return the number of sentences of ``text``.
 
-    A sentence ends with a mark before a white space. A full stop of a usual abbreviation or of an initial ends none.
-    What follows the last mark is a sentence, too.
+    A sentence ends with a mark before white space, except for the full stop of a usual abbreviation or of an initial.
+    Text after the last mark counts as a sentence, too.
     """
     ends = 0
     last = 0

@@ -36,7 +36,10 @@ class Mark(NamedTuple):
 
 
 class StatisticPlot(NamedTuple):
-    """A histogram. ``thresholds``: limits of the step; ``ticks``: values below the axis."""
+    """A histogram of a statistic, ready to be drawn.
+
+    ``thresholds``: limits of the step, drawn as lines. ``ticks``: values below the axis.
+    """
 
     name: str
     bars: list[Bar]
@@ -152,7 +155,7 @@ def _ticks(low: float, high: float, logarithmic: bool) -> list[Mark]:
 
 
 def rounded_number(value: float, digits: int = 3) -> str:
-    """Return a number with so many digits, such as 0.125, 12, 3.4k or 1.2M."""
+    """Return a number as text with ``digits`` significant digits, such as 0.125, 12, 3.4k or 1.2M."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:

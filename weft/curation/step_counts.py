@@ -24,7 +24,10 @@ _FACTOR = math.log(1.02)
 
 @dataclass(frozen=True)
 class DroppedSample:
-    """A document that a step has dropped. ``key``: what samples are drawn by, so that shards do not matter."""
+    """A document that a step has dropped, as an example for the report.
+
+    ``key``: a hash by which examples are chosen, so that the choice does not depend on shards.
+    """
 
     key: str
     id: str
@@ -43,9 +46,10 @@ class StepCounts:
         ``samples``: a few dropped documents by reason.
         ``histograms``: for each statistic and each bin of its values, the number of kept and of dropped documents.
         ``failed``: number of documents on which the operator raised an error; they are not among the dropped.
-        ``failures``: pairs of id and error of the first of those.
+        ``failures``: pairs of id and error for the first of the failed documents.
         ``missing``: number of documents that a mapper could not make from others, and left out.
-        ``lacking``: pairs of the id of such another document and the reason, of the first of those.
+        ``lacking``: pairs for the first of the missing documents: id of the document it was to be made from, and
+            reason.
     """
 
     entered: int = 0
@@ -82,7 +86,9 @@ def label_of(name: str) -> str:
 
 
 def reason_kind(reason: str) -> str:
-    """Return the part of a reason that other documents share: without what follows ": ", and without an id."""
+    """Return the general part of a reason, without details of one document: without the text after ": ", and without an
+    id.
+    """
     return _OF_ID.sub("", reason.partition(": ")[0])
 
 
@@ -140,7 +146,7 @@ def _bin_of(value: float) -> int:
 
 
 def bin_value(number: int) -> float:
-    """Return the value in the middle of a bin."""
+    """Return the value in the middle of bin ``number`` of a histogram. Bins are logarithmic; bin 0 is the value 0."""
     if number == 0:
         return 0.0
     return math.copysign(1e-6 * math.exp((abs(number) - 1) * _FACTOR), number)
@@ -157,7 +163,7 @@ def _with_few_reasons(counts: StepCounts) -> StepCounts:
 
 
 def add_counts(parts: Sequence[StepCounts]) -> StepCounts:
-    """Return the counts of a step over all shards from those of each."""
+    """Add up the counts of a step over shards."""
     total = StepCounts()
     for part in parts:
         total.entered += part.entered

@@ -23,11 +23,10 @@ class ColumnRange(NamedTuple):
     """Range of a column's values according to the files' footers.
 
     Attributes:
-        ``low``, ``high``: smallest and largest known value, in a form that is comparable over types; None if none is
-            known.
+        ``low``, ``high``: smallest and largest value, in a form that can be compared over types; None if unknown.
         ``is_whole``: whether all values lie between them, apart from nulls and NaN.
-        ``nulls``: number of nulls, None if it is not known.
-        ``values``: number of all values with the nulls.
+        ``nulls``: number of nulls; None if unknown.
+        ``values``: number of values, including nulls.
     """
 
     low: Any
@@ -39,7 +38,7 @@ class ColumnRange(NamedTuple):
 
 @dataclass(frozen=True)
 class LakeTable:
-    """A table of one or more Parquet files of the same columns.
+    """A table of one or more Parquet files of the same columns, as far as their footers describe it.
 
     Attributes:
         ``name``: its path, as given.
@@ -47,8 +46,8 @@ class LakeTable:
         ``rows``: number of rows.
         ``size``: bytes of the files.
         ``types``: Arrow type of each column by name.
-        ``ranges``: ranges of the columns by name, without nested ones.
-        ``footer_bytes``: bytes that were read to learn this.
+        ``ranges``: range of each column by name, without nested columns.
+        ``footer_bytes``: bytes of the footers that were read.
     """
 
     name: str
@@ -63,8 +62,9 @@ class LakeTable:
 def table_files(places: Sequence[Path], whole_folders: bool) -> dict[str, list[Path]]:
     """Return the Parquet files of each table by the table's name.
 
-    ``places``: files, or folders with all that lies below them. ``whole_folders``: every folder with Parquet files is
-    one table; else every file is. Raises :class:`UsageError` for a place that does not exist or has no such files.
+    ``places``: files, or folders that are searched with all their subfolders. ``whole_folders``: whether all Parquet
+    files of a folder are one table; otherwise each file is a table. Raises :class:`UsageError` for a place that does
+    not exist or has no such files.
     """
     tables: dict[str, list[Path]] = {}
     for place in places:
@@ -88,7 +88,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def read_lake_table(name: str, files: Sequence[Path]) -> LakeTable:
-    """Read the footers of ``files`` and nothing else, and return the table that they are.
+    """Read the footers of ``files``, but no rows, and return the table ``name`` of these files.
 
     Raises :class:`WeftError` for a damaged file, and for files whose columns differ.
     """
@@ -113,7 +113,8 @@ def read_lake_table(name: str, files: Sequence[Path]) -> LakeTable:
 def read_lake_tables(
     places: Sequence[Path], whole_folders: bool = False
 ) -> tuple[list[LakeTable], dict[str, str]]:
-    """Read the footers of all tables in ``places``: the tables, and why others cannot be read, by their names.
+    """Read the footers of all tables in ``places``. Returns the tables, and the reason for each that cannot be read, by
+    name.
 
     ``places`` and ``whole_folders``: the arguments of :func:`table_files`. Raises :class:`UsageError` if pyarrow is
     missing, and :class:`WeftError` if no table can be read.
@@ -176,7 +177,9 @@ def _types(
 
 
 def type_kind(kind: pyarrow.DataType) -> str:
-    """Return the kind of an Arrow type: values of different kinds are never equal, those of one kind can be."""
+    """Return the kind of an Arrow type, such as "number". Only values of one kind can be equal, also if their types
+    differ.
+    """
     from pyarrow import types
 
     if types.is_dictionary(kind):
@@ -212,7 +215,10 @@ def _is_bytes(kind: pyarrow.DataType) -> bool:
 
 
 def time_unit(kind: pyarrow.DataType) -> int:
-    """Return the nanoseconds of a unit of a temporal type, 0 for other types."""
+    """Return the length in nanoseconds of the unit in which a temporal type counts, such as 1,000 for microseconds.
+
+    Returns 0 for types that are not temporal.
+    """
     from pyarrow import types
 
     if types.is_dictionary(kind):

@@ -34,13 +34,13 @@ Engine = Callable[[Sequence[Words], OnDone], None]
 
 
 def setting_words(setting: TaskSetting) -> Words:
-    """Return ``setting`` as JSON values, for another process that runs tasks."""
+    """Convert ``setting`` to JSON values, from which another process builds it by :func:`setting_from`."""
     pipeline = setting.pipeline.model_dump(mode="json", by_alias=True)
     return {"pipeline": pipeline, "work": str(setting.work)}
 
 
 def setting_from(words: Words) -> TaskSetting:
-    """Return the setting of :func:`setting_words`, in a process that has not seen it yet."""
+    """Build a setting from the JSON values that :func:`setting_words` returned, in a process that runs tasks."""
     from weft.curation.read_pipeline import build_pipeline
 
     return TaskSetting(build_pipeline(words["pipeline"]), Path(words["work"]))
@@ -48,7 +48,10 @@ def setting_from(words: Words) -> TaskSetting:
 
 @contextmanager
 def local_engine(setting: TaskSetting, workers: int) -> Iterator[Engine]:
-    """Yield an engine of this host. ``workers``: number of processes; 0: this process does the tasks itself."""
+    """Yield an engine that does tasks in processes of this host.
+
+    ``workers``: number of processes; 0: this process does the tasks itself.
+    """
     if not workers:
 
         def here(tasks: Sequence[Words], done: OnDone) -> None:

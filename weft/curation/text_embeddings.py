@@ -20,11 +20,12 @@ def embed_documents(
     pooling: Literal["mean", "last"],
     most_tokens: int,
 ) -> list[np.ndarray]:
-    """Return the vector of each text, of length 1 in float16; one of no elements for a text without tokens.
+    """Return a vector for each text, of length 1 in float16. A text without tokens gets an empty vector.
 
-    A vector is the mean of the final hidden states over the text's tokens, or that of its last token. Every text is
-    read alone, so that its vector does not depend on the others. ``model``: any name that ``weft generate`` opens;
-    ``weights``: form of its weights; ``most_tokens``: tokens of a text that are read, from its beginning.
+    ``pooling``: "mean" takes the mean of the final hidden states over the text's tokens, "last" the state of its last
+    token. Every text is read alone, so that its vector does not depend on the others. ``model``: any name that ``weft
+    generate`` opens. ``weights``: form of its weights. ``most_tokens``: number of tokens of a text that are read, from
+    its beginning.
     """
     import torch
 
@@ -50,9 +51,10 @@ def embed_documents(
 
 
 def column_vectors(values: Sequence[Any], column: str) -> list[np.ndarray]:
-    """Return the vectors of a column, each of length 1 in float16; one of no elements where the column has None.
+    """Return the vectors of a column, each scaled to length 1 in float16. None in the column gives an empty vector.
 
-    Raises :class:`WeftError` for a value that is no vector of finite numbers.
+    ``column``: name of the column, for errors. Raises :class:`WeftError` for a value that is no vector of finite
+    numbers.
     """
     rows = []
     for value in values:

@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 
 
 class PromptToWrite(NamedTuple):
-    """A prompt whose text is to be written.
+    """A prompt that a generator is to answer with a text.
 
     Attributes:
-        ``number``: number of the prompt, by which its text is known.
+        ``number``: number of the prompt; the written text carries the same number.
         ``prompt``: the prompt, which contains the passage.
-        ``passage``: the passage that it is about.
+        ``passage``: the passage that the text is to be about.
         ``seed``: seed of the random numbers, below 2^31.
     """
 
@@ -57,10 +57,10 @@ class WritingSettings:
 
 
 class TextGenerator(Protocol):
-    """Interface of generators, which write texts for the prompts of a pipeline."""
+    """Interface of generators, which write synthetic texts for the prompts of a data pipeline."""
 
     def digest(self) -> str:
-        """Return a hash of all that determines the written texts: weights, tokenizer, kind of arithmetic."""
+        """Return a hash of everything that determines the texts: weights, tokenizer, kind of arithmetic."""
         ...
 
     def count(self, text: str) -> int:

@@ -23,7 +23,11 @@ WINDOW = 1024
 
 
 class TextLoss(NamedTuple):
-    """Loss of a text: ``loss``, the mean over its tokens in nats, NaN without one; ``tokens``, how many it has."""
+    """Loss of a text under a model.
+
+    ``loss``: mean over its tokens in nats; NaN if no token is predicted. ``tokens``: number of tokens that are
+    predicted.
+    """
 
     loss: float
     tokens: int
@@ -55,9 +59,10 @@ def text_losses(
 ) -> list[TextLoss]:
     """Return the loss of each text under ``model``, a run, a checkpoint or a name that Weft opens.
 
-    A text is read in windows of ``window`` tokens (0: the length of the model's training), each of which begins with
-    the last token of the one before, so that all tokens but the first count once; with a token that begins texts the
-    first counts, too. Each text is computed alone, so its loss does not depend on others. ``device``: "cpu" or "cuda".
+    A text is read in windows of ``window`` tokens (0: the length that the model was trained with). Each window begins
+    with the last token of the one before, so that all tokens but the first are predicted once. If the tokenizer has a
+    token that begins texts, the first is predicted, too. Each text is computed alone, so its loss does not depend on
+    others. ``device``: "cpu" or "cuda".
     """
     opened, tokenizer = _opened(model, device)
     size = window or opened.length or WINDOW
@@ -76,7 +81,7 @@ def text_losses(
 
 
 def token_windows(ids: Sequence[int], size: int) -> list[Text]:
-    """Return windows of at most ``size`` tokens that are predicted; each begins with the last token of the one before.
+    """Cut a text into windows of at most ``size`` predicted tokens. Each begins with the last token of the one before.
 
     ``ids``: token ids of a text; fewer than two give no window.
     """

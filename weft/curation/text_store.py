@@ -24,10 +24,10 @@ class KeptText(NamedTuple):
 
 
 class TextStore:
-    """Texts by key in a file in ``folder``, which several processes of this host may read and write.
+    """Generated texts by key in a file in ``folder``, which several processes of this host may read and write.
 
-    A text is on disk as soon as :meth:`put` returns, whatever kills the process afterwards. Raises :class:`WeftError`
-    if the file cannot be written, or is damaged.
+    A text is on disk as soon as :meth:`put` returns, even if the process is killed afterwards. Raises
+    :class:`WeftError` if the file cannot be written, or is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +44,7 @@ class TextStore:
             )
 
     def get(self, keys: Iterable[bytes]) -> dict[bytes, KeptText]:
-        """Return the texts of those of ``keys`` that are kept."""
+        """Return the stored texts of ``keys``, by key; keys without a stored text are left out."""
         wanted, kept = list(keys), dict[bytes, KeptText]()
         with self._explained():
             for begin in range(0, len(wanted), _MANY):
@@ -57,7 +57,10 @@ class TextStore:
         return kept
 
     def put(self, key: bytes, text: str, cut: bool) -> None:
-        """Keep a text. A text that is kept under ``key`` already stays."""
+        """Store a text under ``key``. If there is a text under ``key`` already, nothing is changed.
+
+        ``cut``: whether the text was cut off at the largest number of tokens.
+        """
         with self._explained():
             self._database.execute(
                 "INSERT OR IGNORE INTO texts VALUES (?, ?, ?)", (key, text, cut)

@@ -25,7 +25,7 @@ class ClassifierReport:
 
     Attributes:
         ``auc``: area under the ROC curve on the held-out examples.
-        ``auc_low``, ``auc_high``: interval of it, by a bootstrap over groups.
+        ``auc_low``, ``auc_high``: ends of its 95 % interval, by a bootstrap over groups.
         ``trained_positive``, ``trained_negative``: numbers of examples that it was trained on.
         ``judged_positive``, ``judged_negative``: numbers of examples that it was judged on.
         ``trained_groups``: number of groups that it was trained on.
@@ -81,9 +81,9 @@ def train_classifier(
 ) -> TrainedClassifier:
     """Train a classifier on most groups of the examples, and evaluate it on the held-out groups.
 
-    A group of both kinds of examples, such as a package and its spoilt copy, is held out in both. ``share``: share of
-    groups that are held out; ``seed``: seed of their choice and of the training. Raises :class:`UsageError` if there
-    are too few groups for both parts.
+    A group may have examples of both classes, such as a package and its corrupted copy; it is held out as a whole.
+    ``share``: share of groups that are held out. ``seed``: seed of their choice and of the training. Raises
+    :class:`UsageError` if there are too few groups for both parts.
     """
     settings = settings or NgramSettings()
     examples = sorted(

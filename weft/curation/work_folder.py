@@ -27,15 +27,15 @@ def content_digest(data: Any) -> str:
 
 
 def words_digest(*parts: Any) -> str:
-    """Return the digest of values that JSON can hold, the same in every process."""
+    """Return a digest of values that JSON can hold. It is the same in every process."""
     return content_digest(json.dumps(parts, sort_keys=True).encode())
 
 
 def write_atomically(path: Path, data: Any) -> None:
-    """Write bytes to ``path`` so that a reader sees all of them or no file, whenever the process is killed.
+    """Write bytes to ``path`` so that a reader sees either all of them or no file, even if the process is killed.
 
-    The folders of ``path`` are created. Raises :class:`WeftError`, with what to do, if the disk is full or the file
-    cannot be written.
+    The folders of ``path`` are created. Raises :class:`WeftError`, which names the remedy, if the disk is full or the
+    file cannot be written.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -88,14 +88,14 @@ def read_json_file(path: Path) -> Any:
 
 
 def write_json_file(path: Path, value: Any) -> None:
-    """Write a value as JSON by :func:`write_atomically`, with sorted keys: equal values are equal files."""
+    """Write a value as JSON by :func:`write_atomically`. Keys are sorted, so that equal values give equal files."""
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False)
     write_atomically(path, (text + "\n").encode())
 
 
 @contextmanager
 def sole_writer(out: Path) -> Iterator[None]:
-    """In this context, this process alone writes to the folder ``out`` of a data run, which is created.
+    """Create the folder ``out`` of a data run, and lock it against other writing processes while the context lasts.
 
     Raises :class:`WeftError` if another process writes to the folder, naming the process, or if the folder holds files
     that no data run has written.

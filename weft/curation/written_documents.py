@@ -85,7 +85,10 @@ class Schema(NamedTuple):
 
 
 def common_schema(shards: Sequence[Mapping[str, Sequence[str]]]) -> Schema:
-    """Return types in which the columns of all shards can be written. ``shards``: :func:`column_types` of each."""
+    """Return types with which the columns of all shards can be written to files of one schema.
+
+    ``shards``: the types that :func:`column_types` returned for each shard.
+    """
     types: dict[str, ColumnType] = {}
     notes: dict[str, str] = {}
     for shard in shards:

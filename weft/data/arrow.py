@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield pairs of row number (from 1) and row of a ``.parquet`` or ``.arrow`` file.
+    """Read a ``.parquet`` or ``.arrow`` file, and yield ``(number, row)`` for each row, with numbers from 1.
 
-    A row is a dictionary by column name, without the columns whose value is null.
+    A row is a dictionary of values by column name, without the columns whose value is null.
     """
     import pyarrow
 

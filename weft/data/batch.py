@@ -17,11 +17,12 @@ IGNORE = -100
 
 
 class Pass(NamedTuple):
-    """One forward and backward pass of a balanced step, whose documents are joined and cut over the ranks ``peers``.
+    """One forward and backward pass of a balanced step: which data ranks compute it together, and which documents it
+    has.
 
     A balanced step spreads documents over data ranks by the time that they take
-    (:mod:`weft.parallel.document_balance`). ``peers``: the data ranks that share the pass. ``documents``: the
-    documents' numbers within the step.
+    (:mod:`weft.parallel.document_balance`). ``peers``: numbers of the data ranks, over which the joined documents are
+    cut. ``documents``: the documents' numbers within the step.
     """
 
     peers: tuple[int, ...]
@@ -154,9 +155,10 @@ class Batch:
 
     @property
     def label_weight(self) -> float:
-        """Sum of the weights of this batch's labels, or of its pairs if rows hold pairs, or of the divisors of answers.
+        """What this batch adds to the number by which the summed loss of a step is divided.
 
-        The summed loss of a step is divided by the total of these sums over all batches of the step.
+        It is the sum of the weights of the labels. If rows hold pairs, it is the sum of the weights of the pairs; if
+        they hold sampled answers, the sum of ``rollout.divisor``.
         """
         if self.paired is not None:
             return float(self.paired.pairs.weight.sum()) * self.paired.counted

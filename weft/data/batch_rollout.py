@@ -9,14 +9,15 @@ import torch
 
 @dataclass(frozen=True)
 class RolloutTokens:
-    """Numbers of the tokens of sampled answers that a policy loss reads, float64, of the shape of the labels.
+    """Numbers of the tokens of sampled answers that a policy loss reads, float64 tensors with the shape of the labels.
 
-    A number stands where its token is the label. Where a number is not given it is NaN.
+    Each entry belongs to the token that is the label at its position. NaN stands for a number that is not known.
 
     Attributes:
         ``advantage``: by how much the token was better than expected.
         ``scale``: factor of the token's loss before losses are summed.
-        ``divisor``: summands of the number by which the summed loss of a step is divided, over all ranks together.
+        ``divisor``: the token's summand of the divisor of the loss. The summed loss of a step is divided by the sum of
+            all these entries over all ranks.
         ``sampler``: log-probability with which the token was sampled.
         ``old``: log-probability under the policy before the update; NaN: the present log-probability.
         ``reference``: log-probability under the reference model.
@@ -44,12 +45,14 @@ class RolloutTokens:
         return cls(*map(torch.cat, columns))
 
     def write(self, part: Self, row: int, columns: slice) -> None:
-        """Write the numbers of ``part``, each ``[n]``, to ``columns`` of a row; here numbers are ``[rows, seq]``."""
+        """Copy the tensors of ``part``, each ``[n]``, into ``columns`` of row ``row`` of these tensors, each ``[rows,
+        seq]``.
+        """
         for name, column in vars(self).items():
             column[row, columns] = getattr(part, name)
 
 
 def blank_numbers(*shape: int) -> RolloutTokens:
-    """Return zeros of ``shape`` in place of every number, as padding has them."""
+    """Return :class:`RolloutTokens` whose tensors are all zeros of ``shape``, the values that padding has."""
     count = len(fields(RolloutTokens))
     return RolloutTokens(*torch.zeros(count, *shape, dtype=torch.float64))

@@ -11,7 +11,10 @@ from weft.errors import WeftError
 
 @contextmanager
 def readable(name: str, what: str) -> Iterator[None]:
-    """Say in one line, a :class:`WeftError`, that ``name`` cannot be read as ``what``, if what is inside fails."""
+    """Convert any exception inside the context to a :class:`WeftError` that ``name`` cannot be read as ``what``.
+
+    ``what`` is a format in words, such as "an image". A :class:`WeftError` passes unchanged.
+    """
     try:
         yield
     except WeftError:
@@ -22,9 +25,9 @@ def readable(name: str, what: str) -> Iterator[None]:
 
 
 def worded(name: str, row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Return, as text, what ``row`` has in the first of ``columns`` that says something; empty if none does.
+    """Return the text in the first of ``columns`` that has a value in ``row``; an empty text if none has.
 
-    ``name``: that of the row. Raises :class:`WeftError` for a list.
+    ``name``: what errors call the row. Raises :class:`WeftError` if the value is a list or an object.
     """
     column = next((each for each in columns if row.get(each) is not None), "")
     value = row.get(column, "")

@@ -15,17 +15,17 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def caption_words(caption: str) -> list[str]:
-    """Return the words and signs of ``caption``, in small letters."""
+    """Split ``caption`` into its words and punctuation marks, in lower case."""
     return _WORD.findall(caption.lower())
 
 
 @lru_cache(maxsize=1 << 16)
 def caption_rows(caption: str, words: int, rows: int) -> np.ndarray:
-    """Return the rows that the first ``words`` words of ``caption`` are made of, int64 ``[words, PIECES]``.
+    """Return indices of embedding rows for the first ``words`` words of ``caption``, int64 ``[words, PIECES]``.
 
-    A word is known by itself and by its pieces of three letters, so that words that are alike have rows in common
-    (Bojanowski et al. 2017). Which of the ``rows`` rows of the table a piece has is a hash of it. Row 0 stands for no
-    word, so that a caption of zeros says nothing.
+    A word is looked up as a whole and by its pieces of three letters, so that similar words share rows (Bojanowski et
+    al. 2017). A hash of each piece gives its row in a table of ``rows`` rows. Row 0 is padding: a caption without words
+    has only zeros.
     """
     numbers = np.zeros((words, PIECES), np.int64)
     for place, word in enumerate(caption_words(caption)[:words]):

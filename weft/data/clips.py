@@ -31,7 +31,7 @@ ANIMATIONS = (".gif", ".png", ".apng", ".webp")
 
 
 class Video(NamedTuple):
-    """A video that can be read: name, class (``label``), caption, and a function that reads its frames in order.
+    """A video that can be read: name, class (``label``), caption, and a function that yields its frames in order.
 
     A frame is an image of Pillow.
     """
@@ -44,14 +44,15 @@ class Video(NamedTuple):
 
 @dataclass(frozen=True)
 class ClipForm:
-    """The form of a clip.
+    """How clips (short videos of a fixed number of frames) are cut from videos.
 
     Attributes:
-        ``frames``: its number of frames.
-        ``every``: which frames of a video it takes: every one, every second ...
-        ``step``: number of (taken) frames from the begin of a clip to that of the next; 0: clips do not overlap.
-        ``size``: height and width to which frames are scaled; empty: that of the videos.
-        ``colours``: whether pixels have three values; None: as the frames.
+        ``frames``: number of frames of a clip.
+        ``every``: stride between the frames of the video that a clip takes: 1 for every frame, 2 for every second.
+        ``step``: distance between the first frames of successive clips, counted in frames that are taken; 0: clips do
+            not overlap.
+        ``size``: height and width in pixels to which frames are scaled; empty: that of the videos.
+        ``colours``: whether pixels have three channels; None: as many as the frames have.
     """
 
     frames: int = 16
@@ -69,18 +70,22 @@ class ClipForm:
         check_size(self.size)
 
     def starts(self, length: int) -> list[int]:
-        """Return where the clips of a video of ``length`` frames begin; the last one ends with the video."""
+        """Return the index of the first frame of each clip of a video that has ``length`` frames.
+
+        The last clip ends with the video, and may therefore overlap the clip before it.
+        """
         last = length - self.frames
         starts = [*range(0, last + 1, self.step or self.frames)]
         return starts if starts[-1] == last else [*starts, last]
 
 
 def read_clips(path: str, form: ClipForm) -> PictureSet:
-    """Read the clips of all videos at ``path``: :data:`MOVING_DIGITS`, a file, or a folder.
+    """Cut all videos at ``path`` into clips: :data:`MOVING_DIGITS`, a file, or a folder.
 
-    Of a folder every animation (GIF, PNG, WebP), array and container is a video, and so is every folder in it that has
-    images, which are its frames. A video's class is the folder that it is in; those right in ``path`` have none. Raises
-    :class:`UsageError` or :class:`WeftError` if there is nothing to read, and for a video that is shorter than a clip.
+    In a folder every animation (GIF, PNG, WebP), array and container is a video. A folder of images in it is a video as
+    well, with the images as its frames. The class of a video is the name of its folder; videos directly in ``path``
+    have no class. Raises :class:`UsageError` or :class:`WeftError` if there is no video, or if a video is shorter than
+    a clip.
     """
     if path == MOVING_DIGITS:
         return moving_digits(form.frames, form.every, form.size)
@@ -168,7 +173,7 @@ def _label(folder: Path, place: Path) -> str:
 
 
 def natural_order(path: Path) -> list[tuple[int, str]]:
-    """Return a key by which names are sorted as people do: ``frame2`` before ``frame10``."""
+    """Return a sort key for file names that compares numbers in them by value: ``frame2`` precedes ``frame10``."""
     pieces = re.split(r"(\d+)", path.as_posix())
     return [(int(p) if p.isdigit() else -1, p) for p in pieces]
 

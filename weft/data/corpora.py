@@ -81,7 +81,7 @@ def is_tokenized_in_pieces(source: Source) -> bool:
 def source_fingerprint(source: Source) -> str:
     """Return a digest of a source that changes with its files and with the settings by which they are read.
 
-    Of every file the path, size and modification time count.
+    The digest covers the path, size and modification time of every file.
     """
     if source.kind not in SOURCES:
         from weft.data.plugin_texts import plugin_fingerprint
@@ -114,8 +114,9 @@ def decode_file(
 ) -> str | None:
     """Decode the ``content`` of a file of plain text as UTF-8.
 
-    None for a file that is no text and that the source skips by ``on_error``; ``report`` counts it. ``lenient``:
-    whether bytes that are no text are replaced. Raises :class:`WeftError` for a file that is no text otherwise.
+    ``lenient``: whether invalid bytes are replaced by U+FFFD. Otherwise a file with invalid bytes raises
+    :class:`WeftError`, unless the ``source`` skips such files by ``on_error``. Then ``report`` counts the file, and
+    None is returned.
     """
     try:
         with reading(file, source.kind):

@@ -11,12 +11,13 @@ from weft.errors import UsageError
 
 
 class Digits(NamedTuple):
-    """Handwritten digits.
+    """The 1,797 handwritten digits of scikit-learn as arrays.
 
     Attributes:
         ``images``: from 0 (paper) to 1 (ink), float32 ``[1797, 8, 8]``.
         ``labels``: the digits, int64 ``[1797]``.
-        ``captions``: what each is, such as "a bold three": bold are those with more ink than most of the same digit.
+        ``captions``: a description of each image, such as "a bold three". A digit is called bold if it has more ink
+            than most images of the same digit.
     """
 
     images: np.ndarray

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DocumentNames:
-    """Names of the documents of a source.
+    """Names of the documents of a source: for each document, its file and its line in the file.
 
     Attributes:
         ``files``: paths of the files.
@@ -44,7 +44,7 @@ class DocumentNames:
         return f"{self.files[file]}:{line}" if line else self.files[file]
 
     def find(self, name: str) -> list[int]:
-        """Return the numbers of the documents that ``name`` names, without any if there are none.
+        """Return the numbers of the documents that ``name`` names; an empty list if there are none.
 
         ``name``: a file, the last parts of its path, or either with ":LINE" or "#NUMBER" behind it.
         """
@@ -70,9 +70,11 @@ class DocumentNames:
         return np.flatnonzero(np.isin(self.lines[:, 0], numbers))
 
     def with_id(self, name: str) -> list[int]:
-        """Return the numbers of the documents whose record has ``name`` under "id". The files of records are read.
+        """Return the numbers of the documents whose record has ``name`` under "id". The files of records are read for
+        it.
 
-        Ids that data runs give, such as "docs:a.jsonl#7", are also named without the source, as "a.jsonl:7".
+        Ids that ``weft data run`` has given, such as "docs:a.jsonl#7", are also matched by "a.jsonl:7", without the
+        source.
         """
         file, line = _split(name)
         wanted = {name, name if line is None else f"{file}#{line}"}
@@ -99,15 +101,15 @@ class DocumentNames:
 
     @cached_property
     def short_names(self) -> list[str]:
-        """The last parts of the files' paths, by which a wrong name is compared."""
+        """File names without their folders, among which suggestions for an unknown name are looked for."""
         return [Path(file).name for file in self.files]
 
 
 def names_of_documents(source: Source, tokens: Tokens) -> DocumentNames | None:
-    """Return the names of the documents of ``source``, None if they have none.
+    """Return the names of the documents of ``source``, whose opened tokens are ``tokens``; None if they have none.
 
-    A cache that was written before documents had names gets them: its source is read again. Token files beside the
-    ``documents`` of a pipeline have the names of those.
+    If the token cache was written without names, the source is read again to find them. Token files that a data
+    pipeline has written beside its ``documents`` get the names of these documents.
     """
     if tokens.lines is not None:  # conversations
         return DocumentNames(tokens.files, tokens.lines)
@@ -171,7 +173,7 @@ def _split(name: str) -> tuple[str, int | None]:
 
 
 def unknown_document(name: str, names: list[DocumentNames]) -> UsageError:
-    """Return the error for a document that no source has, with the names that are most like it."""
+    """Return the error for a document that no source has. Its line suggests the most similar file names."""
     file, _ = _split(name)
     every = sorted({short for known in names for short in known.short_names})
     close = get_close_matches(Path(file).name, every, n=3, cutoff=0.4) or every[:3]

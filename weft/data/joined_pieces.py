@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class PieceDone(NamedTuple):
-    """A piece that is joined: its numbers of tokens and documents, and the files and the report of its documents."""
+    """A piece of a source whose tokens are in the joined files: its numbers of tokens and documents, files and report.
+
+    ``files``: paths of the files that its documents come from. ``report``: the fields of its :class:`SourceReport`.
+    """
 
     piece: SourcePiece
     tokens: int
@@ -33,10 +36,10 @@ class PieceDone(NamedTuple):
 
 
 class JoinedPieces:
-    """Pieces that stand one behind another in the files of a ``folder``.
+    """Tokenized pieces of a source, which are appended one after another to joined files in ``folder``.
 
-    Every line of ``done.jsonl`` is a piece. What the files hold beyond the lines was not finished, and is cut off.
-    ``width``: bytes of a token id.
+    Every line of ``done.jsonl`` describes one joined piece. Bytes of the joined files beyond these pieces come from an
+    append that was interrupted, and are truncated. ``width``: bytes of a token id.
     """
 
     def __init__(self, folder: Path, width: int) -> None:
@@ -75,15 +78,16 @@ class JoinedPieces:
         }
 
     def waits(self, piece: SourcePiece) -> bool:
-        """Return whether ``piece`` is tokenized and not joined yet."""
+        """Return whether ``piece`` is tokenized but not appended to the joined files yet."""
         return (self.waiting / piece.name).is_dir()
 
     def matching(
         self, planned: Iterator[SourcePiece]
     ) -> tuple[list[SourcePiece], Iterator[SourcePiece]]:
-        """Return the first pieces of ``planned`` that are joined already, and an iterator over the others.
+        """Compare ``planned`` with the joined pieces; return the matching ones at the start, and an iterator over the
+        others.
 
-        What is joined beyond them is cut off.
+        The joined files are truncated behind the last piece that matches.
         """
         kept = list[SourcePiece]()
         for piece in planned:
@@ -117,7 +121,7 @@ class JoinedPieces:
             yield json.loads(line)
 
     def append(self, piece: SourcePiece) -> None:
-        """Append a piece that waits to the files, and remove it."""
+        """Append ``piece``, which is tokenized and waits, to the joined files, and delete its own files."""
         place = self.waiting / piece.name
         lines = np.load(place / "lines.npy")
         names = json.loads((place / "files.json").read_text())
@@ -142,9 +146,9 @@ class JoinedPieces:
             os.fsync(out.fileno())
 
     def finish(self, making: Path, tokenizer: Tokenizer, name: str) -> SourceReport:
-        """Turn the files into token files in ``making``, and return the report about all pieces.
+        """Convert the joined files to token files in the folder ``making``, and return the report about all pieces.
 
-        Raises :class:`WeftError` if there is no token.
+        ``name``: what errors call the source. Raises :class:`WeftError` if there is no token.
         """
         lengths = np.fromfile(self.folder / "lengths.bin", np.int64)
         offsets = np.append(0, np.cumsum(lengths, dtype=np.int64))

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def source_factor(leg: MixLeg, sample: int, source: int) -> float:
-    """Return the weight of the labels of global sample ``sample``, which is of source number ``source``.
+    """Return the factor of the loss weights of global sample ``sample``, which comes from source number ``source``.
 
-    It is the source's share at this sample, divided by its share of all tokens. ``leg``: the part of the order that has
-    the sample.
+    A mixture can weigh losses instead of drawing more samples. The factor is then the source's share at this sample,
+    divided by its share of all tokens; otherwise it is 1. ``leg``: the part of the order that holds the sample.
     """
     if leg.weighed is None:
         return 1.0
@@ -23,9 +23,10 @@ def source_factor(leg: MixLeg, sample: int, source: int) -> float:
 
 
 def weighed_row(row: Any, leg: MixLeg, sample: int, source: int) -> Any:
-    """Return ``row`` with the weights of its labels, or of its pairs, times :func:`source_factor`, in float64.
+    """Return ``row`` with the loss weights of its labels, or of its pairs, multiplied by :func:`source_factor`, in
+    float64.
 
-    ``row``: a :class:`weft.data.order.Row`.
+    ``row``: a :class:`weft.data.order.Row`. The other arguments are those of :func:`source_factor`.
     """
     factor = source_factor(leg, sample, source)
     if row.pairs is not None:

@@ -29,7 +29,7 @@ from weft.recipe import CONVERSATIONS, Data, Source
 
 @dataclass(frozen=True)
 class Corpus:
-    """The opened data of a run.
+    """The opened data of a run: tokenizer, and order of the training and validation samples.
 
     Attributes:
         ``tokenizer``: the tokenizer of the data.
@@ -40,9 +40,10 @@ class Corpus:
             digests read the same data from the same position.
         ``notes``: lines to print at the start of the run.
         ``validated``: digest of everything that determines the validation data.
-        ``opened``: the sources with their tokens, in the order of the recipe, the source of validation last.
+        ``opened``: the sources with their tokens, in the order of the recipe; a separate source of validation comes
+            last.
         ``names``: name of the source of each stream in ``train``.
-        ``ingredients``: what ``fingerprint`` is a digest of, without the weights of the sources.
+        ``ingredients``: the values from which ``fingerprint`` is computed, without the weights of the sources.
     """
 
     tokenizer: Tokenizer
@@ -294,19 +295,21 @@ class Loader:
 
     @property
     def over(self) -> str:
-        """An empty text, as samples do not end before the run expects it."""
+        """Why samples have ended before the run's last step: always an empty text, because this loader cannot end
+        early.
+        """
         return ""
 
     def is_ready(self, position: int) -> bool:
-        """Return True: the samples of every step exist already."""
+        """Return True: the samples of every step, whatever its first sample ``position``, exist from the beginning."""
         return True
 
     def make_ready(self, position: int) -> bool:
-        """Return True: the samples of every step exist already."""
+        """Return True without doing anything, because the samples of every step exist from the beginning."""
         return True
 
     def questions(self) -> dict[str, Any]:
-        """Return an empty dict: this loader asks the model nothing."""
+        """Return held-out questions to evaluate the model on, by task: an empty dict, because this loader has none."""
         return {}
 
     def step(self, position: int) -> list[Batch] | None:

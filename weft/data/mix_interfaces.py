@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class SourceMixture(Protocol):
     """Interface of a mixture (kind ``mixture``): which share of the samples each source has, and when.
 
-    A mixture is built from its description alone, so that a checkpoint that holds the description knows the order of
+    A mixture is built from its description alone. A checkpoint keeps the description, and so determines the order of
     the data.
     """
 
@@ -21,7 +21,7 @@ class SourceMixture(Protocol):
 
         ``data``: the section ``[data]`` with the technique's settings. ``facts``: what is known of the sources, a
         :class:`weft.data.mix_plan.MixFacts`. The description counts in samples, so that it means the same for every
-        batch size. Raises :class:`UsageError`.
+        batch size. Raises :class:`UsageError` for settings that do not fit the sources.
         """
 
     def __init__(self, about: Mapping[str, Any]) -> None:
@@ -32,14 +32,11 @@ class SourceMixture(Protocol):
 
 
 class MixPlan(Protocol):
-    """Interface of a plan of a mixture.
-
-    ``block``: number of samples of a block.
-    """
+    """Interface of a mixture's plan, which divides samples among sources in blocks of :attr:`block` samples."""
 
     @property
     def block(self) -> int:
-        """Number of samples of a block."""
+        """Number of successive samples that form a block."""
 
     def drawn(self, blocks: int) -> list[int]:
-        """Return how many samples of each source are in the first ``blocks`` blocks."""
+        """Return how many samples each source has in the first ``blocks`` blocks together, in the sources' order."""

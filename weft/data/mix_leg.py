@@ -36,21 +36,21 @@ class FixedShares:
         return max(1024, 1 << (least - 1).bit_length())
 
     def drawn(self, blocks: int) -> list[int]:
-        """Return how many samples of each source are in the first ``blocks`` blocks."""
+        """Return how many samples each source has in the first ``blocks`` blocks together, in the sources' order."""
         ends = [blocks * self.block * edge // self._edges[-1] for edge in self._edges]
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True)
 class MixLeg:
-    """Part of an order that has one mixture: from sample ``start`` to the start of the next leg.
+    """Part of the order of samples with a single mixture: from sample ``start`` to the start of the next leg.
 
     Attributes:
         ``start``: number of the leg's first sample.
-        ``given``: how many samples each source has given before.
+        ``given``: number of samples of each source before ``start``.
         ``plan``: how many samples of each source every block of the leg has.
-        ``weighed``: mixture by whose shares labels are weighed; None: all samples weigh the same.
-        ``sizes``: share of each source in all tokens, by which these weights are divided.
+        ``weighed``: mixture whose shares multiply the loss weights of labels; None: all samples weigh the same.
+        ``sizes``: share of each source in all tokens, by which these factors are divided.
     """
 
     start: int

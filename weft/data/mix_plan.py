@@ -27,16 +27,16 @@ KEPT = 256
 
 
 class MixFacts(NamedTuple):
-    """What a mixture knows of the sources of a run, in their order.
+    """What a mixture knows of the sources of a run. Tuples have an entry for each source, in the order of the recipe.
 
     Attributes:
         ``names``: name of each source.
-        ``weights``: ``weight`` of each source.
+        ``weights``: the setting ``weight`` of each source.
         ``tokens``: number of tokens of each source.
         ``rows``: number of rows of each source in an epoch.
-        ``batch``: samples of a step.
-        ``steps``: steps of the whole run; 0 if the data alone end it.
-        ``begun``: step with which the mixture begins.
+        ``batch``: number of samples of a step.
+        ``steps``: number of steps of the whole run; 0 if only the end of the data ends it.
+        ``begun``: number of the step with which the mixture begins.
         ``position``: number of the first sample of this step.
     """
 
@@ -59,7 +59,7 @@ class MixFacts(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Number of samples of a block of moving shares: a power of 2 from 16 to 8,192, about 1/1024 of the run."""
+        """Number of samples of a block whose shares may move: a power of 2 from 16 to 8,192, about 1/1024 of a run."""
         samples = self.steps * self.batch
         return min(max(16, 1 << max(0, samples // 1024).bit_length()), 8192)
 
@@ -73,10 +73,10 @@ class _Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class MovingShares:
-    """Plan whose sources have the shares of a ``mixture``, which may move and be 0 for a while.
+    """Plan whose sources have the shares of a ``mixture``, which may change from block to block and be 0 for a while.
 
-    In every block a source gets the samples that are due, and those that are due in part go to the sources that would
-    be a whole sample late first: earliest deadline first (Tijdeman 1980), by which no source is ever a whole sample
+    In every block each source first gets the whole samples that are due to it. The remaining samples go to the sources
+    that would be a whole sample late first: earliest deadline first (Tijdeman 1980). No source is ever a whole sample
     early or late.
 
     Attributes:
@@ -93,7 +93,7 @@ class MovingShares:
     _states: dict[int, _Drawn] = field(default_factory=dict, repr=False, compare=False)
 
     def drawn(self, blocks: int) -> list[int]:
-        """Return how many samples of each source are in the first ``blocks`` blocks."""
+        """Return how many samples each source has in the first ``blocks`` blocks together, in the sources' order."""
         if blocks == 0:
             count = len(self.mixture.shares(self.start, self.start + self.block))
             return [0] * count
@@ -192,7 +192,8 @@ class _Static:
 def describe_mix(data: Any, facts: MixFacts) -> dict[str, Any]:
     """Return the description of the mixture that the section ``data`` asks for, as JSON values.
 
-    ``facts``: what is known of the sources. Raises :class:`UsageError` if the sources do not have what is asked for.
+    ``facts``: what is known of the sources. Raises :class:`UsageError` if a setting names a source that does not exist,
+    or otherwise does not fit the sources.
     """
     if data.mix == "static":
         about: dict[str, Any] = {"weights": [*facts.weights]}
@@ -211,9 +212,10 @@ def describe_mix(data: Any, facts: MixFacts) -> dict[str, Any]:
 def mixture_of(
     about: Mapping[str, Any], decided: dict[str, Any] | None = None
 ) -> SourceMixture:
-    """Build the mixture of a description ``about`` (:func:`describe_mix`).
+    """Build a mixture from its description ``about``, which :func:`describe_mix` returned.
 
-    ``decided``: what a mixture that measures has decided, which grows with its decisions; None: nothing is known.
+    ``decided``: decisions of a mixture that follows measured losses. The mixture appends further decisions to it. None:
+    it has decided nothing, or measures nothing.
     """
     if about["kind"] == "static":
         return _Static(about)  # type: ignore[return-value]  # which describes nothing
@@ -228,9 +230,10 @@ def leg_of(
     about: Mapping[str, Any],
     decided: dict[str, Any] | None = None,
 ) -> MixLeg:
-    """Build a leg of an order that begins at sample ``start``, where each source has ``given`` so many samples.
+    """Build the leg of an order of samples that begins at sample ``start``.
 
-    ``about``: description of its mixture. ``decided``: what a mixture that measures has decided in this leg.
+    ``given``: number of samples of each source before ``start``. ``about``: description of the leg's mixture, from
+    :func:`describe_mix`. ``decided``: decisions in this leg of a mixture that follows measured losses.
     """
     if "rows" in about:
         fixed = FixedShares(tuple(map(float, about["rows"])))
@@ -252,10 +255,10 @@ def leg_of(
 def weights_by_name(
     given: Sequence[float] | Mapping[str, float], facts: MixFacts, where: str
 ) -> list[float]:
-    """Return the weight of each source, in their order, of weights that a recipe gives in order or by name.
+    """Return the weight of each source, in the order of the sources, from a list or a table by name in a recipe.
 
-    ``given``: the weights; a source that is not named has the weight 0. ``where``: the setting, for error lines. Raises
-    :class:`UsageError` for names that no source has, for a wrong number of weights, and if no weight is above 0.
+    ``given``: the weights; a source that is not named has the weight 0. ``where``: name of the setting, for errors.
+    Raises :class:`UsageError` for names that no source has, for a wrong number of weights, and if no weight is above 0.
     """
     if isinstance(given, Mapping):
         for name in given:

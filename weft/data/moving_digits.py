@@ -17,11 +17,11 @@ DIRECTION_NAMES = ("right", "left", "down", "up")
 
 
 def moving_digits(frames: int, every: int = 1, size: Sequence[int] = ()) -> PictureSet:
-    """Return a video of each digit of scikit-learn, which moves one pixel a frame in one of four directions.
+    """Return a small test data set: a video of each digit of scikit-learn, moving in one of several directions.
 
-    What leaves a frame on one side comes back on the other, so that videos have no end. ``frames``: frames of a video;
-    ``every``: which of them are taken, so that digits move faster; ``size``: height and width of a frame, at least 8;
-    empty: 8 x 8. Raises :class:`UsageError` if scikit-learn is not installed.
+    The digit moves one pixel per frame, and what leaves the frame on one side enters on the other. ``frames``: number
+    of frames of a video. ``every``: stride of the frames that are taken, so that digits move faster. ``size``: height
+    and width of a frame, at least 8; empty: 8 x 8. Raises :class:`UsageError` if scikit-learn is not installed.
     """
     from weft.errors import UsageError
 

@@ -300,7 +300,9 @@ class Order:
 
     @cached_property
     def all_legs(self) -> tuple[MixLeg, ...]:
-        """The legs of the order; a plain order has one."""
+        """The parts of the order with one mixture each: ``legs``, or a single leg with fixed ``weights`` if ``legs`` is
+        empty.
+        """
         plain = MixLeg(0, (0,) * len(self.weights), FixedShares(self.weights))
         return self.legs or (plain,)
 
@@ -342,7 +344,10 @@ class Order:
 
     @cached_property
     def block_samples(self) -> Any:
-        """The function from a leg's index and a block's number in the leg to streams and indices of its samples."""
+        """Cached function from ``(leg, block)`` to the streams and row indices of the samples in a block.
+
+        ``leg``: index of the leg. ``block``: number of the block within the leg.
+        """
         return lru_cache(maxsize=2)(self._streams_in_block)
 
     def _streams_in_block(

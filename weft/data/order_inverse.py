@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class DocumentRow(NamedTuple):
-    """Tokens ``first`` to ``last`` (exclusive) of a document in row ``row`` of its stream, counted over all epochs."""
+    """Tokens ``first`` to ``last`` (exclusive) of a document that are in row ``row`` of its stream.
+
+    Row numbers go on from epoch to epoch.
+    """
 
     row: int
     first: int
@@ -24,7 +27,9 @@ class DocumentRow(NamedTuple):
 
 
 class DocumentSample(NamedTuple):
-    """Tokens ``first`` to ``last`` (exclusive) of a document in global sample ``sample``, in an ``epoch`` from 0."""
+    """Tokens ``first`` to ``last`` (exclusive) of a document that are in global sample ``sample``. ``epoch`` counts
+    from 0.
+    """
 
     sample: int
     epoch: int
@@ -65,7 +70,10 @@ def rows_of_document(stream: Stream, document: int, epoch: int) -> list[Document
 
 
 def sample_of_row(order: Order, stream: int, index: int) -> int:
-    """Return the global sample that is row ``index`` of stream number ``stream``. It may lie beyond the order's end."""
+    """Return the number of the global sample that is row ``index`` of stream number ``stream``.
+
+    The result may lie beyond the end of the order.
+    """
     if len(order.streams) == 1:
         return index
     # of a row that no leg reaches, in the last one
@@ -96,9 +104,9 @@ def sample_of_row(order: Order, stream: int, index: int) -> int:
 def samples_of_document(
     order: Order, stream: int, document: int, samples: range
 ) -> Iterator[DocumentSample]:
-    """Yield where a document is within a range of ``samples``, epoch by epoch.
+    """Yield in which of the ``samples`` a document has tokens, epoch by epoch.
 
-    ``stream``, ``document``: number of the stream, and of the document in the stream.
+    ``stream``: number of the stream. ``document``: number of the document in the stream.
     """
     drawn = [samples_drawn(order, end)[stream] for end in (samples.start, samples.stop)]
     rows = order.streams[stream].rows
@@ -134,7 +142,7 @@ def documents_of_sample(order: Order, sample: int) -> list[DocumentInSample]:
 
 
 def samples_drawn(order: Order, samples: int) -> list[int]:
-    """Return how many of the first ``samples`` samples come from each stream."""
+    """Return how many of the first ``samples`` samples come from each stream, in the order of the streams."""
     if len(order.streams) == 1:
         return [samples]
     number = order.leg_at(max(0, samples - 1))

@@ -37,12 +37,14 @@ class PictureClusters(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PicturePart(PictureSet):
-    """The images of one cluster. The same images are held out as of the whole set.
+    """The images of one cluster of a :class:`PictureSet`, as the data of a run on this cluster alone.
+
+    An image is held out for validation if it is held out in the whole set.
 
     Attributes:
         ``whole``: the whole set.
         ``numbers``: number of each image in the whole set, int64 ``[images]``.
-        ``cluster``, ``clusters``: number of this cluster, and of all.
+        ``cluster``, ``clusters``: number of this cluster (from 0), and number of clusters.
     """
 
     whole: PictureSet
@@ -52,13 +54,13 @@ class PicturePart(PictureSet):
 
     @property
     def part(self) -> str:
-        """Words for which part of the data this is."""
+        """Words to append to the name of the data, such as ", cluster 2 of 8"."""
         return f", cluster {self.cluster} of {self.clusters}"
 
     def held_out(self, share: float, seed: int) -> np.ndarray:
-        """Return which images are for validation, bool ``[images]``: those of the whole set.
+        """Return which images are for validation, bool ``[images]``: those that the whole set holds out.
 
-        The arguments are those of :func:`weft.data.order.choose_held_out`.
+        ``share``: share of the whole set's images that is held out. ``seed``: seed of the choice.
         """
         return self.whole.held_out(share, seed)[self.numbers]
 
@@ -74,7 +76,7 @@ def write_clusters(file: Path, clusters: PictureClusters) -> None:
 
 
 def read_clusters(file: str | Path) -> PictureClusters:
-    """Read what :func:`write_clusters` has written. Raises :class:`WeftError` for another file."""
+    """Read clusters from ``file``, which :func:`write_clusters` wrote. Raises :class:`WeftError` for any other file."""
     try:
         with np.load(file) as values:
             labels, clusters = (

@@ -38,9 +38,9 @@ class PictureSet:
         ``pixels``: from -1 to 1, float32 ``[samples, channels, (frames,) height, width]``.
         ``labels``: number of each sample's class, int64 ``[samples]``; all 0 if there are no classes.
         ``classes``: names of the classes; empty if there are none.
-        ``captions``: what is said of each sample; empty if nothing is.
-        ``groups``: number of each sample's video, int64 ``[samples]``, as clips of one video are either all held out
-            for validation or none; None: every sample is for itself.
+        ``captions``: a text that describes each sample; empty if there are no such texts.
+        ``groups``: number of the video that each clip was cut from, int64 ``[samples]``. All clips of a video are held
+            out for validation, or none. None: samples are held out one by one.
     """
 
     pixels: np.ndarray
@@ -60,13 +60,13 @@ class PictureSet:
 
     @property
     def part(self) -> str:
-        """Words for which part of the data this is; empty if it is all of them."""
+        """Words to append to the name of the data if this is a part of it; an empty text, because this is the whole."""
         return ""
 
     def held_out(self, share: float, seed: int) -> np.ndarray:
-        """Return which samples are for validation, bool ``[samples]``; all clips of a video or none.
+        """Return which samples are for validation, bool ``[samples]``. All clips of a video are held out, or none.
 
-        The arguments are those of :func:`weft.data.order.choose_held_out`.
+        ``share``: share of the samples (or videos) that is held out. ``seed``: seed of the choice.
         """
         if self.groups is None:
             return choose_held_out(len(self), share, seed)
@@ -82,7 +82,9 @@ class PictureSet:
 
     @cached_property
     def said(self) -> tuple[str, ...]:
-        """Captions, or names of classes in their place; empty if there are neither."""
+        """A text for each sample: its caption, or the name of its class if there are no captions; empty if there are
+        neither.
+        """
         if self.captions or not self.classes:
             return self.captions
         return tuple(self.classes[label] for label in self.labels)
@@ -93,11 +95,11 @@ def read_pictures(
 ) -> PictureSet:
     """Read all images at ``path``: :data:`DIGITS`, a folder, a JSONL or Parquet file, or a WebDataset tar file.
 
-    In a folder an image's class is the folder that it is in; images right in ``path`` have none. Its caption is the
-    text in the file beside it that differs by its ending, ``.txt``. ``size``: height and
-    width to which images are scaled, after their longer side was cut to this form; empty: they must be of one size.
-    ``colours``: whether pixels have three values; None: as the images. Raises :class:`UsageError` or
-    :class:`WeftError` if there is nothing to read.
+    In a folder the class of an image is the name of its folder; images directly in ``path`` have no class. The caption
+    of ``x.png`` is the text in ``x.txt`` beside it. ``size``: height and width in pixels. Images are cropped along
+    their longer side to this shape and then scaled; if ``size`` is empty, all images must have one size. ``colours``:
+    whether pixels have three channels; None: as the images have them. Raises :class:`UsageError` or :class:`WeftError`
+    if there is no image.
     """
     if path == DIGITS:
         from weft.data.digits import read_digits
@@ -269,7 +271,7 @@ def _picture_set(
 
 
 def checked_captions(named: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return the captions of samples, ``named`` with name and caption; none if no sample has one.
+    """Return the captions of samples, given as pairs of name and caption; an empty tuple if no sample has a caption.
 
     Raises :class:`WeftError` if some have one and others have none.
     """
@@ -289,9 +291,9 @@ def as_picture_set(
     groups: np.ndarray | None = None,
     captions: tuple[str, ...] = (),
 ) -> PictureSet:
-    """Return the set of ``arrays``, all of one shape, whose classes are ``labels``, numbered in order of their names.
+    """Build a picture set from ``arrays`` of one shape. Classes are numbered in the order of their names in ``labels``.
 
-    ``groups``, ``captions``: those of :class:`PictureSet`.
+    ``labels``: the name of each array's class. ``groups``, ``captions``: see :class:`PictureSet`.
     """
     names = sorted({*labels})
     numbers = {label: i for i, label in enumerate(names)}
@@ -303,7 +305,7 @@ def as_picture_set(
 def image_pixels(image: Any, size: Sequence[int], colours: bool | None) -> np.ndarray:
     """Return the pixels of a Pillow image from -1 to 1, float32 ``[channels, height, width]``.
 
-    ``size``, ``colours``: those of :func:`read_pictures`.
+    ``size``, ``colours``: the size to scale to and the number of channels, as in :func:`read_pictures`.
     """
     sixteen_bits = image.mode.startswith("I")
     grey = sixteen_bits or image.mode in ("1", "L", "F") if colours is None else not colours  # fmt: skip

@@ -14,7 +14,7 @@ from weft.registry import find
 
 
 def plugin_documents(source: Source) -> Iterator[PlacedText]:
-    """Yield the documents of a plugin's data set. Raises :class:`WeftError` for one that is no text."""
+    """Yield the documents of a plugin's data set. Raises :class:`WeftError` for a document that is not a text."""
     plugin = find("dataset", source.kind)
     given = source.path and str(Path(source.path).expanduser())
     with blame_plugin(str(plugin)):
@@ -27,7 +27,11 @@ def plugin_documents(source: Source) -> Iterator[PlacedText]:
 
 
 def plugin_fingerprint(source: Source) -> str:
-    """Of a plugin's data set what can be seen: its module's code, its settings, and what ``path`` leads to."""
+    """Return a digest that changes when a plugin's data set may have changed.
+
+    It covers the settings and the size and time of last change of files: the plugin's module, and all files at
+    ``path``.
+    """
     code = inspect.getsourcefile(
         inspect.unwrap(find("dataset", source.kind).implementation)
     )

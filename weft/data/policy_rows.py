@@ -49,8 +49,8 @@ def policy_rows(
 ) -> RowList:
     """Pack samples into rows of at most ``room`` tokens, each sample as a document of its own.
 
-    ``settings``: the loss, whose normaliser determines by what losses are divided. Raises :class:`UsageError` for a
-    sample longer than a row, and :class:`WeftError` for a sample without the numbers that the loss needs.
+    ``settings``: settings of the loss; its normaliser determines the divisors. Raises :class:`UsageError` for a sample
+    longer than a row, and :class:`WeftError` for a sample without the numbers that the loss needs.
     """
     for sample in samples:
         _check(sample, room, settings)

@@ -24,9 +24,10 @@ _OF_PIPELINE = ("name", "read", "documents", "dropped", "duplicates", "contamina
 
 
 def begin_reading(kept: dict[str, Any], corpus: Corpus, position: int) -> None:
-    """Begin to count what is read of ``corpus``, or go on if it was read before.
+    """Begin an entry in ``kept`` that counts what is read of ``corpus``.
 
-    ``kept``: JSON values that checkpoints keep, changed in place. ``position``: number of the first sample.
+    If the last entry already counts the same data, it goes on and nothing is changed. ``kept``: JSON values that
+    checkpoints keep, changed in place. ``position``: number of the first sample that is read.
     """
     entries = kept.get(READ, [])
     if not corpus.opened or (
@@ -80,10 +81,11 @@ def _samples_by_stream(order: Order, samples: range) -> list[int]:
 
 
 def read_so_far(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what was read of each source, in the order in which sources were first read, as JSON values.
+    """Return how much of each source a run has read, one JSON object per source, in the order in which reading began.
 
-    ``epochs``: how often it was read, with a fraction for a part. ``tokens_read``: its tokens, counted again in every
-    epoch. ``lines``: the same in words, from :func:`reading_lines`.
+    ``epochs``: how often the source was read, with a fraction for a part. ``tokens_read``: number of tokens that were
+    read, counted again in every epoch. ``lines``: the same in words, from :func:`reading_lines`. ``kept``: the JSON
+    values in which :func:`count_read` counts.
     """
     # several sources may be of one path, as parts of its records; they are told apart by their order
     sources: dict[str, dict[str, Any]] = {}
@@ -105,7 +107,10 @@ def read_so_far(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def reading_lines(about: Mapping[str, Any]) -> list[str]:
-    """Return lines about one source of :func:`read_so_far`: what was read, and what a data run had dropped before."""
+    """Return lines for the user about one source: how much was read, and how much a data pipeline had dropped before.
+
+    ``about``: the object of the source from :func:`read_so_far`.
+    """
     left = about["documents"] - about["trained_documents"]
     apart = f" ({left:,} held out or left out)" if left > 0 else ""
     lines = [

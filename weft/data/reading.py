@@ -93,7 +93,10 @@ def open_file(file: Path) -> IO[bytes]:
 
 
 def file_state(file: Path) -> tuple[int, int]:
-    """Return the size of a file, and a number that changes with its content: the time of its last change."""
+    """Return the size of a file in bytes, and a number that changes with its content: the time of its last change.
+
+    For a file of a remote source, both come from the listing, without downloading it.
+    """
     if DOWNLOADS in file.parts:
         from weft.data.remote_files import remote_state
 

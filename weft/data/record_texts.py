@@ -47,7 +47,10 @@ def jsonl_texts(
 def chat_texts(
     file: Path, source: Source, report: SourceReport, part: FilePart | None
 ) -> Numbered:
-    """Yield all texts of each record, whatever its form: what a tokenizer is trained on."""
+    """Yield ``(line, text)`` for each record of conversations, in any form, to train a tokenizer on them.
+
+    The text joins all strings anywhere in the record. ``report`` counts skipped records. ``part`` is not used.
+    """
 
     def texts(value: Any) -> Iterator[str]:
         if isinstance(value, str):
@@ -103,7 +106,11 @@ def _wanted_rows(batch: Any, source: Source) -> list[bool]:
 def huggingface_texts(
     folder: Path, source: Source, report: SourceReport, part: FilePart | None
 ) -> Numbered:
-    """Yield the texts in a saved data set, of whose splits only 'train' is read, with the numbers of their rows."""
+    """Yield ``(row, text)`` of a data set that ``datasets`` has saved in ``folder``, with row numbers from 1.
+
+    If the data set has splits, only 'train' is read, and ``report`` notes the others. ``part`` is not used. Raises
+    :class:`WeftError` if ``folder`` holds no data set, or no split 'train'.
+    """
     import datasets
 
     try:

@@ -45,7 +45,8 @@ _PLACES = {"http": "https", "s3": "bucket"}
 
 
 class RemoteListing(NamedTuple):
-    """Files of a remote source: the local ``folder`` in which they are put, and what is known of each, by local path.
+    """Files of a remote source: the local ``folder`` that they are downloaded to, and the remote file of each local
+    path.
 
     ``whole``: whether the address names files, one by one or by a pattern, and not a folder.
     """
@@ -78,8 +79,9 @@ def downloads_limit() -> int:
 def list_remote(address: str) -> RemoteListing:
     """Return the files of the remote source at ``address``: a file, a folder or a pattern with ``*``, ``**``, ``?``.
 
-    ``{000..099}`` and ``{a,b}`` stand for several names, which need not be listed. Without an answer of the place its
-    last listing counts, which a line says. Raises :class:`WeftError` if there is neither.
+    ``{000..099}`` and ``{a,b}`` stand for several names, which need not be listed. If the remote place does not answer,
+    its last listing is used, and a line tells the user. Raises :class:`WeftError` if there is no listing either, or no
+    file matches.
     """
     base, pattern = _split(address)
     key = digest(base)
@@ -184,7 +186,10 @@ def _shown(address: str) -> str:
 
 
 def open_store(base: str) -> RemoteStore:
-    """Return the remote place of an address. Raises :class:`UsageError` if its scheme is not known."""
+    """Open the remote place with the address ``base``, such as a bucket.
+
+    Raises :class:`UsageError` if its scheme is not known.
+    """
     scheme = base.partition("://")[0]
     place = find("remote", _PLACES.get(scheme, scheme))
     store: RemoteStore = place.implementation(base)
@@ -234,7 +239,10 @@ def _listing_of(folder: str, changed: int) -> tuple[str, dict[str, RemoteFile]]:
 
 
 def remote_file(path: Path) -> tuple[str, RemoteFile]:
-    """Return the address of the folder, and what is known of the remote file that ``path`` stands for."""
+    """Find the remote file that is downloaded to the local ``path``. Returns its folder's address, and its description.
+
+    Raises :class:`WeftError` if no listing has such a file.
+    """
     at = path.parts.index(DOWNLOADS) + 2
     folder = Path(*path.parts[:at])
     try:
@@ -248,14 +256,14 @@ def remote_file(path: Path) -> tuple[str, RemoteFile]:
 
 
 def remote_state(path: Path) -> FileState:
-    """Return size and state of the remote file that ``path`` stands for."""
+    """Return the size and the state of the remote file that is downloaded to the local ``path``."""
     _, file = remote_file(path)
     return FileState(max(0, file.size), int(digest(file.size, file.mark)[:12], 16))
 
 
 @contextmanager
 def in_use(path: Path) -> Iterator[None]:
-    """Download the file of a remote source, and keep it in the cache as long as the context lasts."""
+    """Download a remote file to its local ``path``, and keep the cache from removing it while the context lasts."""
     with ExitStack() as stack:
         while True:
             downloaded(path)
@@ -270,10 +278,10 @@ def in_use(path: Path) -> Iterator[None]:
 
 
 def downloaded(path: Path) -> Path:
-    """Download the file of a remote source to its ``path``, unless it is there.
+    """Download a remote file to its local ``path`` unless it is there already, and return ``path``.
 
-    A cut download goes on where it was cut. Raises :class:`WeftError`, which names the file, if it cannot be read, is
-    not as long as it was listed, or has changed since.
+    An interrupted download is continued. Raises :class:`WeftError`, which names the file, if it cannot be read, has not
+    the size that was listed, or has changed since.
     """
     base, file = remote_file(path)
     if _is_there(path, file):
@@ -386,9 +394,9 @@ def _retried(
 
 
 def make_room(size: int, name: str) -> None:
-    """Remove the downloads that were not used for longest, until there is room for ``size`` bytes of the file ``name``.
+    """Remove downloads until there is room for ``size`` bytes of the file ``name``, the least recently used first.
 
-    Those that a process is reading stay. Raises :class:`WeftError` if the disk has no room for it.
+    Downloads that a process is reading stay. Raises :class:`WeftError` if the disk still has no room for the file.
     """
     root = cache_root() / DOWNLOADS
     if size <= 0:

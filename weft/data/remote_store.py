@@ -22,9 +22,9 @@ class RemoteFile(NamedTuple):
 
 
 class RemoteStore(Protocol):
-    """A place with files, such as a prefix in a bucket. It is made from the address of a folder.
+    """A remote place with files, such as a prefix in a bucket. It is made from the address of a folder.
 
-    Its methods raise :class:`RemoteProblem`.
+    All methods raise :class:`RemoteProblem` if the place cannot be reached or read.
     """
 
     def list_files(self, name: str) -> list[RemoteFile]:
@@ -39,8 +39,8 @@ class RemoteStore(Protocol):
 class RemoteProblem(WeftError):
     """A remote file that cannot be read.
 
-    ``again``: whether another attempt may well succeed. ``changed``: whether the file is another one than was listed,
-    so that what was read of it is of no use.
+    ``again``: whether another attempt may succeed. ``changed``: whether the file has changed since it was listed, so
+    that bytes that were read before have to be discarded.
     """
 
     def __init__(self, reason: str, again: bool = False, changed: bool = False) -> None:

@@ -10,19 +10,17 @@ DRAWS, EVICTIONS = 1, 2
 
 
 class DrawnPlace(NamedTuple):
-    """A sample that a buffer has drawn. ``place``: number of the sample. ``leaves``: whether the buffer holds the
-    sample no longer.
-    """
+    """A sample that a buffer has drawn: its number ``place``, and whether it ``leaves`` the buffer by being drawn."""
 
     place: int
     leaves: bool
 
 
 class SampleBuffer(Protocol):
-    """Interface of a buffer between those that produce samples and a training.
+    """Interface of a buffer between processes that produce samples and a training that draws from them.
 
-    A buffer knows samples by their places, which are integers, and holds no arrays. What it draws is a function of its
-    seed, of :attr:`draws` and of the order in which samples have come.
+    A buffer knows samples by their places, which are integers, and holds no arrays. What it draws depends only on its
+    seed, on :attr:`draws` and on the order in which samples have come.
     """
 
     #: Largest number of samples in the buffer, and of samples that stay back while more are expected.
@@ -34,21 +32,22 @@ class SampleBuffer(Protocol):
     draws: int
 
     def put(self, place: int, seen: bool = False) -> None:
-        """Take in the sample ``place``, or note that a sample in the buffer is to count as not drawn yet.
+        """Add the sample ``place``. If the buffer holds it already, count it as not drawn again.
 
         ``seen``: whether the sample was drawn before.
         """
 
     def evict(self) -> int | None:
-        """Choose a sample that leaves for a new one, remove it and return its place; None if there is none."""
+        """Choose a sample to make room for a new one, remove it and return its place; return None if none may leave."""
 
     def withdraw(self, place: int) -> None:
-        """Remove the sample ``place``, if the buffer holds it."""
+        """Remove the sample ``place``. A place that the buffer does not hold is ignored."""
 
     def draw(self, count: int, ended: bool) -> list[DrawnPlace]:
-        """Draw ``count`` samples, in the order in which they are trained; return an empty list if that is too early.
+        """Draw ``count`` samples, in the order in which they are trained; return an empty list if too few have come
+        yet.
 
-        ``ended``: whether no sample comes any more. Then fewer than ``count`` samples may be drawn.
+        ``ended``: whether no further sample will come. Then fewer than ``count`` samples may be drawn.
         """
 
     def places(self) -> Iterator[tuple[int, bool]]:

@@ -42,13 +42,13 @@ class SampleRow(NamedTuple):
 
 @dataclass(frozen=True)
 class LedgerTask:
-    """A task that reads some columns of each row and writes others.
+    """A task that every sample passes through, such as generating, scoring or training: it reads and writes columns.
 
     Attributes:
         ``name``: name of the task.
         ``reads``: columns that must be written before the task gets a row.
         ``writes``: columns that the task writes.
-        ``whole``: whether the task gets all rows of a group together, when it may read each.
+        ``whole``: whether the task gets all rows of a group together, once each of them can be read.
         ``draws``: whether the task samples from the policy, so that the version of its weights counts.
     """
 
@@ -75,7 +75,7 @@ LOST = "lost"
 
 
 class SampleLease(NamedTuple):
-    """Rows that were handed to a holder for a task. ``number``: differs from that of every other lease.
+    """Rows that were handed to a process for a task. ``number``: differs from that of every other lease.
 
     ``task``: name of the task. ``holder``: name of the process that works on the rows. ``rows``: the rows.
     """
@@ -115,23 +115,25 @@ class _Sample:
 class SampleLedger:
     """Hands samples from task to task, each sample to each task exactly once, and bounds how old samples become.
 
-    ``tasks``: the tasks in an order in which every column is written before it is read. The last one trains, and gets
-    whole groups in the order of their places. ``bound``: largest lag of a trained sample, which is the number of policy
-    updates between the weights that have drawn its first token and those that it updates; 0: the synchronous loop.
-    ``batch``: smallest number of groups of an update. ``spare``: slots for groups that may join an update beside these,
-    where the bound is 0.
+    A sample is a row, and its fields are columns; samples come in groups. The ledger has ``(bound + 1) * batch +
+    spare`` slots for groups. A group takes a slot when it is admitted. The slot becomes free when the group was trained
+    and :meth:`advance` has counted the update. If a process is lost, its rows are handed out again, and its later
+    messages about them are ignored. The ledger holds no fields itself, but knows which process stores each. It opens no
+    sockets, starts no threads and reads no clock.
 
-    The ledger has ``(bound + 1) * batch + spare`` slots for groups. A group takes a slot when it is admitted, and frees
-    the slot when it was trained and :meth:`advance` has counted the update. A lost holder's rows are handed out again,
-    and what the holder still says of them is ignored. The ledger holds no fields itself: it knows the store of each. It
-    opens no sockets, starts no threads and reads no clock.
+    Arguments:
+        ``tasks``: the tasks in an order in which every column is written before it is read. The last one trains, and
+            gets whole groups in the order of their places.
+        ``bound``: largest lag of a trained sample. The lag is the number of policy updates between the weights that
+            sampled its first token and the weights that it updates; 0: the synchronous loop.
+        ``batch``: smallest number of groups of an update.
+        ``spare``: further slots, for groups that may join an update beyond ``batch``. Only for ``bound`` 0.
+        ``buffer``: chooses the samples that are trained next, in place of the order of places. Its capacity is then the
+            number of slots. A sample keeps its slot while the buffer holds it, and until its last update is counted.
+        ``freed``: called with the place of each group whose slot becomes free.
 
-    ``buffer``: decides which samples are trained next, instead of their places, and has the slots. A sample then keeps
-    its slot for as long as the buffer holds the sample, or until the update that has trained it is counted.
-    ``freed``: called with the place of each group whose slot becomes free.
-
-    Raises :class:`ValueError` for tasks of which a column is read before it is written, or written twice, and for a
-    buffer of samples that the model itself draws.
+    Raises :class:`ValueError` for tasks that read a column before it is written, or write one twice, and for a buffer
+    if a task samples from the policy.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class SampleLedger:
 
     @property
     def slots(self) -> int:
-        """Number of groups that can be admitted and not yet trained, or that the buffer can hold."""
+        """Number of groups that can be in the ledger at a time, or that the buffer can hold."""
         if self.buffer is not None:
             return self.buffer.capacity
         return (self.bound + 1) * self.batch + self.spare
@@ -184,7 +186,10 @@ class SampleLedger:
         return self.slots - len(self._groups)
 
     def admit(self, samples: int) -> int | None:
-        """Give a group of so many ``samples`` a slot, and return its place; None if no slot is free."""
+        """Admit a group of ``samples`` samples, and return its place; return None if no slot is free.
+
+        If no slot is free, the buffer may give up a sample for the new group.
+        """
         if samples < 1:
             raise ValueError("a group has at least one sample")
         if self.free < 1 and not self._evict():
@@ -195,10 +200,10 @@ class SampleLedger:
         return place
 
     def bring(self, task: str, samples: int = 1, store: str = "") -> int | None:
-        """Admit a group of so many ``samples`` that ``task`` has written already; None if no slot is free.
+        """Admit a group of ``samples`` samples that come from outside, with the columns of ``task`` written already.
 
-        ``task``: a task that reads nothing and does not draw from the policy. ``store``: the argument of
-            :meth:`finish`.
+        ``task``: a task that reads nothing and does not sample from the policy. ``store``: name of the process that
+        keeps the written fields; "": the ledger's owner. Returns the group's place, or None if no slot is free.
         """
         about = self.tasks[task]
         if about.reads or about.draws:
@@ -215,15 +220,17 @@ class SampleLedger:
     def take(
         self, task: str, holder: str, count: int = 1, version: int | None = None
     ) -> SampleLease | None:
-        """Hand out what ``task`` may work on now, the earliest places first; None if there is nothing.
+        """Lease rows to a process that is free to work on ``task``, the earliest places first; None if no row is ready.
 
-        With a buffer the task that trains gets what the buffer draws, where a sample may stand several times.
+        With a buffer, the task that trains gets samples that the buffer draws; a sample may be among them several
+        times.
 
-        ``holder``: name of the process that is going to work on the rows. ``count``: largest number of rows, or of
-        groups for a task that gets whole groups. The task that trains gets exactly ``count`` groups, or None; fewer if
-        :attr:`ended` is set.
-        ``version``: version of the weights from which a task that draws samples now. It gets only groups that these
-        weights may still begin.
+        Arguments:
+            ``holder``: name of the process that is going to work on the rows.
+            ``count``: largest number of rows, or of groups for a task that gets whole groups. The task that trains gets
+                exactly ``count`` groups or None; it gets fewer only if :attr:`ended` is set.
+            ``version``: for a task that samples from the policy, the version of its weights. Only groups for which
+                these weights are recent enough are leased.
         """
         about = self.tasks[task]
         if about.draws and version is None:
@@ -251,7 +258,7 @@ class SampleLedger:
         return lease
 
     def oldest_version(self, place: int) -> int:
-        """Return the version of the oldest weights that may draw the group at ``place``."""
+        """Return the oldest version of the weights from which the group at ``place`` may be sampled."""
         versions = [v for v in self._trained_at if self._in_time(place, v)]
         return min(versions, default=self.version)
 
@@ -272,12 +279,13 @@ class SampleLedger:
         versions: Mapping[SampleRow, Sequence[VersionSpan]] | None = None,
         store: str = "",
     ) -> list[SampleRow]:
-        """Note that the task has consumed ``rows`` of ``lease`` and written its columns; return those rows that count.
+        """Note that the task has read ``rows`` of ``lease`` and written its columns; return the rows for which this
+        counts.
 
-        Rows that were handed out again, or begun anew, since they were leased do not count. ``rows``: None for all.
-        ``versions``: which weights have written each row, for a task that draws. ``store``: name of who keeps the
-        written fields; "": the ledger's owner. Raises :class:`ValueError` for tokens from weights older than allowed,
-        and for a part of what is trained.
+        A row does not count if it was handed out again, or begun anew, since it was leased. ``rows``: None for all rows
+        of the lease. ``versions``: for a task that samples, which weights have written each row. ``store``: name of the
+        process that keeps the written fields; "": the ledger's owner. Raises :class:`ValueError` for tokens from
+        weights older than allowed, and if the task that trains gives ``rows``, because it finishes a lease as a whole.
         """
         about = self.tasks[lease.task]
         if about.name == self.last and rows is not None:
@@ -307,10 +315,11 @@ class SampleLedger:
         return counted
 
     def advance(self) -> int:
-        """Count a policy update with all that was trained since the last one, and free its slots; return the version.
+        """Count a policy update with all groups trained since the last one, and free their slots; return the new
+        version.
 
-        Raises :class:`ValueError` if fewer than ``batch`` groups were trained while others wait, as their lag would
-        then exceed the bound.
+        Raises :class:`ValueError` if fewer than ``batch`` groups were trained although others wait, because their lag
+        would then exceed the bound.
         """
         waiting = self._groups if self.buffer is None else self._leaving
         trained = [
@@ -337,10 +346,10 @@ class SampleLedger:
         return self.version
 
     def lose(self, holder: str) -> list[SampleRow]:
-        """Hand out again all that ``holder`` works on, and begin anew the samples of which it keeps fields.
+        """Note that the process ``holder`` is lost: end its leases, and begin anew the samples whose fields it stores.
 
-        What is being trained goes on, as the task that trains has read all fields. Return the rows on which ``holder``
-        has worked.
+        Samples that are being trained go on, because the task that trains has read all fields. Returns the rows on
+        which the process was working.
         """
         returned = []
         for lease in [each for each in self._leases.values() if each.holder == holder]:
@@ -357,10 +366,11 @@ class SampleLedger:
         return returned
 
     def leave_out(self, row: SampleRow, why: str) -> SampleRow | None:
-        """Leave out an attempt at a sample and begin another one; return its row, or None if ``row`` is past.
+        """Discard an attempt at a sample and begin another one. Returns its row, or None if ``row`` is not the current
+        attempt.
 
-        If the sample's group is being trained, all of the group is handed out for training again. ``why``: the cause
-        by which ``left_out`` counts, such as a reward that has failed.
+        If the sample's group is being trained, the whole group is handed out for training again. ``why``: the cause,
+        such as a reward that has failed; ``left_out`` counts attempts by it.
         """
         samples = self._groups.get(row.place, [])
         if row.member >= len(samples) or samples[row.member].attempt != row.attempt:
@@ -371,12 +381,17 @@ class SampleLedger:
         return self._rows(row.place)[row.member]
 
     def leave_out_group(self, place: int, why: str) -> list[SampleRow]:
-        """Leave out all samples of a group, and begin another group in its place; return the new rows."""
+        """Discard all samples of the group at ``place``, and begin a new attempt at each; return the new rows.
+
+        ``why``: the cause, as for :meth:`leave_out`.
+        """
         rows = [self.leave_out(row, why) for row in self._rows(place)]
         return [row for row in rows if row is not None]
 
     def repetitions(self) -> Counter[int]:
-        """Return the numbers of samples by how often they were drawn; those that were not drawn yet count under 0."""
+        """Return how many samples were drawn how often: the number of samples for each number of draws, 0 for undrawn
+        samples.
+        """
         undrawn = sum(not s.drawn for samples in self._groups.values() for s in samples)
         return self.times + Counter({0: undrawn})
 
@@ -403,9 +418,11 @@ class SampleLedger:
     def load_state(
         self, state: Mapping[str, Any], stores: Collection[str] = ("",)
     ) -> None:
-        """Take on what :meth:`state` has returned. Whatever was leased is handed out again.
+        """Restore the ledger from ``state``, which :meth:`state` has returned. Rows that were leased are handed out
+        again.
 
-        ``stores``: stores whose fields are still there. Untrained samples with fields in others are begun anew.
+        ``stores``: names of the processes that still keep their fields. Untrained samples with fields elsewhere are
+        begun anew.
         """
         self.version, self.trained = state["version"], state["trained"]
         self._trained_at = {version: trained for version, trained in state["trained_at"]}  # fmt: skip

@@ -77,9 +77,11 @@ def check_kind(source: Source) -> None:
 
 
 def right_kind(file: Path) -> str:
-    """Return the settings that read ``file``, a file of records, as text such as ``data.kind = 'chat'``.
+    """Return the settings with which ``file``, a file of records, can be read, as a text such as ``data.kind =
+    'chat'``.
 
-    The first record decides. For texts in a column that is not called ``text``, ``data.field`` is given, too.
+    They are guessed from the first record. If texts are in a column that is not called ``text``, the result also sets
+    ``data.field``.
     """
     from weft.data.chat.forms import read_record
     from weft.data.chat.pairs import read_pair

@@ -21,12 +21,12 @@ class FileStamp(NamedTuple):
 
 @dataclass(frozen=True)
 class SourcePiece:
-    """Files, or a part of one file, that are tokenized together.
+    """Part of a source that is tokenized as one task: several files, or a part of one file.
 
     Attributes:
         ``stamps``: state of each of the files.
         ``part``: the part of the only file; None: all of the files.
-        ``size``: bytes of the files that are read, for the progress.
+        ``size``: bytes of the files that are read, for the progress line.
     """
 
     stamps: tuple[FileStamp, ...]
@@ -35,17 +35,17 @@ class SourcePiece:
 
     @property
     def name(self) -> str:
-        """Digest that changes with the files and the part."""
+        """Digest of the state of the files and the part, which names the piece."""
         return digest(self.stamps, self.part)
 
     @property
     def files(self) -> list[Path]:
-        """The files."""
+        """Paths of the piece's files."""
         return [Path(stamp.file) for stamp in self.stamps]
 
     @staticmethod
     def parsed(values: dict[str, Any]) -> SourcePiece:
-        """Return the piece that ``dataclasses.asdict`` has turned into JSON."""
+        """Build a piece from the JSON object into which ``dataclasses.asdict`` has converted it."""
         part = values["part"] and FilePart(*values["part"])
         stamps = tuple(FileStamp(*stamp) for stamp in values["stamps"])
         return SourcePiece(stamps, part, values["size"])

@@ -35,10 +35,10 @@ class DocumentPlaces:
         self.lines.extend((self.files.setdefault(file, len(self.files)), line))
 
     def write(self, folder: Path, numbers: Sequence[int]) -> None:
-        """Write those of the documents ``numbers`` to a folder of token files.
+        """Write the files and lines of the documents ``numbers`` to a folder of token files.
 
-        ``files.json`` gets a list of the files, and ``lines.npy`` (int64 ``[documents, 2]``) the index in this list and
-        the line of each document.
+        ``files.json`` gets a list of the files. ``lines.npy`` (int64 ``[documents, 2]``) gets, for each document, the
+        index of its file in this list, and its line.
         """
         lines = np.array(self.lines, np.int64).reshape(-1, 2)
         np.save(folder / "lines.npy", lines[np.array(numbers, np.int64)])
@@ -53,7 +53,7 @@ def write_documents(
 
     ``docs``: arrays of token ids below ``vocab``. ``close``: whether to append ``eos`` to each document that does not
     end with it, and to skip empty documents. ``name``: what errors call the source. ``opening``: ids that are written
-    before each document. ``places``: where each of ``docs`` comes from, which may be added while ``docs`` are drawn;
+    before each document. ``places``: file and line of each document, which may be added while ``docs`` is iterated;
     None: documents have no names.
     """
     dtype = token_type(vocab)
@@ -80,9 +80,9 @@ def token_type(vocab: int) -> np.dtype:
 def write_meta(
     folder: Path, vocab: int, eos: int, count: int, content: str, name: str
 ) -> None:
-    """Write ``meta.json`` of a folder with ``count`` tokens whose digest is ``content``.
+    """Write ``meta.json`` of a folder of token files that has ``count`` tokens with the digest ``content``.
 
-    Raises :class:`WeftError` if there are no tokens, in which ``name`` is the source.
+    ``name``: what errors call the source. Raises :class:`WeftError` if ``count`` is 0.
     """
     if not count:
         raise WeftError(
@@ -105,7 +105,11 @@ def closed_documents(
     close: bool,
     opening: Sequence[int],
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield pairs of number and ids of the documents that are written, as :func:`write_documents` describes them."""
+    """Yield ``(number, ids)`` of each document to write, with ``opening`` before and ``eos`` behind its ids.
+
+    The arguments are those of :func:`write_documents`. ``number`` counts ``docs`` from 0, also the empty ones that are
+    skipped.
+    """
     for number, doc in enumerate(docs):
         doc = np.asarray(doc)
         if close and (len(doc) == 0 or (len(doc) == 1 and doc[0] == eos)):
@@ -129,7 +133,7 @@ def add_to_meta(folder: Path, more: Mapping[str, Any]) -> None:
 def encoded_documents(
     documents: Iterable[PlacedText], tokenizer: Tokenizer, places: DocumentPlaces
 ) -> Iterator[np.ndarray]:
-    """Yield the ids of each document, and add its place to ``places`` before.
+    """Yield the token ids of each document. Its place is added to ``places`` before its ids are yielded.
 
     About a million characters are encoded at a time: enough to occupy all cores, little enough to stream.
     """

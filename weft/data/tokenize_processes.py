@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 
 class TokenizeProcesses:
-    """Processes that tokenize pieces of ``source`` into ``folder``, one piece each at a time.
+    """Worker processes that tokenize pieces of ``source`` into ``folder``, each one piece at a time.
 
-    ``opening``: ids that begin every document. ``count``: number of processes. Leaving the context ends them at once.
+    ``opening``: ids that begin every document. ``count``: number of processes. Leaving the context ends the processes
+    at once.
     """
 
     def __init__(

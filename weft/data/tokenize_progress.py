@@ -15,9 +15,10 @@ FIRST, TERMINAL, FILE = 2.0, 0.5, 15.0
 
 
 class TokenizeProgress:
-    """One line about a tokenization, in a terminal always the same one.
+    """Progress line of a tokenization. A terminal shows one line that is rewritten; other outputs get a new line each
+    time.
 
-    ``name``: what the line calls the source. ``files``, ``size``: number and bytes of its files.
+    ``name``: what the line calls the source. ``files``: number of its files. ``size``: bytes of its files.
     """
 
     every = TERMINAL
@@ -46,7 +47,7 @@ class TokenizeProgress:
             self._write(0, "\n")
 
     def skip(self, piece: SourcePiece) -> None:
-        """Count a piece that an earlier run has tokenized."""
+        """Count a piece that an earlier run has tokenized already."""
         self.skipped += piece.size
         self._count(piece)
 
@@ -62,7 +63,10 @@ class TokenizeProgress:
             self._last_file = stamp.file
 
     def show(self, ahead: int = 0) -> None:
-        """Write the line, if it is time to. ``ahead``: bytes that are done and not counted yet."""
+        """Write the progress line, if enough time has passed since the last one.
+
+        ``ahead``: bytes that are tokenized but not counted by :meth:`add` yet.
+        """
         now = time.monotonic()
         if now < self._next:
             return
@@ -76,7 +80,7 @@ class TokenizeProgress:
         sys.stderr.flush()
 
     def line(self, seconds: float, ahead: int = 0) -> str:
-        """Return the line after so many ``seconds``."""
+        """Return the text of the progress line after ``seconds`` of work. ``ahead``: as for :meth:`show`."""
         done = self.done + ahead
         rate = (done - self.skipped) / max(seconds, 1e-9)
         left = max(0, self.size - done)

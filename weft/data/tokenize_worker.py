@@ -14,10 +14,11 @@ from weft.recipe import Source
 
 
 def tokenize_lines(task: str) -> None:
-    """Tokenize the pieces that come on the standard input, and answer each with a line: null, or the error.
+    """Run a worker process: tokenize each piece that a line of standard input describes, and answer it with a line.
 
-    ``task``: JSON of the folder, the source, plugins, and the ids that begin every document. The process ends with its
-    input, so that it does not outlive the process that has started it by more than a piece.
+    The answer is ``null``, or the error. ``task``: JSON of the folder, the source, plugins, and the ids that begin
+    every document. The worker ends when its input ends, at the latest after one more piece, so it does not outlive its
+    parent.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer

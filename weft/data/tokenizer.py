@@ -133,7 +133,7 @@ class Tokenizer:
 
     @cached_property
     def opening(self) -> list[int]:
-        """Ids, such as the BOS token's, that the tokenizer's post-processor writes before a text; empty if none."""
+        """Ids that the tokenizer writes before a text, such as the BOS token's; empty if it writes none."""
         if self.model is None:
             return []
         shown = self.model.encode("a", add_special_tokens=True)

@@ -19,8 +19,8 @@ KIND_OF_FORMAT = {
 def validation_source(data: Data) -> Source | None:
     """Return the source of validation documents; None if validation is a share of the training data.
 
-    The files of validation are read with the settings of the first training source. Raises :class:`UsageError` if a
-    file is also trained on.
+    The files of validation are read with the settings of the first training source. Raises :class:`UsageError` if the
+    recipe also trains on one of these files.
     """
     if not isinstance(data.validation, str):
         return None

@@ -229,7 +229,7 @@ def variables_of(fields: Fields) -> dict[str, Any]:
     """Take the variables that a record gives its chat template, from TRL's field ``chat_template_kwargs``.
 
     The field holds a JSON object, or the text of one. Raises :class:`ConversationError` for any other value, and for a
-    variable that has a name that the template itself uses.
+    variable with a name that is reserved, such as ``messages``.
     """
     given = from_text(fields.take("chat_template_kwargs"))
     if given in (None, "", [], "null"):

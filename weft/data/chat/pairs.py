@@ -102,9 +102,10 @@ def read_pair(record: Any) -> AnswerPair:
 
 
 def question_of(fields: Fields) -> tuple[str, Any]:
-    """Take the question of a record. Returns the name of the field that holds the question, and the value.
+    """Take the question of a record, and return the name of the field that holds it, and its value.
 
-    Without a question they are "" and None. The text of a field ``input`` is appended to the text of ``instruction``.
+    Returns "" and None if the record has no question. The text of a field ``input`` is appended to the text of
+    ``instruction``.
     """
     names = ("prompt", "instruction", "conversations", "messages", "input")
     name = next((name for name in names if fields.has(name)), "")

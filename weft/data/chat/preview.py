@@ -100,7 +100,10 @@ class Sample:
 def preview_samples(
     data: Data, tokenizer: Tokenizer, count: int
 ) -> tuple[list[Sample], list[str]]:
-    """Return the first ``count`` conversations of the sources in ``data``, and lines with notes about them."""
+    """Return the first ``count`` conversations over all sources in ``data``, and lines with notes about them.
+
+    Raises :class:`UsageError` if no source holds conversations.
+    """
     sources = [source for source in data.sources if source.kind in CONVERSATIONS]
     if not sources:
         raise UsageError(

@@ -15,7 +15,10 @@ from weft.errors import WeftError
 
 @dataclass(frozen=True)
 class ToolUse:
-    """A call of a tool by an agent. ``id``: name of the call, by which its result refers to it; None: none is known."""
+    """A call of a tool by an agent.
+
+    ``id``: name of the call, by which its result refers to it; None if the trajectory gives no name.
+    """
 
     id: str | None
     name: str
@@ -24,7 +27,10 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class Observed:
-    """What an agent saw after a turn. ``id``: the call of a tool whose result this is; None: of no call."""
+    """What an agent observed after a turn, such as the result of a tool.
+
+    ``id``: name of the tool call whose result this is; None if it is not the result of a call.
+    """
 
     content: str
     id: str | None = None
@@ -37,9 +43,9 @@ class TurnTokens:
     Attributes:
         ``prompt``: all token ids before the turn.
         ``ids``: token ids of the turn.
-        ``log_probabilities``: log-probability of each of these, when it was drawn.
-        ``versions``: pairs of the index of a token in the turn, and the version of the weights that wrote it and what
-            follows.
+        ``log_probabilities``: log-probability with which each token of ``ids`` was sampled.
+        ``versions``: pairs ``(index, version)``. From token ``index`` of the turn on, up to the next pair, the tokens
+            were sampled from this version of the weights.
         ``finished``: why the turn ended: "stop" or "length".
     """
 
@@ -52,16 +58,16 @@ class TurnTokens:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of a trajectory.
+    """One turn of an agent's trajectory: a message, or what the agent did and then observed.
 
     Attributes:
         ``source``: whose turn it is: "system", "user" or "agent".
-        ``message``: its words.
-        ``reasoning``: what the agent has thought before; None if it is not known.
+        ``message``: the text of the turn.
+        ``reasoning``: the agent's reasoning before the message; None if it is not recorded.
         ``calls``: calls of tools by the agent.
-        ``observations``: what the agent saw afterwards.
-        ``reward``: the reward of the turn; None if there is none.
-        ``tokens``: what a policy has written; None if it is not known.
+        ``observations``: what the agent observed afterwards, such as results of the calls.
+        ``reward``: the reward of the turn; None if it has none.
+        ``tokens``: token ids of the turn; None if no policy has written it, or they are not recorded.
     """
 
     source: str
@@ -74,10 +80,10 @@ class Turn:
 
 
 class TokenSequence(NamedTuple):
-    """Token ids of a trajectory as one text.
+    """All token ids of a trajectory, joined to one sequence, with two more lists that have an entry for each token.
 
-    ``learns``: for each token, whether the policy has written it. ``log_probabilities``: log-probability with which it
-    was drawn; 0 for tokens that the policy has not written.
+    ``learns``: whether the policy has written the token. ``log_probabilities``: log-probability with which the token
+    was sampled; 0 for tokens that the policy has not written.
     """
 
     ids: list[int]
@@ -87,13 +93,13 @@ class TokenSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A trajectory of an agent.
+    """What an agent did in one attempt at a task: its turns with calls of tools, their results, and rewards.
 
     Attributes:
-        ``name``: its name.
-        ``turns``: its turns, in order.
+        ``name``: name of the trajectory.
+        ``turns``: the turns, in order.
         ``tools``: JSON schemas of the tools that the agent could call; None if they are not known.
-        ``facts``: anything else that is known, as JSON values by name.
+        ``facts``: further JSON values of the record, by name.
     """
 
     name: str
@@ -113,10 +119,10 @@ class Trajectory:
         )
 
     def sequence(self) -> TokenSequence:
-        """Return all tokens as one text, as the policy has read and written them.
+        """Join the tokens of all turns to one sequence, as the policy has read and written them.
 
-        Raises :class:`WeftError`, which names the turn, if the tokens before a turn do not continue those of the turn
-        before: then somebody has tokenized the text again.
+        Turns without recorded tokens are left out. Raises :class:`WeftError`, which names the turn, if the tokens
+        before a turn do not begin with all earlier tokens. The text was then tokenized a second time.
         """
         text = TokenSequence([], [], [])
         for number, turn in enumerate(self.turns, 1):

@@ -72,7 +72,7 @@ def _checked(kind: type[M], values: Any, place: str) -> M:
 
 
 def atif_record(trajectory: Trajectory) -> Record:
-    """Return a trajectory as a record of ATIF 1.7, of JSON values."""
+    """Convert a trajectory to a record of ATIF 1.7 (Agent Trajectory Interchange Format), as JSON values."""
     agent: Record = {"name": "weft", "version": VERSION}
     if trajectory.tools is not None:
         agent["tool_definitions"] = [dict(tool) for tool in trajectory.tools]
@@ -127,10 +127,10 @@ def _atif_step(number: int, turn: Turn) -> Record:
 
 
 def atif_trajectory(record: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory of a record of ATIF 1.x.
+    """Convert a record of ATIF 1.x (Agent Trajectory Interchange Format) to a trajectory.
 
     Raises :class:`ConversationError`, which names the step, for a malformed record, for the result of a call that the
-    step does not make, and for log-probabilities that are not one per token.
+    step does not make, and if a step has not one log-probability for each token.
     """
     from_atif(Fields(record))  # checks it
     turns = tuple(
@@ -194,10 +194,10 @@ def _text(content: Any) -> str:
 
 
 def adp_record(trajectory: Trajectory) -> Record:
-    """Return a trajectory as a record of the Agent Data Protocol, of JSON values, without its token ids.
+    """Convert a trajectory to a record of the Agent Data Protocol, as JSON values, without its token ids.
 
-    An agent's words become a message action, and each call an API action. What the protocol has no field for stands in
-    ``details`` under the key "weft".
+    An agent's text becomes a message action, and each call an API action. Values for which the protocol has no field
+    are written in ``details`` under the key "weft".
     """
     content: list[Record] = []
     lengths = list[int]()
@@ -255,10 +255,10 @@ def _adp_items(turn: Turn) -> list[Record]:
 
 
 def adp_trajectory(record: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory of a record of the Agent Data Protocol.
+    """Convert a record of the Agent Data Protocol to a trajectory.
 
-    Actions without a result between them are one turn, unless the record was written by Weft, which notes the turns.
-    Raises :class:`ConversationError`, which names the item by its index, for a malformed record, and for a
+    Successive actions without a result between them become one turn. Records that Weft wrote say themselves where turns
+    begin. Raises :class:`ConversationError`, which names the item by its index, for a malformed record, and for a
     ``tool_call_id`` that is not answered exactly once.
     """
     from_adp(Fields(record))  # checks it
