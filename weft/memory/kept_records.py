@@ -22,13 +22,13 @@ SUFFIX = ".weft-records"
 
 
 class KeptRecords(NamedTuple):
-    """Records in a file, and what is known of them.
+    """An opened file of records, with the checksums of what it holds.
 
     Attributes:
         ``records``: the records.
         ``file``: their file.
         ``sums``: checksum of each piece of each record, int64 ``[records, pieces]``.
-        ``lines``: what the user is told about the file.
+        ``lines``: lines for the user that say where the file is, and whether an earlier start wrote it.
     """
 
     records: Records
@@ -44,10 +44,10 @@ def keep_records(
     """Open the file of records ``name`` in ``folder``, or write it if there is none.
 
     ``called``: option that names the folder, for messages; ``name``: hash of the content; ``count``: number of records;
-    ``size``: bytes of a record; ``fill``: writes a record, given by its number, into a uint8 buffer of zeros that has
+    ``size``: bytes of a record; ``fill``: writes the record with a given index into a uint8 buffer of zeros that has
     room for it; ``device``: where records are read to; ``compared``: whether reads of whole records are compared with
-    their checksums, or who reads does so. Raises :class:`TierError` if the folder cannot be used, if the
-    disk is full, or if the file does not have the size of its records.
+    their checksums here; if not, the caller compares them. Raises :class:`TierError` if the folder cannot be used, if
+    the disk is full, or if the file does not have the size of its records.
     """
     path = folder.expanduser() / f"{name}{SUFFIX}"
     total = count * whole_pages(size)

@@ -26,7 +26,9 @@ KIND = "weft neuron predictor"
 
 
 class LayerPredictor(NamedTuple):
-    """The predictor of one layer: a neuron is predicted to be active where ``(x a') b' + bias`` is positive.
+    """Predictor of one layer's active neurons: those for which ``(x a^T) b^T + bias`` is positive.
+
+    ``x`` is the input of the feed-forward.
 
     Attributes:
         ``a``: ``[rank, embed]``.
@@ -39,7 +41,10 @@ class LayerPredictor(NamedTuple):
     bias: T
 
     def active(self, x: T) -> T:
-        """Return which neurons are predicted for the tokens ``x`` ``[tokens, embed]``: bool ``[tokens, neurons]``."""
+        """Return which neurons are predicted to be active for each token: bool ``[tokens, neurons]``.
+
+        ``x``: the tokens' inputs to the feed-forward, ``[tokens, embed]``.
+        """
         return torch.addmm(self.bias, x @ self.a.t(), self.b.t()) > 0
 
     @property
@@ -49,9 +54,9 @@ class LayerPredictor(NamedTuple):
 
 
 def gates_of(model: Transformer, values: Values) -> Iterator[tuple[int, T]]:
-    """Yield, for each layer of this rank, its number and its whole gate ``[neurons, embed]``.
+    """Yield the index and the gate weight ``[neurons, embed]`` of each layer on this rank.
 
-    ``model``: a model whose feed-forwards are dense; ``values``: reads a parameter.
+    ``model``: a model whose feed-forwards are dense; ``values``: function that reads the values of a parameter.
     """
     for name, logical in model.logical_parameters():
         if name.endswith(".ffn.gate"):
@@ -60,9 +65,9 @@ def gates_of(model: Transformer, values: Values) -> Iterator[tuple[int, T]]:
 
 
 def gate_hashes(model: Transformer, values: Values) -> dict[int, str]:
-    """Return a hash of the gate of each layer of this rank, by which a predictor knows its model.
+    """Return a hash of the gate weight of each layer on this rank, by which a predictor's file is matched to its model.
 
-    ``values``: reads a parameter of ``model``.
+    ``values``: function that reads the values of a parameter of ``model``.
     """
     hashes = {}
     for layer, gate in gates_of(model, values):
@@ -72,7 +77,10 @@ def gate_hashes(model: Transformer, values: Values) -> dict[int, str]:
 
 
 def write_predictor(path: Path, layers: dict[int, LayerPredictor], gates: dict[int, str]) -> None:  # fmt: skip
-    """Write the predictors of all ``layers`` to a file. ``gates``: hashes of the gates that they are for."""
+    """Write the predictors of all ``layers`` to the file ``path``.
+
+    ``gates``: hash of each layer's gate weight, which is stored so that the file is used with this model only.
+    """
     tensors = {
         f"{layer}.{name}": value.contiguous()
         for layer, predictor in layers.items()
@@ -83,10 +91,10 @@ def write_predictor(path: Path, layers: dict[int, LayerPredictor], gates: dict[i
 
 
 def read_predictor(path: Path, gates: dict[int, str]) -> dict[int, LayerPredictor]:
-    """Read the predictors of some layers from a file.
+    """Read the predictors of some layers from the file ``path``.
 
-    ``gates``: hashes of the gates of these layers. Raises :class:`UsageError` for another file, and for a
-    predictor of another model.
+    ``gates``: hash of the gate weight of each of these layers. Raises :class:`UsageError` if the file holds no
+    predictor, or the predictor of another model.
     """
     try:
         with safe_open(path, "pt") as file:

@@ -30,13 +30,14 @@ STAGED = 8 << 20
 
 
 class StagedNeurons:
-    """Reads records of neurons into memory, and computes checksums, for all layers of a model.
+    """Reads neurons' weights from a file into two alternating buffers, for all layers of a model.
 
-    ``kept``: the records of all layers, and their checksums.
+    The weights of a neuron are one record. What is read is compared with its checksum. ``kept``: the records of all
+    layers, and their checksums.
 
     Attributes:
         ``counts``: how many neurons tokens have used, and how many were read.
-        ``room``: most neurons of a read.
+        ``room``: largest number of neurons in one read.
     """
 
     def __init__(self, kept: KeptRecords) -> None:
@@ -50,10 +51,11 @@ class StagedNeurons:
         self._start = kept.records.region.offset
 
     def read(self, records: np.ndarray, turn: int) -> tuple[T, Transfer]:
-        """Begin to read ``records``, ascending numbers, at most :attr:`room`.
+        """Start to read the records with the ascending indices ``records``, at most :attr:`room` of them.
 
-        ``turn``: even for the first buffer, odd for the second. Returns the transfer and their memory, uint8
-        ``[records, size]``.
+        ``turn``: number of the read; even ones use the first buffer, odd ones the second. Returns the memory of the
+        records, uint8 ``[records, size]``, and the transfer to wait for. Waiting raises an error if the data are
+        damaged.
         """
         memory, file = self._buffers[turn % 2][: len(records)], self.kept.file
         self.counts["read"] += len(records)
@@ -81,11 +83,11 @@ class StagedNeurons:
 
 
 class NeuronGroup(NamedTuple):
-    """Some neurons and their weights.
+    """Some neurons of a layer, with their weights in memory.
 
     Attributes:
-        ``neurons``: their numbers, int64 ``[neurons]``.
-        ``memory``: their records, uint8 ``[neurons, size]``.
+        ``neurons``: their indices in the layer, int64 ``[neurons]``.
+        ``memory``: their weights as records of bytes, uint8 ``[neurons, size]``.
     """
 
     neurons: np.ndarray
@@ -93,10 +95,11 @@ class NeuronGroup(NamedTuple):
 
 
 class NeuronSlots:
-    """Memory of one layer for the neurons that were used last.
+    """Cache in memory for the most recently used neurons of one layer.
 
-    ``staged``: reads neurons; ``first``: record of the layer's first neuron; ``neurons``: number of neurons; ``slots``:
-    number of neurons that have room; ``device``: where the memory is.
+    ``staged``: reads neurons from the file; ``first``: index of the record of the layer's first neuron; ``neurons``:
+    number of neurons of the layer; ``slots``: number of neurons for which memory has room; ``device``: device of the
+    memory.
     """
 
     def __init__(
@@ -114,10 +117,10 @@ class NeuronSlots:
         self._step = 0
 
     def using(self, neurons: np.ndarray) -> Iterator[NeuronGroup]:
-        """Yield the ascending ``neurons`` in groups with their weights: first those that are in memory, while others
-        are read.
+        """Yield the neurons with the ascending indices ``neurons`` in groups, with their weights.
 
-        The memory of a group may be used until the next group is requested.
+        Neurons that are in memory come first, while others are read. The memory of a group may be used until the next
+        group is requested.
         """
         self._step += 1
         self.staged.counts["used"] += len(neurons)

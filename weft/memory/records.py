@@ -45,10 +45,10 @@ class HostCopy:
 
 
 class Records:
-    """Store of records of equal size, which are read to a device when they are needed.
+    """Store of records (byte strings of equal size) in a file or in the host's memory, read to a device when needed.
 
-    The records rest in a file or in the host's memory. ``count``: number of records; ``size``: bytes of a record,
-    rounded up to whole pages; ``file``: the file, or None for the host's memory; ``device``: where records are read to.
+    ``count``: number of records; ``size``: bytes of a record, rounded up to whole pages; ``file``: the file, or None
+    for the host's memory; ``device``: where records are read to.
     """
 
     def __init__(

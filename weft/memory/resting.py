@@ -255,10 +255,11 @@ def _let_all_leave(tiers: "weakref.ref[Tiers]") -> None:
 
 
 class Tiers(OnDevice):
-    """Tiers in which tensors of a run rest outside the memory in which they are used: the host's memory, or a file.
+    """Keeps tensors of a run in the host's memory or in a file while they are not in use.
 
-    A unit of the state owns its tensors, which are moved by unit and kind. Units are updated in the same order in every
-    step, so that from the second step on the next unit's tensors are read while the present unit's are in use.
+    A unit of the state (parameters updated together) owns its tensors, which are moved by unit and kind. Units are
+    updated in the same order in every step, so that from the second step on the next unit's tensors are read while the
+    present unit's are in use.
 
     Args:
         ``places``: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); other kinds are on the

@@ -48,7 +48,7 @@ DTYPE = torch.float32
 
 
 class RecordMemory(Protocol):
-    """Interface of the device's memory for the records of experts.
+    """Interface of memory on the device into which records (the weights of one expert each) are read.
 
     ``records``: the store of all records; ``counts``: how many records were used, awaited and read.
     """
@@ -213,10 +213,10 @@ def blocks_with_experts(model: Transformer) -> list[Any]:
 
 
 class StoredExperts(NamedTuple):
-    """The experts of all layers, stored as records.
+    """The experts of all layers, stored as records: one record of bytes per expert.
 
-    ``records``: the store, a record per expert, those of a layer behind each other; ``firsts``: number of the first
-    record of each layer with experts, and at last the number of all records; ``dtype``: type of the stored weights.
+    ``records``: the store, in which a layer's experts are consecutive; ``firsts``: index of the first record of each
+    layer with experts, and at last the number of all records; ``dtype``: data type of the stored weights.
     """
 
     records: Records

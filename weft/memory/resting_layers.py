@@ -38,32 +38,36 @@ ALIGNED = 64
 
 
 class Resting(Protocol):
-    """What keeps parts of a model outside the device's memory.
+    """Interface of an object that keeps some weights of a model outside the device's memory while the model generates.
 
-    ``lines``: what the user is told about files and disks.
+    ``lines``: lines for the user about files and disks.
     """
 
     lines: list[str]
 
     def lift(self, model: Transformer, values: Values) -> None:
-        """Take parts out of ``model``, whose parameters are not allocated yet. ``values``: reads a parameter."""
+        """Move weights of ``model`` to where they rest, and replace the modules that compute with them.
+
+        The model's parameters must not be allocated yet. ``values``: function that reads the values of a parameter.
+        """
 
     def report(self) -> str:
-        """Return a line of text with what was used and read."""
+        """Return a line for the user that says how many of the resting weights were used, and how many were read."""
 
 
 @dataclass(frozen=True)
 class RestingWeight:
-    """A weight in a record.
+    """A weight of a layer, stored at some offset in the layer's record (its bytes in the file).
 
     Attributes:
-        ``module``: the module that computes with it.
-        ``name``: its name there.
+        ``module``: the module that computes with the weight.
+        ``name``: its name in this module.
         ``path``: its name in the model.
         ``logical``: the whole weight, and the part of it that this rank has.
-        ``dtype``: its type in the record.
+        ``dtype``: its data type in the record.
         ``offset``: its first byte in the record.
-        ``widened``: its first byte in the memory of widened weights; None if the model computes with the record's type.
+        ``widened``: its first byte in the memory for weights converted to the model's wider type; None if the model
+            computes with the record's type.
     """
 
     module: Module
@@ -82,7 +86,9 @@ class RestingWeight:
 
 
 class LayerRecord(NamedTuple):
-    """The weights of one layer, the bytes that they take in a record, and those that they take when widened."""
+    """The weights of one layer, with the bytes that they take in a record, and the bytes that they take in the
+    model's type.
+    """
 
     weights: list[RestingWeight]
     size: int
@@ -90,16 +96,16 @@ class LayerRecord(NamedTuple):
 
 
 class RestingLayers:
-    """All layers of a model, whose weights rest in a file while the model generates.
+    """Keeps the weights of a model's layers in a file while the model generates, with room in memory for some layers.
 
-    ``folder``: folder of the file; ``window``: number of layers that have room in memory; ``least_rate``: tokens a
+    ``folder``: folder of the file; ``window``: number of layers that have room in memory; ``least_rate``: tokens per
     second that a text needs, or 0; ``dtype``: type in which the model computes; ``hold``: whether all but one layer of
-    the window stay in memory. If not, the window slides over all layers.
+    the window stay in memory for good. If not, every layer is read in each pass, in turn.
 
     Attributes:
-        ``lines``: what the user is told about the file and the disk.
-        ``held``: numbers of the layers that stay in memory.
-        ``streamed``: numbers of the others.
+        ``lines``: lines for the user about the file and the disk.
+        ``held``: indices of the layers that stay in memory.
+        ``streamed``: indices of the layers that are read in each pass.
     """
 
     slots: Slots
@@ -122,8 +128,8 @@ class RestingLayers:
         """Store the weights of the layers of ``model`` in the file, and load each layer's weights while it computes.
 
         If the window has room for all layers, the model stays as it is. ``model``: its parameters must not be allocated
-        yet; ``values``: function that reads a parameter. Raises :class:`UsageError` for a model or a window that cannot
-        be, :class:`WeftError` if the disk is too slow for the rate.
+        yet; ``values``: function that reads the values of a parameter. Raises :class:`UsageError` for a plugin's model,
+        or a window larger than the model; :class:`WeftError` if the disk is too slow for the rate.
         """
         count = len(model.blocks)
         if model.shape.kind:
@@ -234,14 +240,14 @@ class RestingLayers:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of memory for the layers' weights: of those that stay, of the places of the others, and widened."""
+        """Bytes of memory for weights: layers that stay, room for the layers that are read, and converted weights."""
         if not self._layers or self.window >= len(self._layers):
             return 0
         places = len(self.held) + self.slots.count
         return places * self.slots.records.size + self._widened.numel()
 
     def report(self) -> str:
-        """Return a line of text with what was read, and how often a layer was waited for."""
+        """Return a line for the user about the bytes that were read, and how often computation waited for a layer."""
         if not self.streamed:
             return "all layers were in memory"
         counts, size = self.slots.counts, self.slots.records.size
@@ -297,6 +303,6 @@ def _aligned(size: int) -> int:
 
 
 def spread_evenly(numbers: list[int], count: int) -> list[int]:
-    """Return ``count`` of ``numbers``, as evenly spread as possible."""
+    """Return ``count`` entries of ``numbers``, spaced as evenly over the list as possible."""
     total = len(numbers)
     return [n for i, n in enumerate(numbers) if (i + 1) * count // total > i * count // total]  # fmt: skip

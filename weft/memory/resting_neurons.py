@@ -35,15 +35,15 @@ TILE = 1 << 20
 
 
 class RestingFeedForward(Module):
-    """A feed-forward with ReLU whose neurons rest in a file.
+    """Feed-forward with ReLU that reads the weights of active neurons from a file, and leaves out all others.
 
-    ``ffn``: the feed-forward that this module replaces; ``predictor``: what says which neurons are active; None: the
-    gates do, which then stay in memory.
+    ``ffn``: the feed-forward that this module replaces; ``predictor``: predicts which neurons are active; None: they
+    are computed from the gate weight, which then stays in memory.
 
     Attributes:
         ``slots``: memory for neurons.
-        ``stored``: type of the weights in the file.
-        ``gate``: this rank's gates ``[neurons, embed]``, in the type of the file, if there is no predictor.
+        ``stored``: data type of the weights in the file.
+        ``gate``: this rank's gate weight ``[neurons, embed]``, in the type of the file, if there is no predictor.
         ``elsewhere``: True, as the weights are not in memory.
     """
 
@@ -104,13 +104,14 @@ class RestingFeedForward(Module):
 
 
 class RestingNeurons:
-    """The feed-forwards of a model, whose neurons rest in a file while the model generates.
+    """Keeps the feed-forward neurons of a model in a file while the model generates.
 
-    ``folder``: folder of the file; ``share``: share of the feed-forwards' weights for which memory has room, with the
-    gates or the predictor; ``predictor``: file of a predictor; None: the gates stay in memory.
+    ``folder``: folder of the file; ``share``: share of the feed-forwards' weights that fits in memory, from 0 to 1,
+    gate weights or predictor included; ``predictor``: file of a predictor of active neurons; None: the gate weights
+    stay in memory.
 
     Attributes:
-        ``lines``: what the user is told about the file.
+        ``lines``: lines for the user about the file.
     """
 
     staged: StagedNeurons
@@ -244,7 +245,10 @@ def _other(shape: ModelShape) -> str:
 
 
 def feed_forward_inputs(model: Transformer, keep: Any) -> list[Any]:
-    """Call ``keep`` with a layer's number and its feed-forward's input in each pass. Returns the hooks."""
+    """Register forward hooks that call ``keep(layer, x)`` with each layer's index and the input of its feed-forward.
+
+    Returns the hooks' handles, by which the caller removes them.
+    """
     ffns = {int(i): cast(Module, block.ffn) for i, block in model.blocks.items()}
     return [
         ffn.register_forward_pre_hook(lambda _, given, i=i: keep(i, given[0]))

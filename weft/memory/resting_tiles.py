@@ -20,7 +20,7 @@ T = torch.Tensor
 
 
 class RestingTile(RestingGroup):
-    """A tile of a tensor that rests in a part of the whole tensor's region.
+    """A resting tile (some rows) of a tensor, which lies in a part of the tensor's region of the file.
 
     ``tensor``: the tile; ``region``: the part of the region; ``pool``: pool of the buffers into which it is read.
     """
@@ -41,7 +41,7 @@ def rows_of_whole_pages(row_bytes: int) -> int:
 def rest_side_by_side(
     tiers: OnDevice, owners: Sequence[Hashable], kind: str, tiles: Sequence[T], slot: str = ""
 ) -> T:  # fmt: skip
-    """Let tiles of a tensor rest where the setting for their kind says; return the whole tensor, which is made of them.
+    """Move tiles of a tensor to where its kind rests, side by side, and return the whole tensor that they make up.
 
     The tile objects stay the same. All tiles but the last must have whole pages if they rest in a file.
 

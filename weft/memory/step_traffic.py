@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """Bytes that the state of one unit (parameters that are updated together) takes in files, and when the unit may be
-    updated. What is not in a file counts 0.
+    """Bytes that the state of one unit (parameters that are updated together) takes in files, and when it may be
+    updated.
+
+    Tensors that are not in a file count 0.
 
     Attributes:
         ``weights``: bytes of its weights.

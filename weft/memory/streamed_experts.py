@@ -34,9 +34,9 @@ RING = 3
 
 
 class MovingLayer(NamedTuple):
-    """The experts of a layer on their way into memory.
+    """A layer whose experts are being read into memory.
 
-    ``layer``: index among the layers with experts; ``memory``: room of their records, uint8; ``coming``: the transfer.
+    ``layer``: index among the layers with experts; ``memory``: room for their records, uint8; ``coming``: the transfer.
     """
 
     layer: int
@@ -46,8 +46,9 @@ class MovingLayer(NamedTuple):
 
 @dataclass
 class MoveTimes:
-    """When the read of a layer began and ended, in seconds of ``time.perf_counter``; 0: it has not ended. ``records``:
-    experts of the layer.
+    """When the read of a layer's experts began and ended, in seconds of ``time.perf_counter``.
+
+    ``ended`` is 0 until the read has ended. ``records``: number of experts of the layer.
     """
 
     records: int
@@ -56,15 +57,16 @@ class MoveTimes:
 
 
 class LayerRing:
-    """Memory of a device for the experts of some layers, through which those of all layers move in turn.
+    """Memory of a device for the experts of some layers, into which the experts of each layer are read before its turn.
 
-    ``records``: the store of all experts. ``firsts``: number of the first record of each layer, and at last the number
-    of all records. ``layers``: number of layers that have room. If these are more than :data:`RING`, the others stay in
-    memory after their first use; ``device``: where the memory is.
+    ``records``: the store of all experts. ``firsts``: index of the first record of each layer, and at last the number
+    of all records. ``layers``: number of layers for which there is room. :data:`RING` of them are reused from layer to
+    layer; if there are more, the additional layers stay in memory after their first use. ``device``: device of the
+    memory.
 
     Attributes:
         ``counts``: records that were used, awaited and read.
-        ``waited``: seconds that computation has waited for records so far.
+        ``waited``: seconds for which computation has waited for records so far.
         ``moves``: times of the last reads.
     """
 
@@ -95,7 +97,7 @@ class LayerRing:
         return sum(map(self._records, self.staying)) + sum(sizes[:1] * RING)
 
     def begin(self) -> None:
-        """Begin to read the layers that come first, so that the first pass waits less."""
+        """Start to read the layers that the first pass uses first, so that it waits less."""
         while self._free and self.streamed:
             memory = self._free.pop()
             layer = self.streamed[self._next]
@@ -103,11 +105,11 @@ class LayerRing:
             self._moving.append(self._read(layer, memory))
 
     def using(self, records: Sequence[int]) -> Iterator[list[tuple[int, T]]]:
-        """Yield ``records``, which are experts of one layer, as one group of pairs, once all of the layer is in memory:
-        a record's number, and its memory, uint8 ``[size]``.
+        """Wait until a layer's experts are in memory, and yield them as one list of pairs: index, and memory, uint8
+        ``[size]``.
 
-        When the caller goes on, the layer's memory is given to the layer that comes next. Raises
-        :class:`weft.memory.nameless_file.TierError` if the layer cannot be read.
+        ``records``: indices of the records, which are experts of one layer. When the caller goes on, the layer's memory
+        is reused for a later layer. Raises :class:`weft.memory.nameless_file.TierError` if the layer cannot be read.
         """
         if not records:
             return
@@ -172,11 +174,10 @@ class LayerRing:
 
 
 class StreamedExperts:
-    """All experts of a model, which rest in a file or in the host's memory and move through the device's memory once
-    per pass.
+    """Keeps the experts of a model in a file or in the host's memory, and reads those of each layer once per pass.
 
-    ``folder``: folder of the file, or None for the host's memory; ``share``: share of the layers with experts that have
-    room in the device's memory, of which there are always :data:`RING`.
+    ``folder``: folder of the file, or None for the host's memory; ``share``: share of the layers with experts for which
+    the device's memory has room; there is always room for :data:`RING` layers.
     """
 
     ring: LayerRing
@@ -186,10 +187,11 @@ class StreamedExperts:
         self.file = None if folder is None else TierFile(folder, called="--experts-in")
 
     def lift(self, model: Transformer, values: Values) -> None:
-        """Store the experts of ``model`` outside the device's memory, and replace them by modules that use each layer's
-        experts when the mover has brought them.
+        """Store the experts of ``model`` outside the device's memory, and replace them by modules that read them in
+        time.
 
-        The arguments and errors are those of :meth:`weft.memory.resting_experts.RestingExperts.lift`.
+        A layer's module waits until all experts of the layer are in the device's memory. The arguments and errors are
+        those of :meth:`weft.memory.resting_experts.RestingExperts.lift`.
         """
         mixtures: list[Any] = [block.ffn for block in blocks_with_experts(model)]
         device = model.mesh.device
@@ -199,7 +201,7 @@ class StreamedExperts:
         replace_experts(mixtures, stored, self.ring)
 
     def report(self) -> str:
-        """Return a line of text with the number of experts that were read, and the seconds that were waited."""
+        """Return a line for the user about the experts that were read, and the seconds for which computation waited."""
         ring, size = self.ring, self.ring.records.size
         where = "the host's memory" if self.file is None else self.file.folder
         return (

@@ -127,10 +127,10 @@ def line(
 
 
 def minutes(rows: list[Record], attempts: list[Record]) -> list[float]:
-    """Return the minutes of running time at each record in ``rows``.
+    """Return the running time of the run, in minutes, at each record in ``rows``.
 
-    ``attempts``: the records of the run's starts. The pause before a restart, from the last record to the start, does
-    not count.
+    ``attempts``: records of the run's starts, one per start. Pauses between the last record before a restart and the
+    restart are left out.
     """
     elapsed, spent, last = [], 0.0, attempts[0]["time"] if attempts else rows[0]["time"]
     for row in rows:

@@ -27,15 +27,15 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class OperatorUse:
-    """What an operator takes on the host and on the device, with times in microseconds.
+    """Time that calls of one operator take on the host and on the device, in microseconds.
 
     Attributes:
         ``name``: name of the operator.
         ``calls``: number of its calls.
         ``host``: host time of the calls, without the operators inside them.
         ``kernels``: number of kernels and copies that it has launched itself.
-        ``device``: their time on the device.
-        ``waited``: sum of the times from launch to start.
+        ``device``: time of these kernels on the device.
+        ``waited``: sum of the times from the launch of a kernel to its start.
     """
 
     name: str
@@ -47,7 +47,9 @@ class OperatorUse:
 
     @property
     def verdict(self) -> str:
-        """Which takes longer: the host code of the operator, or what runs on the device."""
+        """ "launch-bound" if the operator's host code takes longer than its kernels, "host alone" without kernels, else
+        "compute-bound".
+        """
         if not self.kernels:
             return "host alone"
         return "launch-bound" if self.host > self.device else "compute-bound"
@@ -82,11 +84,11 @@ class DeviceGap:
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """What a trace says about its devices.
+    """How a profiler trace's devices spent their time.
 
     Attributes:
-        ``operators``: operators, those with the most device time first.
-        ``stretches``: stretches of kernels, in order.
+        ``operators``: use of each operator, most device time first.
+        ``stretches``: stretches of kernels, in order of time.
         ``gaps``: the longest gaps, the longest first.
         ``streams``: for each ``device/stream``, the microseconds in which the stream is busy.
     """
@@ -97,16 +99,20 @@ class DeviceUse:
     streams: dict[str, float]
 
     def share(self, queued: bool) -> float:
-        """Return the share of time in which the device was compute-bound (``queued``) or else launch-bound."""
+        """Return the share of time, from 0 to 1, in which the device was compute-bound, or else launch-bound.
+
+        ``queued``: which of the two: True for compute-bound, where kernels queue; False for launch-bound.
+        """
         total = sum(stretch.length for stretch in self.stretches)
         part = sum(s.length for s in self.stretches if s.queued == queued)
         return part / max(total, 1e-9)
 
 
 def device_use(events: Sequence[Event], most: int = 5) -> DeviceUse | None:
-    """Return what the ``events`` of a trace (:func:`weft.observe.launches.trace_events`) say about its devices.
+    """Return how the devices spent their time, from the ``events`` of a trace
+    (:func:`weft.observe.launches.trace_events`).
 
-    ``most``: number of gaps to list. None if nothing runs on a device.
+    ``most``: number of gaps to list. Returns None if nothing runs on a device.
     """
     work = sorted((e for e in events if e.get("cat") in ON_DEVICE), key=_start)
     if not work:

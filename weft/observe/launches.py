@@ -103,7 +103,10 @@ def trace_events(path: Path) -> list[dict[str, Any]]:
 
 
 def launches_of(path: Path, events: Sequence[dict[str, Any]]) -> Launches:
-    """Return the launch statistics of the ``events`` of the trace ``path``. Raises :class:`UsageError` for none."""
+    """Return the launch statistics of the trace ``path``, computed from its ``events``.
+
+    Raises :class:`UsageError` if the trace has neither kernels nor operators.
+    """
     kernels = [e for e in events if e.get("cat") == "kernel"]
     operators = [e for e in events if e.get("cat") == "cpu_op"]
     if not operators and not kernels:
@@ -161,8 +164,9 @@ def _leaves(events: Sequence[dict[str, Any]]) -> Iterable[float]:
 
 
 def knee(traces: Sequence[Launches]) -> Launches | None:
-    """Return the first of ``traces`` in which kernels queue between launch and start; None if they queue in none.
+    """Return the first of ``traces`` whose kernels wait clearly longer for their start than in the best trace.
 
+    It marks the batch size from which kernels queue, because the device is the limit. Returns None if no trace is such.
     ``traces``: traces in the order of growing batch sizes.
     """
     least = min((trace.queued for trace in traces if trace.kernels), default=0.0)

@@ -297,7 +297,7 @@ def answers_shown(records: Records) -> list[Record]:
 
 
 def reading_rows(records: list[Record]) -> list[tuple[str, str]]:
-    """Return the rows of the card about what was read, by source; empty if the run has no records of that.
+    """Return name and text for each data source: how much of it the run has read; empty without such records.
 
     ``records``: the records of kind ``read``.
     """

@@ -23,9 +23,9 @@ COLLECTIVES = ("c10d::", "_c10d_functional::", "gloo:", "weft:wait")
 class TimeSplit:
     """Seconds of one step, split by what they are spent on.
 
-    ``total``: the whole step. ``communication`` and ``data`` (loading of batches): as far as no computation hides them.
-    ``optimizer``: the update of the parameters. ``compute``: the rest. ``hidden``: seconds in which collectives were
-    under way beneath anything else; they are not among the others.
+    ``total``: the whole step. ``communication`` and ``data`` (loading of batches): the parts that no computation hides.
+    ``optimizer``: the update of the parameters. ``compute``: the rest. ``hidden``: seconds of collectives while
+    something else ran; they are not counted in the other fields.
     """
 
     compute: float  # what remains of the total, the profiler's own overhead included

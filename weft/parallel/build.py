@@ -191,7 +191,7 @@ def parallelize(
 
 
 def log(step: str) -> None:
-    """Log that the step of :func:`parallelize` with the name ``step`` begins."""
+    """Log, at level debug, the name of the step of :func:`parallelize` that begins."""
     logging.getLogger("weft.parallelize").debug(step)
 
 
@@ -284,9 +284,10 @@ def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) 
 
 
 def connect(model: Transformer, mesh: Mesh, recompute: str) -> None:
-    """Make attention and experts of ``model`` compute over the ranks of ``mesh``, and set what its blocks recompute.
+    """Install the attention and expert communication of ``mesh`` in ``model``, and set what its blocks recompute.
 
-    ``recompute``: the mode of activation recomputation, as ``train.recompute`` names it.
+    Attention then runs over the ranks of ``cp``, and experts over those of ``ep``. ``recompute``: the mode of
+    activation recomputation, as ``train.recompute`` names it.
     """
     if mesh.layout.ep > 1:
         from weft.parallel.experts.connect import connect_experts

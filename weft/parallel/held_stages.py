@@ -68,7 +68,7 @@ class HeldStages:
         return [s for s in self._stages_with(name) if s in self.held]
 
     def copies(self, name: str) -> tuple[int, ...]:
-        """List the ranks along ``pp`` that hold parameter ``name``."""
+        """Return the ranks along ``pp`` that hold the parameter ``name``; several, if several stages use it."""
         if self._of_vocabulary(name):
             return (self.mesh.rank("pp"),)
         ranks = {r for s in self._stages_with(name) for r in self.holders[s]}

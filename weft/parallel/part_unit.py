@@ -18,10 +18,11 @@ T = torch.Tensor
 
 
 class PartUnit(TableUnit):
-    """A unit of one parameter of which passes bring parts, and reduce the gradient of each part at once.
+    """Unit of one parameter that is never gathered whole: each pass reads the parts it needs, and reduces their
+    gradients.
 
-    The arguments are those of :class:`weft.parallel.units.TableUnit`, with one parameter. A subclass makes
-    :attr:`held`.
+    The arguments are those of :class:`weft.parallel.units.TableUnit`, with one parameter. A subclass sets the attribute
+    ``held``.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class PartUnit(TableUnit):
         self.live, self.near, self.full = True, None, []
 
     def gather(self, values: Callable[[Held], T] = OWN) -> None:
-        """Do nothing, as passes bring parts."""
+        """Do nothing, because passes read the parts of the parameter themselves."""
 
     def fold(self) -> None:
-        """Do nothing, as every gradient is reduced at once."""
+        """Do nothing, because the gradient of each part is reduced as soon as it is computed."""
 
     def reduce(self) -> None:
-        """Do nothing, as every gradient is reduced at once."""
+        """Do nothing, because the gradient of each part is reduced as soon as it is computed."""

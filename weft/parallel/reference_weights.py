@@ -25,7 +25,9 @@ def add_reference(state: State) -> None:
 
 @torch.no_grad()
 def set_reference(state: State) -> None:
-    """Let the weights that ``state`` has now be the reference model."""
+    """Copy the present weights of ``state`` into the slot of the reference model, which :func:`add_reference` has
+    added.
+    """
     state.expose()
     for h in state.learning:
         h.slots[REFERENCE].values.copy_(h.local)

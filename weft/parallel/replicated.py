@@ -123,7 +123,10 @@ class Parcels:
             self._launch_next()
 
     def launch_until(self, parcel: Parcel) -> None:
-        """Launch every parcel up to ``parcel``, because a reader wants its sums. Backward is over for all of them."""
+        """Start the sums of all parcels up to and including ``parcel``, whose sums are about to be read.
+
+        The caller must have finished backward for all of them.
+        """
         while not parcel.launched:
             self._launch_next()
 

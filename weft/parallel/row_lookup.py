@@ -32,10 +32,10 @@ T = torch.Tensor
 
 
 class BroughtRows(NamedTuple):
-    """Rows of a resting tensor in memory.
+    """Rows of the embedding table that were read into memory.
 
-    ``blocks``: numbers of the blocks that were read, ascending; ``memory``: their rows, ``[blocks * rows, width]``;
-    ``places``: for every row that was asked for, where in ``memory`` it is.
+    ``blocks``: indices of the blocks of rows that were read, ascending; ``memory``: the rows of these blocks, ``[blocks
+    * rows per block, width]``; ``places``: for every requested row, its index in ``memory``.
     """
 
     blocks: T
@@ -44,7 +44,7 @@ class BroughtRows(NamedTuple):
 
 
 class EmbeddingRows(PartUnit):
-    """The table of embeddings as a unit whose rows come and go one by one.
+    """Unit of the embedding table that reads only the rows of the tokens in use, from the host's memory or a file.
 
     The arguments are those of :class:`weft.parallel.units.TableUnit`, with one parameter ``[vocab, embed]``. In a file
     rows travel in blocks of whole pages: one row each if its bytes are a multiple of 4096.
@@ -79,12 +79,14 @@ class EmbeddingRows(PartUnit):
         return cast("RestingGroup | None", group)
 
     def make_slots(self, optimizer: Updater, tiers: OnDevice) -> None:
-        """Count updates; an optimizer that leaves rows without a gradient as they are has no slots."""
+        """Create only the counter of updates: the optimizer must leave rows without a gradient alone, and has no slots
+        here.
+        """
         for h in self.held:
             h.updates = torch.zeros((), device=h.local.device)
 
     def release(self, drop: bool) -> None:
-        """Do nothing, as rows are freed after use."""
+        """Do nothing, because rows are freed after each use."""
 
     # --- rows of this rank
 
@@ -185,7 +187,12 @@ class EmbeddingRows(PartUnit):
     def update(
         self, optimizer: Updater, grads: Mapping[str, T], lr: float, scale: float
     ) -> None:
-        """Update the rows that have a gradient, which are read and written. The others stay as they are."""
+        """Update the rows that have a gradient: read them, update them, and write them back. Other rows stay as they
+        are.
+
+        ``grads``: gradients by parameter name, here of the table alone, which may be sparse. ``scale``: factor that
+        multiplies the gradient.
+        """
         held = self.held[0]
         grad = grads[held.name]
         grad = (grad if grad.is_sparse else grad.to_sparse(1)).coalesce()
@@ -198,7 +205,10 @@ class EmbeddingRows(PartUnit):
 
 
 class RowLookup:
-    """Looks tokens up in a table of which it brings the rows that are asked for: ``unit``."""
+    """Embedding look-up, as a callable in place of the model's own, that reads only the needed rows of the table.
+
+    ``unit``: the unit that reads the rows, and collects their gradients.
+    """
 
     def __init__(self, unit: EmbeddingRows) -> None:
         self.unit = unit

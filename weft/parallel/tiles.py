@@ -57,7 +57,7 @@ class WeightTile(TableUnit):
         )
 
     def rest(self) -> None:
-        """Leave it to the weight to let all its tiles rest side by side."""
+        """Do nothing but forget reduced gradients: :class:`TiledWeight` makes all its tiles rest side by side."""
         self.reduced = {}
 
     @torch.no_grad()
@@ -111,14 +111,15 @@ class WeightTile(TableUnit):
 
 
 class TiledWeight(PartUnit):
-    """A weight in tiles, as a unit whose gather does nothing: a product gathers the tiles one by one.
+    """Unit of a weight that is cut in tiles (ranges of rows), which a matrix product gathers one by one.
 
-    ``named``: the weight, ``[out, in]``; ``tiles``: the most tiles into which it is cut. In files tiles have whole
-    pages, so that there may be fewer. The other arguments are those of :class:`weft.parallel.units.TableUnit`.
+    The weight itself is never gathered whole. ``named``: the weight, ``[out, in]``; ``tiles``: the most tiles into
+    which it is cut. In files tiles have whole pages, so that there may be fewer. The other arguments are those of
+    :class:`weft.parallel.units.TableUnit`.
 
     Attributes:
         ``pieces``: the tiles.
-        ``rows``: rows that a product has; ``share``: the most rows that a rank holds of them.
+        ``rows``: number of output rows that this rank computes with; ``share``: the most of them that one rank holds.
     """
 
     def __init__(
@@ -216,7 +217,11 @@ class TiledWeight(PartUnit):
 
 
 class TileUse(NamedTuple):
-    """A tile in memory: ``number`` is that of its weight among those of the product, ``values`` are its rows."""
+    """A tile that is in memory at present, during a product.
+
+    ``number``: index of the tile's weight among the weights of the product. ``weight``, ``tile``: the weight and the
+    tile. ``values``: the rows of the tile from all ranks, ``[rows, in]``.
+    """
 
     number: int
     weight: TiledWeight
@@ -225,7 +230,7 @@ class TileUse(NamedTuple):
 
 
 class TiledProducts:
-    """Products of one input with some weights in tiles. It stands in place of the weights in a module.
+    """Callable that multiplies one input by several weights in tiles; it takes the place of a module's weights.
 
     ``weights``: the weights; ``state``: the state, which runs postponed updates of a tile before its use.
     """
@@ -241,7 +246,9 @@ class TiledProducts:
         return results
 
     def walk(self) -> Iterator[TileUse]:
-        """Gather the tiles of all weights one by one, the next read while the present one computes. Collective."""
+        """Yield every tile of all weights in turn, gathered; the next tile is read while the caller computes.
+        Collective.
+        """
         uses = [(i, w, tile) for i, w in enumerate(self.weights) for tile in w.tiles]
         self.state.fetch(uses[0][2])
         for place, (number, weight, tile) in enumerate(uses):
@@ -319,7 +326,9 @@ def tiled_names(model: Transformer) -> set[str]:
 
 
 def put_tiles_in_place(model: Transformer, state: State) -> None:
-    """Let the products of all weights in tiles, which are units of ``state``, stand in place of the model's weights."""
+    """Replace the products of all tiled weights (units of ``state``) in the modules of ``model`` by
+    :class:`TiledProducts`.
+    """
     tiled = {u.held[0].name: u for u in state.units if isinstance(u, TiledWeight)}
     for module in model.blocks.modules():
         if not isinstance(module, Projections):

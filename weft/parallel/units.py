@@ -106,7 +106,10 @@ class TableUnit(Unit):
         self.at: list[list[torch.Tensor]] = []  # the full parameters at several points
 
     def rest(self) -> None:
-        """Let the state rest where the settings say, with room for reduced gradients where these do not stay."""
+        """Move the state to the tiers (device, host or file) that the recipe chooses for it.
+
+        If gradients do not stay on the device, room for reduced gradients is made there too.
+        """
         self.tiers.rest(self, "weights", [h.local for h in self.held], self.piece)
         for h in self.held:
             h.parameter.data = h.local.data  # which is elsewhere now
@@ -117,12 +120,13 @@ class TableUnit(Unit):
 
     @property
     def piece(self) -> int:
-        """Bytes of a piece in which weights are read from files and written to them; 0: as many as are fast."""
+        """Bytes per transfer when weights are read from files or written to them; 0: the size that is fastest."""
         return 0
 
     def keep(self, updated: bool) -> None:
-        """Keep the weights in memory from the next gather to the next use, which is a gather or, if ``updated``, an
-        update.
+        """Keep the weights in memory after their next use, so that the use after it need not fetch them again.
+
+        ``updated``: whether that later use is an update, or else a gather.
         """
         self.tiers.keep(self, "weights")
 
@@ -183,7 +187,9 @@ class TableUnit(Unit):
             full.data.copy_(pieces.reshape(-1)[:numel].view(shape))
 
     def gather_for_pass(self) -> None:
-        """Make what a pass computes with, from the values of the state: here the whole parameters. Collective."""
+        """Make the parameters ready for a pass, from the values of the state; in this class, gather them whole.
+        Collective.
+        """
         self.gather()
 
     def gather_at(self, points: Sequence[Callable[[Held], torch.Tensor]]) -> None:

@@ -19,13 +19,14 @@ T = torch.Tensor
 
 
 class TokenRuns:
-    """The rank that computes each new token, if every rank computes a run of equally many of them.
+    """Division of a step's new tokens among ranks: each rank computes one contiguous run, of nearly equal length.
 
     Attributes:
-        ``spans``: the new tokens of texts that this rank computes, numbered from its first token.
-        ``own``: numbers of this rank's tokens in the step; ``first`` and ``count``: the first of them, and how many.
-        ``owner``: the rank of each token; ``place``: where it is among the tokens of all ranks, which is its number.
-        ``slots``: the place of each of this rank's tokens in the cache; ``every``: the same for all tokens of the step.
+        ``spans``: the parts of the texts' new tokens that this rank computes, counted from its first token.
+        ``own``: indices, among the step's tokens, of this rank's tokens; ``first`` and ``count``: start and number of
+            these.
+        ``owner``: the rank that computes each token; ``place``: index of each token among the tokens of all ranks.
+        ``slots``: slot in the cache of each of this rank's tokens; ``every``: the same for all tokens of the step.
         ``blocks``: number of blocks that the cache must have.
     """
 
@@ -60,7 +61,11 @@ class TokenRuns:
 
 
 def share_new_tokens(pages: Sequence[Pages], runs: TokenRuns | None) -> None:
-    """Let each layer's cache get the new tokens of all ranks before it attends; with ``runs`` None only its own."""
+    """Make each layer's cache collect the new tokens of all ranks before attention reads it.
+
+    ``pages``: the caches of the layers. ``runs``: which rank computes which token; None: each cache gets this rank's
+    tokens only.
+    """
     for each in pages:
         each.written = None if runs is None else partial(_share, each, runs)
 

@@ -20,8 +20,9 @@ LARGEST_BLOCK = 128
 class AttentionTraffic(NamedTuple):
     """Bytes that one head moves in the forward pass of attention, for one sequence with a causal mask.
 
-    ``block``: query rows of a block. ``fused``: bytes with such blocks. ``bound``: bytes that every algorithm moves, up
-    to a constant. ``written``: bytes if scores are written to memory and read again.
+    ``block``: number of query rows per block. ``fused``: bytes of fused attention with such blocks. ``bound``: lower
+    bound, up to a constant factor, for every algorithm. ``written``: bytes if scores are written to memory and read
+    again.
     """
 
     block: Num
@@ -31,10 +32,10 @@ class AttentionTraffic(NamedTuple):
 
 
 def query_block(fast: Num, head: Num) -> Num:
-    """Return the query rows for which a block of fused attention has room.
+    """Return the largest number of query rows per block of fused attention for which fast memory has room.
 
-    ``fast``: bytes of fast memory of one multiprocessor. ``head``: width of a head. A block holds as many rows of
-    queries, keys, values and results.
+    ``fast``: bytes of fast memory of one multiprocessor. ``head``: width of a head. Fast memory holds equally many rows
+    of queries, keys, values and results.
     """
     return np.clip(np.floor(fast / (4 * WIDTH * head)), 1, LARGEST_BLOCK)
 

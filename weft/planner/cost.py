@@ -277,7 +277,7 @@ class MicrobatchSeconds:
     Attributes:
         ``forward``, ``backward``: compute of one layer in each pass.
         ``weight``: the part of ``backward`` that computes the gradients of weights.
-        ``again``: what backward of one layer computes again, as it was not kept.
+        ``again``: recomputation of one layer's forward during backward.
         ``tp``, ``cp``, ``ep``: communication along each axis in the forward of one layer, without what compute hides.
         ``count``: by how much ``tp``, ``cp`` and ``ep`` are multiplied in a microbatch: 2 for forward and backward, or
             3 if backward computes the whole layer again.

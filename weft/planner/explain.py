@@ -141,10 +141,11 @@ class Alternative:
 def best_alternatives(
     searched: SearchResult, finals: Sequence[Final]
 ) -> list[Alternative]:
-    """Return the fastest layouts that have another value of one setting than the best layout, ``finals[0]``.
+    """Return, for each setting, the fastest layouts with another value of that setting than the best layout,
+    ``finals[0]``.
 
-    For each setting there is one layout for each of up to three other values. ``searched``: the result of the search.
-    ``finals``: the simulated layouts, fastest first. The layouts that are returned are simulated as well.
+    There is one layout for each of up to three other values of a setting; each is simulated. ``searched``: the result
+    of the search. ``finals``: the simulated layouts, fastest first.
     """
     first, limit = finals[0], searched.order
     # What the simulator said about a schedule's closed form holds for its other layouts too, by and large.

@@ -162,11 +162,11 @@ def read_job(
 class RankedLayouts:
     """The result of a planning job.
 
-    ``searched``: all layouts. ``finals``: the best layouts after simulation, fastest first. ``margin``: the error of
-    predicted times in words. ``band``: the same error in percent; None if no prediction was compared with a
-    measurement. ``islands``: the plan with an island per site; None with one site.
-    ``mixed``: pipelines over the groups of a mixed cluster, fastest first. ``mapped``: the finals with the nodes of
-    each, if links between nodes were measured.
+    ``searched``: all layouts with their scores. ``finals``: the best layouts after simulation, fastest first.
+    ``margin``: text for the user about the error of predicted times. ``band``: the same error in percent; None if no
+    prediction was compared with a measurement. ``islands``: the plan with an island per site; None with one site.
+    ``mixed``: pipelines over the groups of a mixed cluster, fastest first. ``mapped``: for each of ``finals`` the best
+    assignment of nodes, if links between nodes were measured.
     """
 
     searched: SearchResult

@@ -245,7 +245,7 @@ class Cluster(Section):
 
     @property
     def tree_share(self) -> float:
-        """Share of the network's bandwidth that is left where flows share the uplinks of a fat tree."""
+        """Share of the network's bandwidth, from 0 to 1, that is left if flows share the uplinks of a fat tree."""
         if not self.leaf or self.count <= self.leaf:
             return 1.0
         from weft.planner.fat_tree import uplink_share

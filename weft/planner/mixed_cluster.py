@@ -42,13 +42,14 @@ LARGEST = 2000
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """A pipeline over the groups of a mixed cluster.
+    """A pipeline whose ranks are in different groups of a mixed cluster; a group has devices of one kind.
 
     Attributes:
-        ``plan``: the layout. ``groups``: the group of each pipeline rank. ``layers``: the layers of each pipeline rank.
-        ``seconds``: seconds of a step. ``even``: seconds with equally many layers in every stage; infinite if these do
-            not fit in memory.
-        ``gib``: memory of the fullest rank.
+        ``plan``: the layout. ``groups``: the group of each pipeline rank. ``layers``: number of layers of each pipeline
+            rank.
+        ``seconds``: seconds of a step. ``even``: seconds of a step if every stage had equally many layers; infinite if
+            such stages do not fit in memory.
+        ``gib``: GiB of memory on the fullest rank.
     """
 
     plan: Plan
@@ -59,7 +60,10 @@ class MixedPlan:
     gib: float
 
     def lines(self, lockstep: float) -> Iterator[str]:
-        """Yield lines that describe the plan; ``lockstep``: seconds of the best layout that treats all alike."""
+        """Yield lines that describe the plan, and compare its time with those of simpler plans.
+
+        ``lockstep``: seconds of a step of the best layout that treats every device as the weakest one.
+        """
         places = ", ".join(
             f"{group.title} {count}"
             for group, count in zip(self.groups, self.layers, strict=True)
@@ -119,8 +123,8 @@ def machine_of_group(cluster: Cluster, group: Group, bits: int) -> Machine:
 def mixed_plans(searched: SearchResult, cluster: Cluster, bits: int) -> list[MixedPlan]:
     """Return the best pipelines over the groups of ``cluster``, fastest first; empty if no pipeline fits them.
 
-    ``searched``: the search over all devices in step with the weakest, whose layouts are tried. Every pipeline rank and
-    all its replicas lie inside one group. ``bits``: width of the operands of products.
+    Every pipeline rank and all its replicas lie inside one group. ``searched``: a search in which all devices count as
+    the weakest one; its layouts are tried. ``bits``: width of the operands of products.
     """
     shape, engine, plans = searched.shape, searched.engine, searched.plans
     machines = [machine_of_group(cluster, group, bits) for group in cluster.groups]

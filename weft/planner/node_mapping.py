@@ -30,10 +30,11 @@ CHAINS = ("pp",)
 
 
 class Flows(NamedTuple):
-    """Number of transfers between every ordered pair of places along an axis at once, ``[places, places]``.
+    """Transfers between nodes that communication along one axis makes at the same time.
 
-    A place is a node's worth of neighbouring ranks. ``seconds``: what the axis takes if a node sends one transfer at a
-    time over a link of 1 GB/s.
+    A place is a group of neighbouring ranks that fills one node. ``axis``: the axis. ``counts``: number of transfers
+    from each place to each other, ``[places, places]``. ``seconds``: time per step if every node had one transfer at a
+    time, over a link of 1 GB/s.
     """
 
     axis: str
@@ -43,10 +44,10 @@ class Flows(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeMapping:
-    """Which node holds which place of a layout.
+    """Assignment of nodes to the places of a layout; a place is a group of neighbouring ranks that fills one node.
 
-    ``nodes``: the node of each place, by rank order. ``usual``, ``mapped``: seconds of communication between nodes in a
-    step with the nodes in their own order and in this one. ``exact``: whether all orders were tried.
+    ``nodes``: the node of each place, in rank order. ``usual``: seconds per step of communication between nodes if
+    place ``i`` is on node ``i``. ``mapped``: the same with ``nodes``. ``exact``: whether all assignments were tried.
     """
 
     nodes: tuple[int, ...]
@@ -56,12 +57,15 @@ class NodeMapping:
 
     @property
     def saved(self) -> float:
-        """Share of the communication between nodes that the order saves."""
+        """Share of the seconds of communication between nodes that the assignment saves, from 0 to 1."""
         return 1 - self.mapped / self.usual if self.usual else 0.0
 
 
 def layout_of_plan(plan: Plan) -> Layout:
-    """Return the axes of a plan as a layout, with the order of axes that the plan asks for."""
+    """Return the layout with the axis sizes of ``plan``, and with its order of axes.
+
+    The order puts ``dp`` outermost if ``plan.outer`` is set.
+    """
     axes = {
         axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")
     }
@@ -97,10 +101,10 @@ def flows_of(layout: Layout, per_node: int, seconds: dict[str, float]) -> list[F
 def flow_seconds(
     flows: Sequence[Flows], links: NDArray[np.float64], nodes: NDArray[np.int64]
 ) -> dict[str, float]:
-    """Return the seconds of each axis if place ``i`` is on node ``nodes[i]``.
+    """Return the seconds of communication of each axis, by its name, if place ``i`` is on node ``nodes[i]``.
 
-    ``links``: bandwidth in GB/s of every ordered pair of nodes. Transfers over one link share it, and an axis is done
-    when its slowest link is.
+    ``links``: bandwidth in GB/s between every two nodes, ``[nodes, nodes]``. Transfers of an axis over one link share
+    its bandwidth. The slowest link decides the axis's time.
     """
     speed = links[np.ix_(nodes, nodes)]
     return {
@@ -111,10 +115,12 @@ def flow_seconds(
 def map_nodes(
     flows: Sequence[Flows], links: NDArray[np.float64], seed: int = 0
 ) -> NodeMapping:
-    """Return the order of nodes for which communication takes least time; the nodes' own order wins ties.
+    """Return the assignment of nodes to places for which communication takes least time; ``i`` to ``i`` if none is
+    faster.
 
-    ``flows``: transfers along every axis, one axis after the other. ``links``: bandwidth in GB/s of every ordered pair
-    of nodes, ``[nodes, nodes]``. ``seed``: of the annealing, which starts if there are more than :data:`EXACT` nodes.
+    ``flows``: transfers along every axis; the times of the axes add up. ``links``: bandwidth in GB/s from each node to
+    each other, ``[nodes, nodes]``. ``seed``: seed of the simulated annealing, which is used if there are more than
+    :data:`EXACT` nodes.
     """
     own = np.arange(len(links))
     links = np.where(np.eye(len(links), dtype=bool), np.inf, links)
@@ -181,14 +187,17 @@ def _annealed(
 
 @dataclass(frozen=True)
 class MappedFinal:
-    """A simulated layout with the order of nodes that suits it, and its step time over the measured links."""
+    """A simulated layout, and the best assignment of nodes to it over measured links.
+
+    ``final``: the layout. ``mapping``: the assignment, with the seconds of communication between nodes.
+    """
 
     final: Final
     mapping: NodeMapping
 
     @cached_property
     def line(self) -> str:
-        """Describe the order of nodes in words."""
+        """Line for the user with the order of nodes, and the seconds of communication in it and in the usual order."""
         how = "of all orders" if self.mapping.exact else "by annealing"
         if not self.mapping.saved:
             return "nodes   in their own order: no other is faster"
@@ -200,7 +209,11 @@ class MappedFinal:
 
 
 def checked_links(links: Sequence[Sequence[float]], nodes: int) -> NDArray[np.float64]:
-    """Return ``links`` as an array; raise :class:`UsageError` if it is no table of positive numbers for ``nodes``."""
+    """Return ``links`` as an array of the first ``nodes`` nodes, ``[nodes, nodes]``.
+
+    Raises :class:`UsageError` unless ``links`` is a square table with at least ``nodes`` rows, whose numbers between
+    different nodes are above zero.
+    """
     rows = {len(row) for row in links}
     if rows != {len(links)} or len(links) < nodes:
         raise UsageError(
@@ -219,10 +232,11 @@ def checked_links(links: Sequence[Sequence[float]], nodes: int) -> NDArray[np.fl
 def with_links(
     final: Final, links: Sequence[Sequence[float]], per_node: int
 ) -> MappedFinal:
-    """Return ``final`` with the best order of nodes for ``links``, and with the time that these links take.
+    """Find the best assignment of nodes to the layout ``final`` over measured links.
 
-    ``links``: GB/s between every two nodes. The planner's formulas give what each axis takes over even links of the
-    machine's network; here the axis takes as much longer as its slowest link is slower than these.
+    ``links``: measured bandwidth in GB/s between every two nodes. ``per_node``: ranks of a node. The planner's formulas
+    give each axis's time over links of equal speed. Here that time is scaled up by how much slower the axis's slowest
+    link is.
     """
     layout = layout_of_plan(final.plan)
     nodes = max(1, layout.world // per_node)

@@ -135,9 +135,9 @@ def own_runs(
 
 
 def calibrated(path: Path, device: str, base: EngineConstants) -> Own:
-    """Return the constants ``base`` as a calibration changes them, with a text about it and its error.
+    """Return the constants ``base`` as adjusted by a calibration file, with a text about the fit and its error.
 
-    ``path``: a CSV file of measured runs, of which those on ``device`` count; or a file of factors on the constants,
+    ``path``: a CSV file of measured runs, of which those on ``device`` are used; or a file of factors on the constants,
     from ``bench/planner/calibrate.py``. Raises :class:`WeftError` if the file has no run on ``device``.
     """
     if path.suffix == ".csv":

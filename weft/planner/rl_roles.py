@@ -17,11 +17,11 @@ WAITED = 0.05
 
 
 class PhaseTimes(NamedTuple):
-    """Seconds of a rollout phase.
+    """Median times of one rollout phase: ranks write answers, then train on them.
 
-    ``write``: seconds to write and score the answers, times the number of ranks that write. ``train``: seconds to learn
-    from them, and to compute log-probabilities, times the number of ranks that train. ``weights``: seconds to move the
-    weights. ``answers``: number of answers.
+    ``write``: rank-seconds (seconds times the number of writing ranks) to write and score the answers. ``train``:
+    rank-seconds to train on them, and to compute log-probabilities. ``weights``: seconds to move the weights to the
+    ranks that write. ``answers``: number of answers.
     """
 
     write: float
@@ -31,11 +31,11 @@ class PhaseTimes(NamedTuple):
 
 
 class RolePlan(NamedTuple):
-    """A way to share ranks between the roles.
+    """A division of the ranks of a reinforcement-learning run into ranks that write answers and ranks that train.
 
-    ``writers`` and ``trainers``: numbers of ranks; both are all ranks if these write and train in turn. ``staleness``:
-    the setting ``rl.staleness``. ``seconds``: predicted time of a rollout phase. ``idle``: share of the ranks' time in
-    which they wait.
+    ``writers``, ``trainers``: numbers of ranks with each role; both are the number of all ranks if these write and
+    train in turn. ``staleness``: value of the setting ``rl.staleness``. ``seconds``: predicted time of a rollout phase.
+    ``idle``: share of the ranks' time in which they wait, from 0 to 1.
     """
 
     writers: int
@@ -60,13 +60,15 @@ class RolePlan(NamedTuple):
 def phase_times(
     phases: Sequence[Mapping[str, Any]], writers: int, trainers: int, staleness: int = 0
 ) -> PhaseTimes:
-    """Return the median times of ``phases``, records of the kind ``rollout`` of a run.
+    """Return the median times of a run's rollout phases.
 
-    ``writers`` and ``trainers``: numbers of ranks of that run that wrote, and that trained. ``staleness``: by how many
-    phases these writers wrote ahead. Such writers work while the others train, and ``rollout_s`` is only what the
-    others wait for them: writing takes the time of training and the mean wait, or less where nobody waited
-    (:func:`writers_waited`). The first phase, in which processes start, is left out. Raises :class:`WeftError` if fewer
-    than two phases were followed by training.
+    The first phase is left out, because processes start in it. Raises :class:`WeftError` if fewer than two other phases
+    were followed by training.
+
+    ``phases``: the run's records of the kind ``rollout``. ``writers``, ``trainers``: numbers of ranks of that run that
+    wrote answers, and that trained. ``staleness``: by how many phases the writers wrote ahead, while the others
+    trained. If it is not 0, ``rollout_s`` of a record is only the time for which training waited. The time to write is
+    then the time of training plus the mean of these waits. It is an upper bound if :func:`writers_waited`.
     """
     known = [phase for phase in phases[1:] if "train_s" in phase]
     if len(known) < 2:
@@ -87,16 +89,20 @@ def phase_times(
 
 
 def writers_waited(times: PhaseTimes, writers: int, trainers: int) -> bool:
-    """Whether the writers of a run that wrote ahead were idle at times, because no rank waited for them.
+    """Return whether the writers of a run that wrote ahead were idle at times, because training took longer than
+    writing.
 
-    ``times``: result of :func:`phase_times` for the run with these numbers of ranks. If they were, ``times.write`` is
-    only an upper bound of the time to write.
+    If so, ``times.write`` is only an upper bound of the time to write. ``times``: result of :func:`phase_times` for the
+    run; ``writers``, ``trainers``: its numbers of ranks.
     """
     return times.write / writers < times.train / trainers * (1 + WAITED)
 
 
 def role_plans(times: PhaseTimes, ranks: int) -> list[RolePlan]:
-    """Return the ways to share ``ranks`` ranks between writing and training, the fastest first."""
+    """Return all divisions of ``ranks`` ranks into writers and trainers, with their predicted times, fastest first.
+
+    Among them is the plan in which all ranks write and train in turn. ``times``: times of a rollout phase.
+    """
     whole = (times.write + times.train) / ranks + times.weights
     plans = [RolePlan(ranks, ranks, 0, whole, 0.0)]
     for writers in range(1, ranks):

@@ -20,7 +20,10 @@ WIDTH = 2
 
 @dataclass(frozen=True)
 class EnginePrice:
-    """An engine that runs a model of ``shape`` on ``ranks`` devices of ``machine`` with tensor parallelism."""
+    """Predicts the time and cache size of an inference engine.
+
+    The engine runs a model of ``shape`` on ``ranks`` devices of ``machine`` with tensor parallelism.
+    """
 
     shape: Shape
     machine: Machine

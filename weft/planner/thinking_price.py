@@ -35,7 +35,8 @@ class ThinkingModel:
 
     ``parameters``: number of parameters that multiply each token; ``width``: bytes of a parameter. ``layers``: number
     of layers; ``keys``: bytes of a token's keys and values in all layers; ``queries``: elements of a token's queries in
-    all layers. ``shares``: shares of the earlier keys that a token may read.
+    all layers. ``shares``: the shares of earlier keys to choose from, for attention that reads only some of them; 1:
+    all keys.
     """
 
     name: str
@@ -48,7 +49,9 @@ class ThinkingModel:
 
 
 def thinking_model(name: str, shape: Shape, width: int) -> ThinkingModel:
-    """Return the model of ``shape``, which is called ``name``, with weights and keys of ``width`` bytes."""
+    """Return the sizes of a model of ``shape``, called ``name``, whose weights and keys have ``width`` bytes per
+    element.
+    """
     products = shape.layers * shape.active_weights + shape.table
     queries = shape.layers * shape.heads * shape.head_dim
     keys = shape.cache_bytes * width / 2
@@ -60,8 +63,10 @@ def thinking_model(name: str, shape: Shape, width: int) -> ThinkingModel:
 
 
 class Thinking(NamedTuple):
-    """A way to reason: ``texts`` texts of ``tokens`` tokens by ``model``, each token of which reads ``share`` of the
-    keys before it.
+    """A way to answer a question by reasoning: how many texts of which length a model writes.
+
+    ``model``: name of the model. ``texts``: number of texts; ``tokens``: tokens of each. ``share``: share of the
+    earlier keys that attention reads for each token; 1: all.
     """
 
     model: str
@@ -76,13 +81,15 @@ class Thinking(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRates:
-    """Seconds of a device for one unit of each kind of work of a step.
+    """Seconds that a device takes for one unit of each kind of work in a generation step.
 
     Attributes:
-        ``product``: for a multiplication with an addition.
-        ``weight``: for a byte of the weights, read once a step.
-        ``key``: for a byte of keys and values that lie together; ``chosen``: of blocks that are chosen.
-        ``layer``: for a layer of a step; ``choice``: for a layer in which each text chooses blocks.
+        ``product``: seconds per multiplication with an addition.
+        ``weight``: seconds per byte of the weights, which are read once a step.
+        ``key``: seconds per byte of keys and values, if all are read; ``chosen``: the same if attention reads only
+            chosen blocks of them.
+        ``layer``: seconds per layer of a step; ``choice``: seconds per layer to choose blocks, times the square root of
+            the number of texts.
     """
 
     product: float
@@ -94,18 +101,26 @@ class StepRates:
 
 
 def rates_of_device(flops: float, bandwidth: float) -> StepRates:
-    """Return the rates of a device by its data sheet: ``flops`` per second, and bytes per second of ``bandwidth``."""
+    """Return the rates of a device from its data sheet: ``flops`` per second, and memory ``bandwidth`` in bytes per
+    second.
+    """
     return StepRates(2 / flops, 1 / bandwidth, 1 / bandwidth, 1 / bandwidth)
 
 
 def keys_read(share: float, context: np.ndarray) -> np.ndarray:
-    """Return how many keys a token reads with ``context`` tokens in its text, itself included."""
+    """Return the number of keys that attention reads for a token, for each number of tokens in ``context``.
+
+    ``share``: share of the keys that is read, but never fewer than the least number of blocks. ``context``: tokens of
+    the text so far, the token itself included.
+    """
     return np.minimum(context, np.maximum(LEAST * BLOCK, share * context))
 
 
 def thinking_work(model: ThinkingModel, prompt: int, how: Thinking) -> np.ndarray:
-    """Return how much there is of each kind of work, in the order of :class:`StepRates`, when ``how`` writes its tokens
-    after a prompt of ``prompt`` tokens. The prompt itself is the same for all texts, and is left out.
+    """Return the amount of each kind of work when ``how`` writes its tokens, in the order of the fields of
+    :class:`StepRates`.
+
+    ``prompt``: tokens of the prompt before these. Work on the prompt itself is left out, because all texts share it.
     """
     context = prompt + np.arange(1, how.tokens + 1)
     keys = float(keys_read(how.share, context).sum()) * how.texts
@@ -130,9 +145,9 @@ def seconds(
 
 
 def fit_rates(works: Sequence[np.ndarray], measured: Sequence[float]) -> StepRates:
-    """Fit rates, none below zero, to the measured seconds of several amounts of work, by the least relative errors.
+    """Fit the rates of a device to measured seconds, by the least squares of relative errors; no rate is below zero.
 
-    ``works``: as :func:`thinking_work` returns them.
+    ``works``: amounts of work, as :func:`thinking_work` returns them. ``measured``: the seconds that each took.
     """
     rows = np.stack([w / s for w, s in zip(works, measured, strict=True)])
     scale = np.maximum(rows.max(0), 1e-30)
@@ -151,7 +166,11 @@ def fit_rates(works: Sequence[np.ndarray], measured: Sequence[float]) -> StepRat
 def tokens_within(
     model: ThinkingModel, rates: StepRates, prompt: int, texts: int, share: float, budget: float, most: int,
 ) -> int:  # fmt: skip
-    """Return how many tokens each of ``texts`` texts can have within ``budget`` seconds, at most ``most``."""
+    """Return the largest number of tokens per text such that ``texts`` texts take at most ``budget`` seconds.
+
+    ``prompt``: tokens of the prompt. ``share``: share of earlier keys that attention reads. ``most``: upper limit of
+    the result; the result is 0 if not even one token fits.
+    """
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -164,8 +183,9 @@ def tokens_within(
 
 
 class TriedText(NamedTuple):
-    """A text that was written to see how often a model is right: its number of ``tokens``, and whether it was
-    ``right``.
+    """A text that a model wrote as a trial, to measure how often it is right.
+
+    ``tokens``: number of tokens of the text. ``right``: whether its answer was right.
     """
 
     tokens: int
@@ -177,8 +197,10 @@ TriedTexts = Mapping[tuple[str, float], Sequence[Sequence[TriedText]]]
 
 
 def coverage(trials: Sequence[Sequence[TriedText]], tokens: int, texts: int) -> float:
-    """Return the expected share of questions for which at least one of ``texts`` texts of at most ``tokens`` tokens is
-    right. ``trials``: for each question, texts that were tried.
+    """Return the expected share of questions that at least one of ``texts`` texts answers rightly.
+
+    ``trials``: for each question, the texts that were tried. ``tokens``: limit of a text's length; longer texts count
+    as wrong.
     """
     missed = 0.0
     for each in trials:
@@ -193,7 +215,11 @@ def coverage(trials: Sequence[Sequence[TriedText]], tokens: int, texts: int) -> 
 
 
 class RankedThinking(NamedTuple):
-    """A way to reason, its predicted ``seconds``, and the predicted share of questions that it answers (``solved``)."""
+    """A way to reason with its predictions.
+
+    ``how``: the way. ``seconds``: predicted time per question. ``solved``: predicted share of questions with a right
+    answer, from 0 to 1.
+    """
 
     how: Thinking
     seconds: float
@@ -203,10 +229,11 @@ class RankedThinking(NamedTuple):
 def rank_thinking(
     models: Sequence[ThinkingModel], rates: StepRates, prompt: int, budget: float, trials: TriedTexts, most: int,
 ) -> list[RankedThinking]:  # fmt: skip
-    """Return the ways to reason within ``budget`` seconds: those that answer most questions first, of equal ones the
-    cheapest.
+    """Return the ways to reason that fit in ``budget`` seconds, the way that solves most questions first.
 
-    ``prompt``: tokens of a question; ``most``: the largest number of tokens of a text.
+    Of ways that solve equally many, the fastest comes first. ``rates``: the device's rates; ``prompt``: tokens of a
+    question; ``trials``: trial texts by model and share of keys; ways without trials are left out. ``most``: the
+    largest number of tokens of a text.
     """
     return sorted(
         _within(models, rates, prompt, budget, trials, most),
@@ -232,7 +259,10 @@ def _within(
 
 
 def check_budget(word: str) -> float:
-    """Return the seconds of the budget ``word``. Raises :class:`UsageError` for what is no number above zero."""
+    """Return the number of seconds in ``word``, the argument of ``--think``.
+
+    Raises :class:`UsageError` if ``word`` is not a finite number above zero.
+    """
     try:
         budget = float(word)
     except ValueError:

@@ -23,7 +23,8 @@ from weft.rehearse.worker_links import WorkerLinks
 
 @dataclass(frozen=True)
 class Do:
-    """An action of a rank's program: ``cpu`` seconds of work on the cores, then ``wait`` seconds that need no core.
+    """An action of a rank in a simulated step: ``cpu`` seconds of work on the cores, then ``wait`` seconds without a
+    core.
 
     Attributes:
         ``kind``: ``work`` (no communication), ``meet`` (a collective), ``post`` (the sending of a message) or ``take``

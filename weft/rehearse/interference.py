@@ -42,10 +42,11 @@ def small_step() -> Callable[[], None]:
 
 
 def watch_windows(step: Callable[[], Any], windows: int, wait: float = 0.0) -> Array:
-    """Measure ``windows`` windows one after the other, ``[window, probe]`` in the order of :data:`PROBES`.
+    """Measure how fast the machine is in ``windows`` successive windows of time, ``[window, probe]``.
 
-    ``step``: a training step whose time is to be predicted. ``wait``: seconds between windows. Times are elapsed times,
-    which is what other programs lengthen.
+    The probes, in the order of :data:`PROBES`, are elapsed seconds of short computations, and 1 plus the load average.
+    Other programs lengthen elapsed times. ``step``: a training step whose time is to be predicted, one of the probes.
+    ``wait``: seconds between windows.
     """
     import torch
 
@@ -73,9 +74,9 @@ def _elapsed(call: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A step's predicted time over its time on the quiet machine: ``middle``, and bounds ``low`` and ``high``.
+    """Predicted time of a step, divided by its time on the quiet machine.
 
-    :data:`COVERED` of the windows are expected between the bounds.
+    ``middle``: the prediction. ``low``, ``high``: bounds, between which the share :data:`COVERED` of steps is expected.
     """
 
     low: float
@@ -85,10 +86,11 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class InterferencePredictor:
-    """Predicts the slowdown of the next step by a regression on the probes of the last time windows.
+    """Predicts how much other programs will slow the next step, by a regression on the probes of the last windows of
+    time.
 
-    ``quiet``: the quickest value of every probe. ``weights``: weights of the regression's features. ``spread``: how
-    far, in logarithms, the measured slowdown was below and above the prediction, in windows not used for the fit.
+    ``quiet``: the smallest time of every probe. ``weights``: weights of the regression's features. ``spread``: how far,
+    in logarithms, the measured slowdown was below and above the prediction, in windows not used for the fit.
     """
 
     quiet: Array
@@ -96,14 +98,20 @@ class InterferencePredictor:
     spread: tuple[float, float]
 
     def slowdown(self, recent: Array) -> Slowdown:
-        """Predict the slowdown of the step after the windows ``recent``, of which the last :data:`BACK` count."""
+        """Predict the slowdown of the next step from the last :data:`BACK` of the windows ``recent``, ``[window,
+        probe]``.
+        """
         middle = float(features(recent[-BACK:], self.quiet) @ self.weights)
         low, high = (middle + off for off in self.spread)
         return Slowdown(*(max(1.0, float(np.exp(x))) for x in (low, middle, high)))
 
 
 def features(recent: Array, quiet: Array) -> Array:
-    """Return the logarithms of the last window and of the mean over ``recent`` windows, over the quiet, and a one."""
+    """Return the regression's features, computed from the probe times of ``recent`` windows, ``[window, probe]``.
+
+    They are the logarithm of the last window over ``quiet``, that of the mean of the windows over ``quiet``, and 1.
+    ``quiet``: time of each probe on the quiet machine, ``[probe]``.
+    """
     logs = np.log(recent / quiet)
     return np.concatenate([[1.0], logs[-1], logs.mean(0)])
 
@@ -131,10 +139,11 @@ def learn(windows: Array) -> InterferencePredictor:
 
 
 def judged(windows: Array, after: int) -> dict[str, float]:
-    """Evaluate predictions of every window from ``after`` on by a predictor fitted to the windows before ``after``.
+    """Measure how good predictions are: fit a predictor to the windows before ``after``, and predict each later window.
 
-    Returns the share of windows between the bounds (``covered``), the mean absolute error of the logarithm
-    (``error``), and that of predicting the mean of the windows before (``constant``) and the last window (``last``).
+    Returns the share of these windows between the bounds (``covered``) and the mean absolute error of the logarithm
+    (``error``). For comparison it has the errors of two simple predictions: the mean of the windows before ``after``
+    (``constant``), and the window before (``last``).
     """
     predictor = learn(windows[:after])
     column = PROBES.index("step")

@@ -148,9 +148,9 @@ def traffic_of(
 def held(
     layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction
 ) -> Iterator[RankMemory]:
-    """Yield for every pipeline position the memory of the fullest rank: its tensors, and the memory of its process.
+    """Yield for every pipeline position the memory of its fullest rank: that of its tensors, and that of its process.
 
-    ``rehearsed``: the rehearsed step of each rank. ``prediction``: the prediction from these.
+    ``rehearsed``: the rehearsed step of each rank. ``prediction``: the prediction of time and memory from these.
     """
     each = layout.world // layout.pp
     for stage in range(layout.pp):

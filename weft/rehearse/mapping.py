@@ -24,7 +24,7 @@ CHAINS = ("pp",)
 
 @dataclass(frozen=True)
 class Traffic:
-    """What each rank sends to one neighbour along one axis of the layout, in a step.
+    """Bytes and messages that each rank sends to one neighbour along one axis of the layout in a step.
 
     ``bytes``: bytes of all messages. ``messages``: number of messages.
     """

@@ -54,7 +54,8 @@ class LayerMove(NamedTuple):
 
 
 def layer_ranks(job: Job, layout: Layout) -> list[int]:
-    """Return the coordinate along ``pp`` of the rank that has each layer; [] if several ranks have a stage.
+    """Return for each layer the coordinate along ``pp`` of the rank that holds it; an empty list if ranks share a
+    stage.
 
     ``job``: the checked recipe; ``layout``: its layout, or another with as many ranks.
     """
@@ -70,7 +71,7 @@ def layer_ranks(job: Job, layout: Layout) -> list[int]:
 
 
 def layer_moves(job: Job, before: Layout, after: Layout) -> list[LayerMove]:
-    """Return the layers that have another rank in the layout ``after`` than in ``before``, with these ranks."""
+    """Return the layers that another rank holds under the layout ``after`` than under ``before``, with both ranks."""
     pairs = zip(layer_ranks(job, before), layer_ranks(job, after), strict=False)
     return [
         LayerMove(layer, source, target)
@@ -80,7 +81,11 @@ def layer_moves(job: Job, before: Layout, after: Layout) -> list[LayerMove]:
 
 
 def can_copy_ahead(job: Job, state: State) -> bool:
-    """Return whether an update of ``state`` follows from gradients alone, element by element, and is never undone."""
+    """Return whether layers can be copied to another rank while training goes on, by repeating their updates there.
+
+    That needs an update rule that works element by element, a state on the device, and no technique or postponed
+    update. ``job``: the checked recipe; ``state``: this rank's state.
+    """
     recipe, optimizer = job.recipe, state.optimizer
     asked = AskedRecipe(**dict(recipe), shape=job.shape)
     return (
@@ -94,7 +99,7 @@ def can_copy_ahead(job: Job, state: State) -> bool:
 
 
 def counterpart(layout: Layout, rank: int, stage: int) -> int:
-    """Return the rank with the coordinate ``stage`` along ``pp``, and else with those of world rank ``rank``."""
+    """Return the rank that differs from ``rank`` only in its coordinate along ``pp``, which is ``stage``."""
     own = Place.of(layout, rank)
     wanted = {axis: own.rank(axis) for axis in AXES} | {"pp": stage}
     return next(
@@ -112,10 +117,10 @@ def _bytes_of(tensor: T) -> memoryview:
 
 @dataclass(eq=False)
 class SentLayers:
-    """An update rule that also keeps the gradients of moving layers, for the ranks to which they move.
+    """Update rule that also sends the gradients of moving layers to the ranks to which these layers move.
 
-    ``rule``: the update rule; ``targets``: the rank to which each moving parameter goes, by name; ``jobs``: gets what
-    is to be sent.
+    A receiving rank repeats the update on its copy of the layer. ``rule``: the update rule; ``targets``: the rank to
+    which each moving parameter goes, by name; ``jobs``: queue of messages, which another thread sends.
     """
 
     rule: Updater
@@ -135,9 +140,10 @@ class SentLayers:
 
 @dataclass(eq=False)
 class LayersAhead:
-    """Copies of layers that move, on their way beside the steps: those of this rank, and those that come to it.
+    """Copies layers to the ranks that will hold them under the next layout, while training goes on.
 
-    Create it on all ranks between the same two steps.
+    This rank sends its own layers that move, and receives those that move to it. Create the object on all ranks between
+    the same two steps.
 
     Attributes:
         ``state``: this rank's state, whose update rule sends gradients from now on.
@@ -148,7 +154,7 @@ class LayersAhead:
         ``endpoint``, ``token``: listener of this process, and the run's secret.
         ``epoch``: number of the present view.
         ``limit``: seconds that a transfer may take.
-        ``there``: whether all layers of this rank have come to their next ranks, or cannot.
+        ``there``: whether all layers that this rank sends have arrived, or will never arrive.
         ``sent``: bytes sent so far.
         ``problem``: why something could not be sent; "" if nothing has failed.
     """
@@ -210,14 +216,21 @@ class LayersAhead:
     # --- what the guard calls ---
 
     def finish(self, step: int) -> None:
-        """Wait until the gradients of the last ``step`` have been applied where they go. No step may follow."""
+        """Tell the receiving ranks that ``step`` was the last step, and wait until everything is sent, up to ``limit``
+        seconds.
+
+        The state may take no further step.
+        """
         for target in {*self.targets.values()}:
             self._jobs.put((target, {"kind": "end", "step": step}, []))
         self._jobs.put("over")
         self._thread.join(self.limit)
 
     def parts(self, step: int) -> Iterator[tuple[str, Part]]:
-        """Yield the name and the values of each tensor that has come, if all came as they were after ``step``."""
+        """Yield name and values of each tensor that this rank has received, if all are as they were after ``step``.
+
+        Nothing is yielded if a layer is incomplete, or of another step.
+        """
         if not self._sources or {*self._ends} != self._sources:
             return
         if {*self._ends.values()} != {step}:

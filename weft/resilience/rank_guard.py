@@ -338,7 +338,10 @@ class RankGuard(Watching):
 
     @property
     def layers_are_there(self) -> bool:
-        """Whether all layers that will have another rank are there, up to the last steps, or cannot come ahead."""
+        """Whether all ranks have received the layers that move to them, so that the new layout can begin.
+
+        Also true if no layers are on their way, and if a copy has failed: the layers then move when the layout changes.
+        """
         said = self.membership.published
         others = [
             m.number

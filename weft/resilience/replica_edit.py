@@ -45,11 +45,11 @@ def recipe_of_replicas(recipe: Recipe, shape: ModelShape, ranks: int) -> Recipe 
 
 @dataclass
 class KeptModel:
-    """The model and state of a rank, and the mesh on which they were built.
+    """The model and state of a rank, kept from one view to the next so that they need not be built again.
 
     Attributes:
         ``recipe``: the recipe with which they were built.
-        ``mesh``: the mesh, which is edited with the model.
+        ``mesh``: the mesh on which they were built; :meth:`edit` changes it.
         ``built``: the model and its state.
         ``parcels``: sums the gradients over the replicas.
     """
@@ -74,9 +74,9 @@ class KeptModel:
         )
 
     def edit(self, recipe: Recipe, mesh: Mesh, recorder: Recorder) -> Built:
-        """Move model and state to the process groups and the rank of ``mesh``; discard an unfinished step.
+        """Connect model and state to the process groups of ``mesh``, and return them; discard an unfinished step.
 
-        ``recorder``: records the passes of the next steps.
+        ``recipe``: the recipe of the new view. ``recorder``: records the passes of the next steps.
         """
         model, state = self.built
         self.recipe = recipe
@@ -95,10 +95,10 @@ class KeptModel:
 
 
 def kept_model(job: Job, mesh: Mesh, built: Built) -> KeptModel | None:
-    """Return ``built`` as a model that can be edited; None if an edit would miss something that knows the groups.
+    """Return ``built`` as a model that :meth:`KeptModel.edit` can connect to new process groups; None if it cannot.
 
-    That is so if the state is divided among ranks or rests elsewhere, if stages of a pipeline, a compiler or a
-    technique of the step took part in building it, or if there is a single replica.
+    It cannot if there is a single replica, or if the state is sharded or rests off the device. It also cannot with
+    pipeline stages, ``train.compile`` or a technique of the step, which may keep the old groups.
     """
     recipe, state = job.recipe, built.state
     units = [unit for unit in state.units if isinstance(unit, ReplicaUnit)]

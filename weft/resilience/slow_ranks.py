@@ -69,12 +69,12 @@ class SlowRanks:
         }
 
     def layout_for(self, layout: Layout, members: Sequence[Member]) -> Layout:
-        """Return ``layout`` with settings for ranks of unequal speeds. They do not change what is computed.
+        """Return ``layout`` with settings that suit ranks of unequal speeds, and that do not change what is computed.
 
-        A pipeline that is the only replica has no samples to deal anew, so that its layers are: ``layout.stage_speeds``
-        has the speed of the slowest rank of each stage. With ``ep``, slow ranks get fewer rows, and ranks exchange
-        tokens equally often. How often they do is else a matter of a rank's tokens: of their bytes (``layout.pieces =
-        0``), and of the parts in which they compute (``layout.overlap``). ``members``: members of the run, by rank.
+        In a pipeline that is the only replica, ``layout.stage_speeds`` gets the speed of the slowest rank of each
+        stage, so that slow ranks get fewer layers. Otherwise slow ranks get fewer samples. With ``ep``,
+        ``layout.pieces`` and ``layout.overlap`` are set so that all ranks exchange tokens equally often. ``members``:
+        members of the run, by rank.
         """
         if layout.pp > 1 and layout.size(*BATCH_AXES) == 1:
             return layout.model_copy(

@@ -32,9 +32,10 @@ def is_one_ring(layout: Layout) -> bool:
 
 
 def slower_times(matrix: np.ndarray) -> np.ndarray:
-    """Return the seconds of a message between each two ranks, in the slower direction.
+    """Return the seconds of a message between every two ranks, in the slower direction, ``[ranks, ranks]``.
 
-    ``matrix``: seconds from each rank (row) to each other, ``nan`` where they are not known. These count as usual.
+    ``matrix``: seconds from each rank (row) to each other; ``nan`` where unknown, which counts as the median of the
+    others.
     """
     usual = np.nanmedian(matrix) if not np.isnan(matrix).all() else 0.0
     known = np.where(np.isnan(matrix), usual, matrix)
@@ -42,15 +43,18 @@ def slower_times(matrix: np.ndarray) -> np.ndarray:
 
 
 def slowest_link(times: np.ndarray, order: Sequence[int]) -> float:
-    """Return the time of the slowest neighbours in the ring ``order``; ``times``: as of :func:`slower_times`."""
+    """Return the seconds of a message between the slowest neighbours in the ring ``order``.
+
+    ``times``: seconds between every two ranks, as :func:`slower_times` returns them.
+    """
     return max(times[a, b] for a, b in zip(order, [*order[1:], order[0]], strict=True))
 
 
 def planned_order(matrix: np.ndarray, layout: Layout) -> list[int] | None:
-    """Return the ranks in a better order than the present one; None if there is none that pays.
+    """Return the ranks in a faster ring order than the present one; None if none is clearly faster.
 
-    ``matrix``: seconds of a message from each rank to each other; ``layout``: the present layout. Of more than
-    :data:`MOST` ranks no order is looked for.
+    The result is also None if the layout is no single ring, or has more than :data:`MOST` ranks. ``matrix``: seconds of
+    a message from each rank to each other; ``layout``: the present layout.
     """
     if not is_one_ring(layout) or len(matrix) != layout.world or len(matrix) > MOST:
         return None
@@ -63,9 +67,9 @@ def planned_order(matrix: np.ndarray, layout: Layout) -> list[int] | None:
 
 
 def ordered_view(view: View, order: Sequence[int], before: View | None) -> View:
-    """Return ``view`` with its members in the order of their numbers in ``order``; the others follow as they are.
+    """Return ``view`` with its members sorted by the position of their numbers in ``order``; all others follow.
 
-    ``before``: the previous view of this rank, in whose order the ranks of lost members are counted.
+    ``before``: the previous view of this rank, from which the ranks of lost members are taken.
     """
     place = {number: index for index, number in enumerate(order)}
     ranks = sorted(

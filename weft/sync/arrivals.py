@@ -409,9 +409,10 @@ def _listed(ranks: set[int]) -> str:
 def add_result(
     total: Sum | None, weights: dict[Result, float], results: dict[Result, Sum]
 ) -> Sum:
-    """Return ``total`` plus the decoded gradient of a job; a ``total`` of None counts as zeros.
+    """Return ``total`` plus the gradient of a job (one gradient of the step), decoded as a weighted sum of ``results``.
 
-    ``weights``: the weight of each result in the gradient; ``results``: the coded sum of each result.
+    ``total``: the sum so far; None: zeros. ``weights``: the weight of each result in the gradient; ``results``: the sum
+    that each rank has sent, by rank and round.
     """
     some: Sequence[Sum] = [results[result] for result in weights]
     vector, numbers = (np.zeros_like(x) for x in some[0]) if total is None else total

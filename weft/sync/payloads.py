@@ -58,7 +58,7 @@ def positions_spec(kept: int, count: int) -> Spec:
 def positions_sent(kept: T, count: int) -> T:
     """Encode ``kept``, ascending indices of elements among ``count``, for a payload.
 
-    The form is the smaller one of a bitmap and 32-bit integers (:func:`positions_spec`).
+    The result is a bitmap or a list of 32-bit integers, whichever is smaller (:func:`positions_spec`).
     """
     (_, dtype) = positions_spec(kept.numel(), count)
     if dtype == torch.int32:
@@ -71,9 +71,10 @@ def positions_sent(kept: T, count: int) -> T:
 
 
 def positions_found(sent: T, kept: int, count: int) -> T:
-    """Decode the ``kept`` indices among ``count`` elements that :func:`positions_sent` encoded as ``sent``.
+    """Decode the message ``sent`` of :func:`positions_sent`, and return the indices of the elements, ascending.
 
-    Raises :class:`WeftError` if they are not so many, or not all below ``count``.
+    ``kept``: number of indices; ``count``: number of elements among which they are. Raises :class:`WeftError` if the
+    message holds another number of indices, or an index that is not below ``count``.
     """
     indices = (
         sent.long()

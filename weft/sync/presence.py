@@ -36,19 +36,18 @@ class Presence:
         self._news = deque[str]()
 
     def begin(self, number: int) -> None:
-        """Fix which islands take part in exchange ``number``, before this island sends any message of the exchange.
+        """Fix which islands take part in exchange ``number``; called before this island sends a message of the
+        exchange.
 
-        This class has nothing to fix, as all islands take part; subclasses do.
+        In this class all islands take part, so that nothing is done.
         """
 
     def exchange(self, number: int, draw: Draw, work: Work[R]) -> R:
-        """Run ``work``, which exchanges tensors with other islands; return its result once all of these have ended
-        theirs.
+        """Run ``work``, which exchanges tensors with other islands, and return its result.
 
-        ``number``: the number of the exchange since the run began.
-
-        ``draw(islands)`` chooses, from the islands that are present, those that exchange with this island.
-        ``work(islands, tag)`` exchanges with the chosen islands, by messages whose tags begin with ``tag``.
+        A subclass may wait until the other islands have finished the exchange, too. ``number``: index of the exchange,
+        from the beginning of the run. ``draw(islands)``: chooses the islands to exchange with among the present ones.
+        ``work(islands, tag)``: exchanges with the chosen islands, by messages whose tags begin with ``tag``.
         """
         return work(draw(range(self.streams.islands)), str(number))
 

@@ -17,7 +17,10 @@ T = torch.Tensor
 
 
 class One(NamedTuple):
-    """A parameter on one simulated island: its value ``now``, and its slots, ``kept`` from round to round."""
+    """A parameter on one simulated island.
+
+    ``now``: its present value. ``kept``: its slots, tensors that the sync method keeps from round to round, by name.
+    """
 
     now: T
     kept: dict[str, T]

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class AlikeModels(NamedTuple):
-    """Opened models whose ids mean the same tokens, and their tokenizer."""
+    """Opened models that share a tokenizer, so that a token id means the same token in all of them.
+
+    ``models``: the models, in the order in which they were asked for. ``tokenizer``: the tokenizer of the first model.
+    """
 
     models: tuple[OpenedModel, ...]
     tokenizer: Tokenizer
@@ -23,10 +26,10 @@ class AlikeModels(NamedTuple):
 def open_alike(
     places: Sequence[Where], device: str, warn: Callable[[str], None], ema: bool = False
 ) -> AlikeModels:
-    """Open the models at ``places``, whose ids must mean the same tokens.
+    """Open the models at ``places``, whose token ids must mean the same tokens.
 
     ``device``, ``warn`` and ``ema`` are arguments of :func:`weft.checkpoint.model.open_model`. Raises
-    :class:`UsageError` for models with other tokens than the first one.
+    :class:`UsageError` if a model's tokenizer or vocabulary size differs from that of the first one.
     """
     from weft.checkpoint.model import open_model, tokenizer_of
 

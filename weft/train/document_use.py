@@ -34,16 +34,17 @@ MOST = 20
 
 
 class DocumentUse(NamedTuple):
-    """One use of a document in a run.
+    """One use of a document in a run: a sample of a step that contains tokens of the document.
 
     Attributes:
-        ``step``: the step, from 1.
-        ``epoch``: the epoch of the source, from 1.
-        ``sample``: the global sample.
-        ``first``, ``last``: the document's tokens in the sample, from ``first`` to ``last`` (exclusive).
-        ``place``: the data-parallel place that had the sample, from 0; None if it cannot be told.
-        ``places``: number of places.
-        ``ranks``: the ranks of the place.
+        ``step``: number of the step, from 1.
+        ``epoch``: number of the epoch of the document's source, from 1.
+        ``sample``: index of the sample in the run's order of samples, from 0.
+        ``first``, ``last``: range of the document's tokens in the sample, ``last`` excluded.
+        ``place``: index, from 0, of the data-parallel replica that computed the sample; None if samples of a step are
+            spread over all replicas, so that no single one is known.
+        ``places``: number of data-parallel replicas.
+        ``ranks``: the ranks of the replica ``place``; empty if they are not known.
         ``skipped``: whether the step changed nothing, because its loss or gradient was not finite.
     """
 
@@ -74,7 +75,9 @@ class UsedDocument:
     uses: tuple[DocumentUse, ...]
 
     def line(self) -> str:
-        """Return a line about the document."""
+        """Return one line for the user: where the document is from, and in how many steps and which epochs it was
+        trained on.
+        """
         head = f"{self.name} of data source {self.source}: {self.tokens:,} tokens, "
         if self.state == "held out":
             return head + "held out for validation: never trained on"
@@ -94,7 +97,10 @@ class UsedDocument:
 
 
 class StepDocument(NamedTuple):
-    """A document that a step has tokens of, called ``name``, and its use there."""
+    """A document of which a step uses some tokens.
+
+    ``name``: file and line of the document. ``use``: which of its tokens the step uses, and where.
+    """
 
     name: str
     use: DocumentUse
@@ -102,14 +108,14 @@ class StepDocument(NamedTuple):
 
 @dataclass(frozen=True)
 class Attempt:
-    """Steps of a run that were taken with one recipe.
+    """Consecutive steps of a run that were taken with one recipe; each resume begins another attempt.
 
     Attributes:
-        ``recipe``: the recipe.
-        ``steps``: numbers of the steps, from 0.
-        ``position``: number of the first sample.
-        ``fingerprint``: digest of the data.
-        ``mix``: the mixture of its sources, as checkpoints keep it; empty if they have fixed weights alone.
+        ``recipe``: the recipe of these steps.
+        ``steps``: indices of the steps, from 0.
+        ``position``: index of the first sample of the first step, in the order of the training samples.
+        ``fingerprint``: digest of the training data.
+        ``mix``: mixture of the data sources, as checkpoints keep it; empty if each source has a fixed weight.
     """
 
     recipe: Recipe
@@ -119,15 +125,19 @@ class Attempt:
     mix: Mapping[str, Any] = field(default_factory=dict)
 
     def samples(self, total: int | None) -> range:
-        """Return the samples of the attempt. ``total``: number of samples of its order, None without an end."""
+        """Return the indices of the samples that the attempt's steps used.
+
+        ``total``: number of samples in the order of the data; None if the order has no end.
+        """
         end = self.position + self.recipe.train.batch * len(self.steps)
         return range(self.position, min(end, total or sys.maxsize))
 
 
 def attempts_of(run: Path) -> list[Attempt]:
-    """Return the attempts of the run in the folder ``run``, as far as their steps count, in their order.
+    """Return the attempts of the run in the folder ``run``, oldest first.
 
-    Raises :class:`UsageError` for a run whose samples are no documents.
+    An attempt ends where the next one begins, because a resumed run takes later steps again. Raises :class:`UsageError`
+    for a run of reinforcement learning, whose samples are not documents.
     """
     records = read_metrics(run)
     last = max(r["step"] for kind in records.values() for r in kind)
@@ -176,7 +186,10 @@ def _recipe_of(head: Record) -> Recipe:
 
 @dataclass(frozen=True)
 class RunDocuments:
-    """The documents of a run in the folder ``run``."""
+    """Finds which documents the steps of a run used, and which steps used a document.
+
+    ``run``: the run's folder.
+    """
 
     run: Path
 
@@ -186,7 +199,10 @@ class RunDocuments:
         return attempts_of(self.run)
 
     def corpus(self, attempt: Attempt) -> Corpus:
-        """Return the data of an attempt. Raises :class:`WeftError` if they are not what they were."""
+        """Open the data of an attempt, in the order in which the attempt read them.
+
+        Raises :class:`WeftError` if the data have changed since the attempt, as their fingerprint shows.
+        """
         key = attempt.recipe.data.model_dump_json() + json.dumps(attempt.mix)
         if key not in self._corpora:
             opened = open_data(attempt.recipe.data, recipe_tokenizer(attempt.recipe))
@@ -224,10 +240,11 @@ class RunDocuments:
         }
 
     def find(self, name: str) -> list[UsedDocument]:
-        """Return the documents that ``name`` names, with their uses in all attempts.
+        """Return the documents called ``name``, each with its uses in all attempts.
 
-        ``name``: a file, FILE:LINE, FILE#NUMBER, or the "id" of a record. Raises :class:`UsageError` if no source has
-        such a document, or if the file has too many.
+        ``name``: a file, ``FILE:LINE``, ``FILE#NUMBER`` (the index of a document in the file), or the field "id" of a
+        record. Raises :class:`UsageError` if no source has such a document, or if ``name`` stands for more than 20
+        documents.
         """
         listed: dict[tuple[str, str], UsedDocument] = {}
         known: list[DocumentNames] = []
@@ -329,7 +346,7 @@ class RunDocuments:
         )
 
     def of_step(self, step: int) -> list[StepDocument]:
-        """Return the documents of a step (from 1), by place and in the order of the step's samples.
+        """Return the documents of a step (from 1), ordered by data-parallel replica and by the step's samples.
 
         Raises :class:`UsageError` if the run has not taken the step.
         """
@@ -412,7 +429,10 @@ def _ranks_of(layout: Layout, cut: Layout, place: int) -> tuple[int, ...]:
 
 
 def format_uses(uses: Sequence[DocumentUse], tokens: int, most: int) -> list[str]:
-    """Return lines of a table of at most ``most`` uses of a document with so many ``tokens``."""
+    """Return the lines of a table of a document's uses: a heading, a line per use, and a line if more uses follow.
+
+    ``uses``: the uses to list, of which the table shows at most ``most``. ``tokens``: number of tokens of the document.
+    """
     lines = [f"{'step':>9} {'epoch':>6} {'sample':>12} {'place':>9}  tokens"]
     for use in uses[:most]:
         whose = "any" if use.place is None else f"{use.place} of {use.places}"

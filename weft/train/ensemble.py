@@ -35,18 +35,20 @@ Average = Literal["probabilities", "logits"]
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What a model says about the labelled tokens of a batch, before the output layer.
+    """Outputs of a model for some tokens of a batch, kept before the output layer to save memory.
 
     Attributes:
-        ``hidden``: hidden states ``[tokens, embed]``, or the logits if ``weight`` is None.
-        ``weight``: the output layer ``[vocab, embed]``.
+        ``hidden``: hidden states ``[tokens, embed]``; the logits ``[tokens, vocab]`` if ``weight`` is None.
+        ``weight``: weight of the output layer, ``[vocab, embed]``; None if ``hidden`` are logits.
     """
 
     hidden: T
     weight: T | None
 
     def log_probabilities(self, rows: slice) -> T:
-        """Return the logarithms of the probabilities of all tokens at ``rows``, ``[rows, vocab]``."""
+        """Return the log-probabilities of the next token, ``[rows, vocab]``, for the tokens with the indices
+        ``rows``.
+        """
         hidden = self.hidden[rows]
         logits = hidden if self.weight is None else times(hidden, self.weight)
         return logits.to(wide(logits.dtype)).log_softmax(-1)
@@ -56,9 +58,9 @@ class TokenOutputs:
 def token_outputs(
     model: Transformer, batch: Batch, every: bool = False
 ) -> TokenOutputs:
-    """Return what ``model``, which is whole on this device, says about the labelled tokens of ``batch``, in order.
+    """Run ``model`` on ``batch`` and return its outputs for the tokens that have labels, in the batch's order.
 
-    ``every``: of all tokens of the batch, not of those with labels only.
+    ``model``: a model that is whole on this device. ``every``: return outputs for all tokens, with or without labels.
     """
     kept: list[TokenOutputs] = []
 
@@ -83,10 +85,10 @@ def token_outputs(
 def expert_log_weights(
     models: Sequence[Transformer], batch: Batch, router: ExpertRouter
 ) -> T:
-    """Return the logarithms of the weights that ``router`` gives the experts for each labelled token of ``batch``.
+    """Return the logarithms of the experts' weights for each labelled token of ``batch``, ``[labelled, experts]``.
 
-    The result is ``[labelled, experts]``. The router's evidence is what each of ``models`` has made of the document so
-    far, labelled or not.
+    ``models``: the experts. ``router``: computes the weights from the log-probability that each expert gives to the
+    earlier tokens of the document, with or without labels.
     """
     tokens = batch.tokens.flatten()
     following = tokens.roll(-1)
@@ -112,10 +114,11 @@ def joint_log_probabilities(
     average: Average,
     log_weights: T | None = None,
 ) -> T:
-    """Return the logarithms of the ensemble's probabilities at ``rows``, ``[rows, vocab]``.
+    """Return the ensemble's log-probabilities of the next token, ``[rows, vocab]``, for the tokens ``rows``.
 
-    ``outputs``: those of all members for the same batch. ``average``: whether probabilities or logits are averaged.
-    ``log_weights``: a router's weights for all rows, ``[all rows, members]``; None: all members count alike.
+    ``outputs``: outputs of each member for the same batch. ``average``: whether probabilities or logits are averaged.
+    ``log_weights``: logarithms of the members' weights for all tokens, ``[tokens, members]``, with which probabilities
+    are averaged; None: all members count alike.
     """
     if log_weights is not None:
         logs = [each.log_probabilities(rows) for each in outputs]
@@ -141,10 +144,11 @@ def ensemble_scores(
     room: int = 1024,
     router: ExpertRouter | None = None,
 ) -> list[Score]:
-    """Compute the log-probability of each text's continuation by an ensemble, as :func:`weft.train.score.scores`.
+    """Compute the log-probability that an ensemble gives to each text's continuation, one score per text.
 
-    ``models``: the members, whole on one device, with the same tokens. ``room``: number of tokens in a row.
-    ``router``: how much each counts in each text; None: all count alike.
+    The counterpart for one model is :func:`weft.train.score.scores`. ``models``: the members, whole on one device, with
+    the same tokens. ``average``: whether probabilities or logits are averaged. ``room``: number of tokens in a row of a
+    batch. ``router``: computes each member's weight at each token; None: all members count alike.
     """
     if not texts:
         return []
@@ -175,7 +179,7 @@ def ensemble_scores(
 
 @dataclass(frozen=True)
 class EnsembleLoss:
-    """Mean cross entropy per label of an ensemble, and of each of its members on the same labels.
+    """Mean cross entropy per label of an ensemble, and of each of its members on the same labels, in nats.
 
     ``joint``: the ensemble's loss. ``members``: losses of the members, in their order. ``labels``: number of labels.
     """
@@ -192,10 +196,11 @@ def ensemble_loss(
     average: Average = "probabilities",
     router: ExpertRouter | None = None,
 ) -> EnsembleLoss:
-    """Return the losses of an ensemble and of its members over all labels of ``steps``, each of which counts once.
+    """Return the mean losses of an ensemble and of its members over all labels of ``steps``; every label has weight 1.
 
-    ``models``: the members, whole on one device, with the same tokens. ``steps``: batches of each step.
-    ``router``: how much each counts in each document; None: all count alike.
+    ``models``: the members, whole on one device, with the same tokens. ``steps``: the batches of each step.
+    ``average``: whether probabilities or logits are averaged. ``router``: computes each member's weight at each token;
+    None: all members count alike.
     """
     device = models[0].mesh.device
     totals = torch.zeros(1 + len(models), dtype=torch.float64, device=device)

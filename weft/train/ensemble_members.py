@@ -32,15 +32,15 @@ ROWS = 8
 
 @dataclass(frozen=True)
 class EnsembleMembers:
-    """Trained models whose ids mean the same tokens.
+    """The members of an ensemble: trained models whose ids mean the same tokens.
 
     Attributes:
-        ``names``: what the user calls each of them.
+        ``names``: path or name by which the user gave each member.
         ``models``: the models, whole on one device.
         ``tokenizer``: their tokenizer.
         ``context``: number of tokens that all of them were trained to read.
-        ``average``: what is averaged over them.
-        ``router``: how much each counts in each document, for experts; None: all count alike.
+        ``average``: whether probabilities or logits are averaged.
+        ``router``: computes each member's weight in each document, if the members are experts; None: all count alike.
     """
 
     names: tuple[str, ...]
@@ -51,7 +51,10 @@ class EnsembleMembers:
     router: ExpertRouter | None = None
 
     def answered(self, task: OpenTask) -> list[Answered]:
-        """Return how the ensemble answers ``task``, and then how each member does. One model alone is one result."""
+        """Evaluate ``task``, and return the result of the ensemble followed by the result of each member.
+
+        A single model has one result. Results that the task does not give are left out.
+        """
         asked = [partial(scores, model, None, model.mesh) for model in self.models]
         results = [task.answered(each) for each in asked]
         if len(self.models) > 1:
@@ -62,7 +65,10 @@ class EnsembleMembers:
         return [each for each in results if each is not None]
 
     def held_out_loss(self, path: str) -> EnsembleLoss:
-        """Return the mean loss per token of the texts at ``path``: a file, folder or glob of texts or of records."""
+        """Return the mean loss per token of the ensemble and of each member on the texts at ``path``.
+
+        ``path``: a file, folder or glob of plain texts, of JSON records or of Parquet tables.
+        """
         suffix = format_of(Path(path))
         kind = "text"
         if suffix in TABLES:
@@ -89,9 +95,9 @@ def open_members(
     ema: bool = False,
     average: Average = "probabilities",
 ) -> EnsembleMembers:
-    """Open the models at ``places``, which are those of an ensemble if they are several.
+    """Open the models at ``places`` as the members of an ensemble; a single model is an ensemble of one.
 
-    A single place may also be a set of experts (:mod:`weft.train.expert_set`), which its router joins.
+    A single place may also be a set of experts (:mod:`weft.train.expert_set`), whose router then weights the members.
 
     ``device``, ``warn`` and ``ema`` are arguments of :func:`weft.checkpoint.model.open_model`. Raises
     :class:`UsageError` for models with other tokens than the first one, and for a model that is given twice.

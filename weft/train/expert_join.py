@@ -20,23 +20,23 @@ T = torch.Tensor
 
 
 class ExpertRouter(Protocol):
-    """Interface of what says how much each expert counts in each sample."""
+    """Interface of a router that computes how much each expert counts in each sample."""
 
     def log_weights(self, evidence: T) -> T:
-        """Return the logarithms of the experts' weights, ``[samples, experts]``, whose weights add up to 1 per sample.
+        """Return the logarithms of the experts' weights, ``[samples, experts]``; the weights of a sample add up to 1.
 
-        ``evidence``: what is known of each expert about each sample, ``[samples, experts]``. For language models it is
-        the log-probability of all tokens of the document so far.
+        ``evidence``: how well each expert fits each sample, ``[samples, experts]``. For language models it is the
+        log-probability that the expert gives to all tokens of the document so far.
         """
 
 
 @dataclass(frozen=True)
 class BayesRouter:
-    """Weights by Bayes: an expert's prior times the probability that it gave to what has been seen.
+    """Router by Bayes' rule: an expert's weight is its prior times the probability that it gave to the earlier tokens.
 
     Attributes:
-        ``prior``: weights of the experts before anything is seen; they need not add up to 1.
-        ``top``: number of experts that have a say in a sample, the likeliest ones; 0: all.
+        ``prior``: weights of the experts before any token is seen; they need not add up to 1.
+        ``top``: number of experts with weight in a sample, the likeliest ones; 0: all.
     """
 
     prior: tuple[float, ...]
@@ -52,10 +52,10 @@ class BayesRouter:
 
 
 def joined_outputs(outputs: Sequence[T], weights: T) -> T:
-    """Return the mean of the experts' ``outputs``, each ``[samples, ...]``, with a router's weights for each sample.
+    """Return the weighted mean of the experts' ``outputs``, each ``[samples, ...]``.
 
-    ``weights``: ``[samples, experts]``, which add up to 1 for each sample. An expert without weight may have outputs
-    that are not finite.
+    ``weights``: weight of each expert in each sample, ``[samples, experts]``; they add up to 1 for a sample. An expert
+    with weight 0 may have outputs that are not finite.
     """
     stacked = torch.stack([*outputs], dim=1)  # [samples, experts, ...]
     shares = weights.to(stacked.dtype).view(*weights.shape, *[1] * (stacked.dim() - 2))
@@ -74,10 +74,11 @@ def joined_log_probabilities(logs: Sequence[T], log_weights: T) -> T:
 
 
 def evidence_before(next_logs: T, documents: T) -> T:
-    """Return the router's evidence at each token, ``[tokens, experts]``: the log-probability of its document so far.
+    """Return, at each token, the log-probability that each expert gives to the document's tokens up to this token.
 
-    ``next_logs``: each expert's log-probability of the token after each token, ``[tokens, experts]``. ``documents``:
-    for each token the number of its document, ascending.
+    The result is ``[tokens, experts]``, the evidence for an :class:`ExpertRouter`. ``next_logs``: log-probability that
+    each expert gives to the token that follows each token, ``[tokens, experts]``. ``documents``: index of the document
+    of each token, ascending.
     """
     logs = next_logs.to(wide(next_logs.dtype))
     last = torch.ones_like(documents, dtype=torch.bool)

@@ -30,14 +30,15 @@ FILE = "experts.json"
 
 @dataclass(frozen=True)
 class ExpertSet:
-    """Trained experts by name, and the router that joins them.
+    """Trained experts by name, and the router that weights them.
 
     Attributes:
-        ``folder``: where the set is.
+        ``folder``: folder of the set, with its file ``experts.json``.
         ``names``: the experts' names.
-        ``places``: where each of the trained models is.
-        ``router``: says how much each expert counts in a document or an image.
-        ``evidence_file``: for images, file of the network whose answers the router goes by; else none.
+        ``places``: path or name of each expert's trained model.
+        ``router``: computes how much each expert counts in a document or an image.
+        ``evidence_file``: file of the network from whose outputs the router weights experts that make images; None for
+            experts that write texts.
     """
 
     folder: Path
@@ -49,7 +50,7 @@ class ExpertSet:
 
 @dataclass(frozen=True)
 class OpenedExperts:
-    """The models of an :class:`ExpertSet` on a device, whose ids mean the same tokens.
+    """The opened models of an :class:`ExpertSet` on one device; ids mean the same tokens in all of them.
 
     ``files``: contents of the files beside the first model's weights, by name.
     """
@@ -67,12 +68,14 @@ def write_expert_set(
     top: int = 0,
     router: str = "",
 ) -> None:
-    """Write ``experts.json`` into ``folder``: a set of trained experts, each in the subfolder of its name.
+    """Write ``experts.json`` into ``folder``, which makes the folder a set of experts.
 
-    ``names``: names of the experts. ``prior``: weight of each expert before anything is seen; the weights need not add
-    up to 1. ``top``: number of the likeliest experts that are used; 0: all.
+    The expert called ``name`` is in the subfolder ``name``. ``names``: names of the experts. ``prior``: weight of each
+    expert before anything is seen; the weights need not add up to 1. ``top``: number of the likeliest experts that are
+    used; 0: all.
 
-    ``router``: name of the file in ``folder`` that tells clusters of images apart; empty for experts of texts.
+    ``router``: name of the file in ``folder`` with the network that tells clusters of images apart; empty for experts
+    that write texts.
     """
     experts = [{"name": name, "path": name} for name in names]
     values: dict[str, Any] = {"experts": experts, "prior": [*prior], "top": top}
@@ -82,10 +85,10 @@ def write_expert_set(
 
 
 def read_expert_set(where: Where, images: bool = False) -> ExpertSet | None:
-    """Read the set of experts in the folder ``where``; None if it is no folder with such a set.
+    """Read the set of experts in the folder ``where``; return None if the folder has no file ``experts.json``.
 
-    ``images``: whether experts that make images are wanted, else those that write texts. Raises :class:`UsageError` for
-    a file that is no set of such experts.
+    ``images``: whether the caller needs experts that make images, or else experts that write texts. Raises
+    :class:`UsageError` if the file cannot be read, or if its experts are of the other sort.
     """
     folder = Path(str(where))
     file = folder / FILE
@@ -141,7 +144,7 @@ def _fault(names: Sequence[str], prior: Sequence[float], top: int) -> str:
 def open_experts(
     where: Where, device: str, warn: Callable[[str], None], ema: bool = False
 ) -> OpenedExperts | None:
-    """Open the experts of the set ``where``; None if it is no set, but a single model.
+    """Open the experts of the set in the folder ``where``; return None if ``where`` is a single model.
 
     ``device``, ``warn`` and ``ema`` are arguments of :func:`weft.checkpoint.model.open_model`. Raises
     :class:`UsageError` for experts whose ids mean other tokens.
@@ -159,9 +162,10 @@ def open_experts(
 
 
 def refuse_beside_experts(where: Where, options: dict[str, Any]) -> None:
-    """Raise :class:`UsageError` for the first of ``options`` that is given, as a set of experts has no such thing.
+    """Raise :class:`UsageError` if the user gave an option that does not apply to a set of experts.
 
-    ``options``: by the option's name, whether it is given.
+    ``where``: the set, for the message. ``options``: for each such option's name, its value; an empty or false value
+    counts as not given.
     """
     for option, given in options.items():
         if given:

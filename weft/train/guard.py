@@ -63,7 +63,11 @@ class Guard:
     def build(
         self, job: Job, mesh: Mesh, recorder: Recorder, make: Callable[[], Built]
     ) -> Built:
-        """Return the model and its state, which ``make`` builds. ``recorder``: writes the run's records."""
+        """Return the model and its state, which ``make`` builds. A derived guard may return those of the last view
+        instead.
+
+        ``recorder``: writes the run's records.
+        """
         return make()
 
     @contextmanager
@@ -104,7 +108,10 @@ class Guard:
         """Wait until parameters and optimizer state may change. Called before each change."""
 
     def after_step(self) -> None:
-        """Do the guard's work after a step. The state does not change until :meth:`before_update` has returned."""
+        """Do the guard's work after a step, such as copying the state.
+
+        The caller changes the state only after the next :meth:`before_update` has returned.
+        """
 
     @property
     def regroup(self) -> bool:

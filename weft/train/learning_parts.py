@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def check_names(shape: ModelShape, train: Train) -> None:
-    """Refuse patterns of the adapter's targets and of ``train.freeze`` that match nothing or leave nothing to learn.
+    """Raise :class:`UsageError` for a name pattern of ``adapter.targets`` or ``train.freeze`` that matches no
+    parameter.
 
-    Raises :class:`UsageError` that names the pattern.
+    The same error is raised if the patterns leave no parameter to learn. It names the pattern.
     """
     adapter = shape.adapter
     for pattern in adapter.targets if adapter else ():
@@ -73,10 +74,11 @@ def _check_patterns(adapter: Adapter, adapted: Sequence[str]) -> None:
 def adapter_with_tokens(
     adapter: Adapter, shape: ModelShape, pretrained: Pretrained | None
 ) -> Adapter:
-    """Return ``adapter`` with the ids of the tokens whose rows it learns.
+    """Return ``adapter`` with ``adapter.tokens`` as ids: the tokens whose embedding rows the adapter trains.
 
-    ``shape``: the model with its vocabulary; ``pretrained``: the model that it starts from, if any. Raises
-    :class:`UsageError` for rows that the model does not have.
+    ``adapter.tokens = "new"`` stands for all ids by which the vocabulary grows beyond that of ``pretrained``.
+    ``shape``: the model with its vocabulary; ``pretrained``: the model that the run starts from, None if there is none.
+    Raises :class:`UsageError` for ids that the model does not have, and for "new" without new tokens.
     """
     if shape.tied and "lm_head" in adapter.whole:
         raise UsageError(

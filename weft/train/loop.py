@@ -201,7 +201,9 @@ class Loop:
             self.checkpoints.note_best(best)
 
     def look_back(self) -> None:
-        """End the run, and report why, if the validation loss no longer falls, or is low enough."""
+        """End the run, and report why, if the validation loss has stopped falling or is as low as the recipe asks
+        for.
+        """
         if (
             self.begun < self.steps
             and not self.ending

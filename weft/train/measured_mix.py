@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class MeasuredLoader:
-    """Loader of a run whose mixture follows measured losses.
+    """Loader of a run whose mixture of data sources follows losses that are measured during training.
 
     Attributes:
         ``loader``: loader of the samples, in the order of the mixture.
-        ``leg``: the part of the order of samples that is read now, which has one mixture.
-        ``mixture``: the mixture of this part, to which the measured losses are given.
+        ``leg``: the part of the order of samples that is read at present; a part has one mixture.
+        ``mixture``: the mixture of this part, which computes the sources' shares from the measured losses.
         ``recipe``: the run's recipe.
-        ``corpus``: its opened data.
+        ``corpus``: the opened data.
         ``mesh``: this rank's position among the ranks.
         ``built``: the model that is trained, and its state.
         ``recorder``: writes the run's records.
-        ``reference``: the reference model, with whose losses the model's are compared; None without one.
+        ``reference``: reference model, whose losses are subtracted from the model's; None without one.
     """
 
     loader: Loader
@@ -55,16 +55,22 @@ class MeasuredLoader:
 
     @property
     def over(self) -> str:
-        """An empty text, as samples do not end before the run expects it."""
+        """Empty text: this loader never ends the run early, because its samples do not run out."""
         return ""
 
     def is_ready(self, position: int) -> bool:
-        """Return whether nothing has to be measured before the step that starts at sample ``position``."""
+        """Return whether the mixture is decided for the whole step that starts at sample ``position``.
+
+        If not, :meth:`make_ready` must measure losses first.
+        """
         last = position + self.recipe.train.batch - 1
         return bool(self.mixture.knows(position, last))
 
     def make_ready(self, position: int) -> bool:
-        """Measure the losses of the sources, and let the mixture decide by them. Collective; returns True."""
+        """Measure the loss of each source, let the mixture decide its next shares, and record both. Collective.
+
+        ``position``: index of the first sample of the step. Returns True, because the run always goes on.
+        """
         count = len(self.corpus.names)
         if self.mixture.measures == "steps":
             rows = self._rows_of_step(position)

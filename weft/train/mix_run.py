@@ -26,9 +26,9 @@ MIX = "mix"
 def mix_facts(
     corpus: Corpus, recipe: Recipe, begun: int = 0, position: int = 0
 ) -> MixFacts:
-    """Return what a mixture knows of the sources of a run.
+    """Return the facts about a run's data sources from which a mixture computes its shares, such as their sizes.
 
-    ``begun``: step with which the mixture begins; ``position``: number of the first sample of this step.
+    ``begun``: number of the step at which the mixture begins; ``position``: index of the first sample of this step.
     """
     order = corpus.train
     return MixFacts(
@@ -44,10 +44,10 @@ def mix_facts(
 
 
 def with_mix(corpus: Corpus, recipe: Recipe) -> Corpus:
-    """Return ``corpus`` with its training samples mixed as the recipe asks from the first step on.
+    """Return ``corpus`` with its training samples mixed as the recipe asks, from the first step on.
 
-    A line on the mixture is added to the notes. Raises :class:`UsageError` if the sources do not have what the recipe
-    asks for.
+    A line about the mixture is added to the corpus's notes. Raises :class:`WeftError` if a source has nothing to train
+    on, and :class:`UsageError` if a mixture by measured losses does not fit the recipe.
     """
     if len(corpus.names) < len(recipe.data.sources):
         empty = [s.title for s in recipe.data.sources if s.title not in corpus.names]
@@ -97,7 +97,11 @@ def _check_measured(corpus: Corpus, recipe: Recipe) -> None:
 
 
 def mix_line(about: Mapping[str, Any], facts: MixFacts) -> str:
-    """Return the line that says how a run mixes its sources. ``about``: description of the mixture."""
+    """Return a line for the user that names the mixture and the share of each source, at first and at the end.
+
+    ``about``: the mixture as :func:`weft.data.mix_plan.describe_mix` describes it. ``facts``: the sources and the
+    length of the run.
+    """
     mixture, end = mixture_of(about), facts.sample(facts.steps)
     here = facts.position
     first, last = mixture.shares(here, here + 1), mixture.shares(max(0, end - 1), end)
@@ -118,10 +122,10 @@ def _first_leg(about: Mapping[str, Any], sources: int = 0) -> dict[str, Any]:
 
 
 def decisions_of_mix(kept: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what the mixture of the last leg has decided so far, as JSON values that grow with its decisions.
+    """Return the decisions so far of the last leg's mixture: a dict of JSON values that the mixture extends in place.
 
-    None stands for a mixture that measures nothing. ``kept``: what a checkpoint keeps of the mixture; it gets the
-    decisions under "decided".
+    A leg is a part of the sample order with one mixture. Returns None if the last leg's mixture measures nothing.
+    ``kept``: the mixture as a checkpoint keeps it; its key "decided" refers to the returned dict.
     """
     last = kept["legs"][-1]
     if not hasattr(mixture_of(last["plan"]), "bound"):
@@ -153,12 +157,16 @@ def _order(order: Order, kept: dict[str, Any]) -> Order:
 
 
 def kept_mix(corpus: Corpus, kept: Mapping[str, Any]) -> Corpus:
-    """Return ``corpus`` with its training samples in the order of a mixture that a checkpoint has ``kept``."""
+    """Return ``corpus`` with its training samples in the order of the mixture ``kept``, as a checkpoint keeps it."""
     return replace(corpus, train=_order(corpus.train, deepcopy(dict(kept))))
 
 
 def with_decisions(leg: MixLeg, state: dict[str, Any]) -> MixLeg:
-    """Return a leg whose mixture follows measured losses, with its decisions in ``state``, which checkpoints keep."""
+    """Return a copy of ``leg`` whose mixture reads and writes its decisions in ``state``.
+
+    ``leg``: part of the sample order whose mixture follows measured losses. ``state``: result of
+    :func:`decisions_of_mix`, which checkpoints keep.
+    """
     mixture: Any = leg.weighed or getattr(leg.plan, "mixture", None)
     bound = mixture.bound(state)
     if leg.weighed is not None:
@@ -169,9 +177,11 @@ def with_decisions(leg: MixLeg, state: dict[str, Any]) -> MixLeg:
 def recalled_mix(
     kept: Mapping[str, Any], decisions: Sequence[tuple[int, Sequence[float]]]
 ) -> dict[str, Any]:
-    """Return what a checkpoint has ``kept`` of a mixture, with what the mixture has decided since.
+    """Return a copy of the mixture ``kept`` in a checkpoint, with the decisions that were recorded after that
+    checkpoint.
 
-    ``decisions``: pairs of the first sample of a step and the shares that were decided before this step, in order.
+    ``decisions``: pairs of the index of a step's first sample, and the sources' shares that were decided before this
+    step, in order.
     """
     known = deepcopy(dict(kept))
     state = decisions_of_mix(known) if known else None
@@ -184,10 +194,12 @@ def recalled_mix(
 
 
 def resume_mix(corpus: Corpus, meta: Mapping[str, Any], progress: Progress) -> str:
-    """Return the fingerprint of the recipe's documents with the weights that a checkpoint's run began with.
+    """Return the fingerprint of the recipe's data, by which the caller tells whether the data changed since a
+    checkpoint.
 
-    ``meta``: contents of the checkpoint's root file. If the documents are the same, and the checkpoint is of a version
-    that knew fixed weights alone, ``progress`` gets what a checkpoint keeps of these.
+    It is computed with the source weights of the checkpoint's run if that reproduces the checkpoint's fingerprint.
+    ``progress`` then gets these weights as a fixed mixture, unless the checkpoint holds a mixture already. ``meta``:
+    contents of the checkpoint's root file.
     """
     sources = meta.get("recipe", {}).get("data", {}).get("sources", ())
     weights = [source["weight"] for source in sources]
@@ -203,11 +215,11 @@ def resume_mix(corpus: Corpus, meta: Mapping[str, Any], progress: Progress) -> s
 def continued_mix(
     corpus: Corpus, recipe: Recipe, progress: Progress
 ) -> tuple[Corpus, list[str]]:
-    """Return ``corpus`` in the order in which the run has read it so far and will read it on, and lines to print.
+    """Return ``corpus`` in the sample order of a resumed run, and lines to print.
 
-    ``progress``: where the run is. What its loader keeps gets the legs of the order, so that every checkpoint has them.
-    If the recipe asks for another mixture than before, the samples before the present position stay as they were read,
-    and each source goes on after the samples that it has given.
+    Samples before the run's present position keep their order. If the recipe now asks for another mixture, it begins at
+    that position, and each source goes on after the samples that were drawn from it. ``progress``: the run's progress,
+    whose loader state gets the mixture, so that later checkpoints hold it.
     """
     order = corpus.train
     if len(order.streams) < 2:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class ProgressRecorder:
-    """Records of a run in ``metrics.jsonl``, and its display.
+    """Writes a run's records to ``metrics.jsonl``, and shows its progress in the terminal.
 
-    ``recipe``: the recipe, whose trackers get the records. ``folder``: the run's folder; None on ranks other than the
+    ``recipe``: names the trackers that also get the records. ``folder``: the run's folder; None on ranks other than the
     first, which neither write nor print. ``progress``: counts of the run, which the recorder reads. ``steps``: number
-    of steps of the run; ``title``: the first line of the display. ``stack``: closes both.
+    of steps of the run; ``title``: the first line of the display. ``stack``: closes display and records.
     """
 
     def __init__(
@@ -43,9 +43,11 @@ class ProgressRecorder:
         self.log("event", message=text)
 
     def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
-        """Write a record of the kind ``kind`` with ``values`` for ``step``, by default the newest."""
+        """Write a record of the kind ``kind`` with ``values`` for ``step``; None: the last step that ``progress``
+        counts.
+        """
         self._metrics.log(kind, self._progress.step if step is None else step, **values)
 
     def show(self, **values: float | None) -> None:
-        """Show that a step has been taken. ``values``: values by the keys of :data:`weft.observe.display.CELLS`."""
+        """Update the display after a step. ``values``: numbers by the keys of :data:`weft.observe.display.CELLS`."""
         self._display.update(self._progress.step, **values)

@@ -19,10 +19,10 @@ V = TypeVar("V")
 def check_facts(
     checkpoint: StoredCheckpoint, section: str, facts: Mapping[str, Any], other: str
 ) -> None:
-    """Raise :class:`WeftError` if a run of the recipe's ``section`` cannot go on from ``checkpoint``.
+    """Raise :class:`WeftError` if a run of the recipe's ``section`` cannot continue from ``checkpoint``.
 
-    ``facts``: what must be the same as in the checkpoint, by the setting's name, which belongs to ``section`` unless it
-    has a dot. ``other``: what a checkpoint without this section is of.
+    ``facts``: values that must equal those in the checkpoint, by the setting's name; a name without a dot belongs to
+    ``section``. ``other``: words for the kind of run whose checkpoints lack this section, for the message.
     """
     stored = checkpoint.meta.get(section)
     if stored is None:

@@ -107,7 +107,8 @@ LONGEST_WARMUP = 100
 def warmup_steps(settings: Optimizer, steps: int) -> int:
     """Return the number of warm-up steps of a run of ``steps`` steps.
 
-    ``optimizer.warmup`` is a number of steps or a share of the run; without it, a tenth of the steps and at most 100.
+    It follows from ``optimizer.warmup``, a number of steps or a share of the run. If that is not set, it is a tenth of
+    the steps, but at most 100.
     """
     if settings.warmup is None:
         return min(LONGEST_WARMUP, steps // 10)

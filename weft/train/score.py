@@ -118,7 +118,10 @@ def scores(
 
 
 def scores_of(sums: torch.Tensor, texts: Sequence[Text]) -> list[Score]:
-    """Return the score of each text from ``sums``, which are those of :class:`Scorer`."""
+    """Return the score of each text: the log-probability of its continuation, and whether greedy decoding writes it.
+
+    ``sums``: the table ``[texts, 2]`` that a :class:`Scorer` has added up.
+    """
     return [
         Score(p, round(hits) == len(t.following))
         for (p, hits), t in zip(sums.tolist(), texts, strict=True)

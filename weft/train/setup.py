@@ -139,9 +139,10 @@ class Job:
         return loader
 
     def judged(self, values: Mapping[str, float]) -> float | None:
-        """Return the number by which the best checkpoint is found, which is lowest there; None if it is not known.
+        """Return the number by which evaluations are compared to find the best checkpoint; the lowest is best.
 
-        ``values``: results of an evaluation by name, such as the loss on held-out data under "validation".
+        It is the validation loss; None if ``values`` has none. ``values``: results of an evaluation by name, such as
+        the loss on held-out data under "validation".
         """
         return values.get("validation")
 

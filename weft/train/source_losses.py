@@ -23,7 +23,7 @@ from weft.train.step import loss_sum, sum_over_passes
 
 
 class SourceRow(NamedTuple):
-    """A row, and the number of its source."""
+    """A row of tokens, and the index of the data source from which it comes."""
 
     row: Row
     source: int
@@ -31,9 +31,10 @@ class SourceRow(NamedTuple):
 
 @dataclass
 class LossRecorder(TokenObjective):
-    """Takes the place of a loss, and records the loss of every label in ``table``, float64 ``[tokens of all rows]``.
+    """Objective that records the loss of every label instead of training on it.
 
-    The ``advantage`` of a token in the rows holds its index in the table.
+    ``table``: float64 ``[tokens of all rows]``, to which the losses are written. The caller stores each token's index
+    in this table in the rollout field ``advantage`` of the rows.
     """
 
     table: torch.Tensor
@@ -54,10 +55,10 @@ class LossRecorder(TokenObjective):
 def label_losses(
     model: Transformer, mesh: Mesh, recipe: Recipe, rows: Sequence[SourceRow]
 ) -> torch.Tensor:
-    """Return the loss of every label in ``rows``, float64 ``[tokens of all rows]``. Collective.
+    """Compute the loss of every label in ``rows``, float64 ``[tokens of all rows]``. Collective.
 
-    A rank has the losses that it has computed, and 0 for all others and for tokens without a label. All ranks pass the
-    same rows.
+    Each rank's result holds the losses that this rank computed. All other entries are 0, as are those of tokens without
+    a label. All ranks must pass the same rows.
     """
     edges = np.cumsum([0, *(len(each.row.tokens) for each in rows)])
     numbered = []
@@ -87,10 +88,10 @@ def mean_by_source(
     state: State,
     mesh: Mesh,
 ) -> list[float | None]:
-    """Return the mean of ``losses`` over the labels of each source, summed over all ranks. Collective.
+    """Return the mean loss of each source's labels, over the losses that all ranks have computed. Collective.
 
-    ``losses``: a number for each token of the rows on this rank, as :func:`label_losses` returns them. ``sources``:
-    number of sources. A source without a label in these rows has None.
+    ``losses``: a number for each token of ``rows`` on this rank, as :func:`label_losses` returns them. ``sources``:
+    number of sources. The entry of a source without labels in these rows is None.
     """
     owner = np.repeat(
         [each.source for each in rows], [len(each.row.tokens) for each in rows]
@@ -110,9 +111,9 @@ def mean_by_source(
 def losses_by_source(
     model: Transformer, state: State, mesh: Mesh, recipe: Recipe, corpus: Corpus, samples: range
 ) -> dict[str, float | None]:  # fmt: skip
-    """Return the mean loss of the held-out labels of each source, by its name. Collective.
+    """Return the mean validation loss of each data source, by the source's name. Collective.
 
-    ``samples``: numbers of the validation samples to look at. A source without a label among these has None.
+    ``samples``: indices of the validation samples to use. The value of a source without labels in these is None.
     """
     order = corpus.validation
     assert order is not None

@@ -347,10 +347,11 @@ def square_norm(
 def reduced(
     state: State, mesh: Mesh, looked_at: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's gradients by name, summed over all ranks that hold or computed a share of the same parameter.
+    """Return this rank's gradients by parameter name, summed over the ranks that hold or computed a share of a
+    parameter.
 
-    ``looked_at``: whether the caller reads the gradients; if not, their transfer to host or file may still be under
-    way.
+    ``looked_at``: whether the caller reads the gradients at once. If not, gradients that go to the host or to a file
+    may still be on their way.
     """
     grads = state.gradients(
         settled=looked_at or bool(state.copies) or mesh.size(*MODEL_AXES) > 1
@@ -731,9 +732,9 @@ def loss_shares(
 
 
 def own_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """Return the total weight of the labels in ``batches``.
+    """Return this rank's share of the total weight of the labels in ``batches``, so that each label counts once.
 
-    It is 0 on all pipeline stages but the first, so that labels count once.
+    The share is 0 on all pipeline stages but the first.
     """
     return own_number(
         (mesh.rank("pp") == 0) * sum(b.label_weight for b in batches), mesh

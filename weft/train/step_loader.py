@@ -23,7 +23,7 @@ class AskedQuestions(NamedTuple):
 
 
 class RunRecords(Protocol):
-    """Interface of what records and shows a run, as far as loaders need it.
+    """Interface of a recorder to which loaders write records and lines about a run.
 
     ``folder``: the run's folder.
     """
@@ -41,11 +41,13 @@ class RunRecords(Protocol):
 
 
 class StepLoader(Protocol):
-    """Interface of what makes the batches of this rank, step by step."""
+    """Interface of a loader that makes the batches of this rank, step by step."""
 
     @property
     def over(self) -> str:
-        """The cause of a False of :meth:`make_ready`, if it is the end of the samples; else an empty text."""
+        """Reason why there are no further samples, after :meth:`make_ready` returned False for that; else an empty
+        text.
+        """
 
     def is_ready(self, position: int) -> bool:
         """Return whether the samples of the step that starts at sample ``position`` exist already."""

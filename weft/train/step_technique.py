@@ -27,7 +27,8 @@ class StepTechnique:
     instead: ClassVar[str] = ""
 
     def fill(self, context: StepContext, recipe: Recipe) -> PhaseFiller | None:
-        """Return an object with the methods of the technique's phases, or None if nothing is to do on the run's mesh.
+        """Return an object with the methods of the technique's phases; None if the technique has no effect on the run's
+        mesh.
 
         ``context``: the model, state and mesh that the phases work on, and functions that they call.
         """

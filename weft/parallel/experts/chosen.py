@@ -35,14 +35,14 @@ T = torch.Tensor
 
 
 class ChosenExperts(TableUnit):
-    """The experts of a layer, as a unit whose gather brings those that tokens choose.
+    """Unit with the experts of one layer, which gathers only the experts that tokens are routed to.
 
-    The arguments are those of :class:`weft.parallel.units.TableUnit`; the parameters are stacks with a row per expert.
+    The arguments are those of :class:`weft.parallel.units.TableUnit`; each parameter is a stack with a row per expert.
 
     Attributes:
-        ``counts``: experts that passes have used: "used", those of them that were there when the router had chosen
-            ("hits"), and experts that were read but not used ("idle").
-        ``waited``: seconds that computation has waited for reads and exchanges.
+        ``counts``: numbers of experts that passes have used ("used"), that were in memory already when the router had
+            chosen them ("hits"), and that were read but not used ("idle").
+        ``waited``: seconds for which computation has waited for reads and exchanges.
     """
 
     def __init__(
@@ -76,8 +76,9 @@ class ChosenExperts(TableUnit):
         return whole_pages(-(-row // max(1, -(-row // PIECE))))
 
     def keep(self, updated: bool) -> None:
-        """Keep what the next gather brings, or everything for an update. The argument is that of
-        :meth:`TableUnit.keep`.
+        """Keep the experts that the next gather reads in memory; with ``updated``, all experts, until the update.
+
+        The argument is that of :meth:`TableUnit.keep`.
         """
         self.every = updated
         if updated or (self.group is not None and self.group.whole):
@@ -93,13 +94,17 @@ class ChosenExperts(TableUnit):
 
     @property
     def group(self) -> RestingGroup | None:
-        """Where this rank's rows rest; None if the rank has no row."""
+        """Group of tensors, in the host's memory or in a file, that holds this rank's rows; None if the rank has no
+        rows.
+        """
         group = self.tiers.groups.get(self, {}).get("weights")
         return cast("RestingGroup | None", group)
 
     def prefetched(self) -> Sequence[str]:
-        """Begin to read this rank's rows of the experts that the next gather will probably need: those that forward has
-        used, or without any those of the last step, the most used first.
+        """Start to read this rank's rows of the experts that the next gather will probably need, the most used first.
+
+        These are the experts that this step has used, or, if there are none, those of the last step. Returns an empty
+        sequence: no tensors are fetched whole.
         """
         known = self.used or self.before
         self.probable = sorted(known, key=lambda e: (-known[e], e))
@@ -109,7 +114,10 @@ class ChosenExperts(TableUnit):
         return ()
 
     def gather(self, values: Callable[[Held], T] = OWN) -> None:
-        """Gather all experts. Collective. ``values``: as in :meth:`TableUnit.gather`."""
+        """Gather all experts, whether tokens choose them or not. Collective.
+
+        ``values``: function from a parameter to the values of this rank's rows, as in :meth:`TableUnit.gather`.
+        """
         if not self.live:
             self._let_go()
             self.guessed = set()
@@ -169,7 +177,10 @@ class ChosenExperts(TableUnit):
         self.waited += perf_counter() - begun
 
     def release(self, drop: bool) -> None:
-        """Forget the experts that were gathered. The arguments are those of :meth:`TableUnit.release`."""
+        """Free the gathered experts, and count those that were read but not used.
+
+        ``drop``: whether the memory of the whole parameters is freed too, as in :meth:`TableUnit.release`.
+        """
         if self.live and self.here:
             self._land()
             self.counts["idle"] += len(self.guessed - self.used.keys())
@@ -263,9 +274,11 @@ class ChosenExperts(TableUnit):
 def listen_to_routers(
     model: Transformer, tiers: OnDevice, units: Sequence[TableUnit]
 ) -> None:
-    """Let every unit of chosen experts among ``units`` bring what tokens choose, before the experts compute.
+    """Connect each layer's router to its unit among ``units``, which then gathers the chosen experts before they
+    compute.
 
-    ``tiers``: where the experts rest; their summary then says how many experts were used, foreseen and waited for.
+    ``tiers``: the places where the experts rest; their summary then says how many experts were used, foreseen and
+    waited for.
     """
     chosen = [unit for unit in units if isinstance(unit, ChosenExperts)]
     for unit in chosen:
@@ -280,7 +293,10 @@ def _choose(unit: ChosenExperts, module: object, given: tuple[T, ...]) -> None:
 
 
 def prefetch_report(units: Sequence[ChosenExperts]) -> str:
-    """Return a line of text about the experts that passes have used, foreseen and waited for; "" without any."""
+    """Return a line about the experts of ``units``: how many passes used, how many of these were read early, and waits.
+
+    The line is empty if no expert was used.
+    """
     counts = sum((unit.counts for unit in units), Counter[str]())
     if not counts["used"]:
         return ""

@@ -122,7 +122,7 @@ class Copies:
         self.order = order
 
     def replan(self) -> None:
-        """Plan the copies again, with the present loads and owners of experts."""
+        """Plan again which ranks hold copies of which experts, from the present loads and owners of experts."""
         self._plan = planner().submit(self._planned, self.running, self.order)
 
     def _cost_of_move(self) -> float:

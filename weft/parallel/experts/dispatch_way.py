@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 
 class DecodePass(Protocol):
-    """Interface of what computes, on every rank that generates, the layers of steps in which texts get a token each.
+    """Interface of the layers' computation in decode steps, in which each text gets one token, on several ranks.
 
-    The ranks cache the keys and values of all tokens, each rank for itself. Where a token is computed in a layer is up
-    to the pass.
+    Every rank that generates caches the keys and values of all tokens. The implementation decides which rank computes a
+    token in a layer.
     """
 
     def takes(self, spans: Sequence[Span]) -> bool:
-        """Return whether the pass computes the new tokens ``spans`` of a step, all of them without adapters."""
+        """Return whether :meth:`run` can compute a step whose new tokens are ``spans``; none of these uses an
+        adapter.
+        """
 
     def run(self, row: Tensor, spans: Sequence[Span]) -> Tensor:
         """Compute the layers for the tokens of a step, and cache their keys and values on all ranks. Collective.
@@ -42,7 +44,7 @@ class DispatchWay:
     ``by_node``: whether the dispatcher treats ranks of the same node differently. ``weft verify --random`` then tries
     it only in layouts that state their nodes. ``copies``: whether ranks may lend each other the weights of their
     experts. ``unequal``: whether ranks may have different numbers of tokens in a pass, as they have in generation.
-    ``whole_context``: whether ranks that generate cache all tokens each (:meth:`decode_pass`).
+    ``whole_context``: whether each rank that generates caches the tokens of all ranks (:meth:`decode_pass`).
     """
 
     by_node: ClassVar[bool] = False
@@ -51,15 +53,15 @@ class DispatchWay:
     whole_context: ClassVar[bool] = False
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
-        """Return the dispatcher that brings tokens to the experts on ``ranks``, and results back."""
+        """Return the dispatcher that sends tokens to the experts on ``ranks``, and the experts' results back."""
         raise NotImplementedError
 
     def decode_pass(
         self, model: Transformer, pages: Sequence[Pages]
     ) -> DecodePass | None:
-        """Return what computes the decode steps of ``model``, if every rank is to cache the tokens of all ranks.
+        """Return the object that computes the decode steps of ``model``, if every rank caches the tokens of all ranks.
 
-        ``pages``: this rank's cache of each layer. None: the ranks share the tokens of the cache, and each computes its
-        own.
+        ``pages``: this rank's cache of each layer. Returns None if the ranks divide the cached tokens among them, and
+        each rank computes its own tokens.
         """
         return None

@@ -47,7 +47,10 @@ def place_by_programs(
     most_load: float = 1.05,
     starts: int = 12,
 ) -> ProgrammedPlacement:
-    """Assign equally many experts to each rank, with loads near the most equal ones and few tokens that move.
+    """Assign the experts of each layer to ranks by integer programs: nearly equal loads, and few tokens that change
+    rank.
+
+    Each rank gets equally many experts of a layer.
 
     Args:
         ``steps``: counts of transitions between experts of adjacent layers
@@ -99,11 +102,13 @@ def place_by_programs(
 def best_path(
     steps: Sequence[np.ndarray], groups: Sequence[Sequence[np.ndarray]], ranks: int
 ) -> Owners:
-    """Choose for each layer one of several groupings of its experts, and the rank of each group, so that most stays.
+    """Choose a grouping of the experts of each layer, and a rank for each group, such that most transitions stay on a
+    rank.
 
-    ``groups``: for each layer the groupings to choose from: the group of each expert. Only adjacent layers matter to
-    each other, so that the best ranks of a layer's groups follow from those of the layer before, whatever these are,
-    and the best choice is found layer by layer. Returns the rank of every expert, for each layer.
+    Returns the rank of every expert, for each layer. ``steps``: counts of tokens' transitions between experts of
+    adjacent layers. ``groups``: for each layer the groupings to choose from; a grouping is the group of each expert,
+    ``[experts]``. ``ranks``: number of ranks, and of groups. The choice is optimal, by dynamic programming over the
+    layers.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -143,9 +148,10 @@ def _grouping_count(experts: int, ranks: int) -> int:
 
 
 def all_groupings(load: np.ndarray, ranks: int, limit: float) -> list[np.ndarray]:
-    """Return all divisions of a layer's experts in equal groups with at most the load ``limit`` each.
+    """Return all divisions of a layer's experts into ``ranks`` groups of equal size, each with a load of at most
+    ``limit``.
 
-    Each is the group of every expert, ``[experts]``. ``load``: number of tokens routed to each expert.
+    A division is the group of every expert, ``[experts]``. ``load``: number of tokens routed to each expert.
     """
     experts, each = len(load), len(load) // ranks
     groupings = [np.zeros(0, int)]
@@ -198,9 +204,10 @@ def balanced_owners(load: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def best_owner(gain: np.ndarray, load: np.ndarray, limit: float) -> np.ndarray | None:
-    """Return the rank of each expert of a layer with the largest sum of ``gain``; None if no assignment is allowed.
+    """Return the assignment of a layer's experts to ranks with the largest sum of ``gain``, as the rank of each expert.
 
-    ``gain``: ``[experts, ranks]``; ``load``: number of tokens routed to each expert; ``limit``: most load of a rank.
+    Returns None if no assignment keeps the limit. ``gain``: value of having an expert on a rank, ``[experts, ranks]``;
+    ``load``: number of tokens routed to each expert; ``limit``: largest load of a rank, in tokens.
     """
     experts, ranks = gain.shape
     scale = float(max(load.sum(), 1)) / ranks

@@ -38,7 +38,7 @@ class UpdateRule:
         ``for_stacks``: whether a rule for matrices also updates stacks of matrices, such as experts' weights.
         ``elementwise``: whether the update of an element needs only that element's gradient and state, so that
             ranks need not communicate.
-        ``stays``: whether an element whose gradient is 0 stays as it is, but for weight decay.
+        ``stays``: whether an element whose gradient is 0 keeps its value, apart from weight decay.
         ``kept``: about how many elements of optimizer state the rule keeps per element of a parameter.
         ``shaping``: names of settings that change the shapes of the state, so that a run cannot resume with other
             values of them.
