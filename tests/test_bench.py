@@ -24,6 +24,7 @@ def figures_of(name: str, folder: Path, *words: str, timeout: float = 300) -> An
     return json.loads(path.read_text())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     sorted(path.stem for path in [*BENCH.glob("*.py"), *BENCH.glob("planner/*.py")]),

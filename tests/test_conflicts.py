@@ -299,6 +299,7 @@ def test_every_entry_has_a_smallest_layout() -> None:
     assert sorted(rule.name for rule in every_rule()) == sorted(SMALLEST)
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("name", [name for name in SMALLEST if name != GENERATION])
 def test_refused_by_everything_with_the_same_reason(
     command: Command, tiny: str, name: str

@@ -298,6 +298,7 @@ def own(corpus: str, **change: Any) -> dict[str, Any]:
     return tree
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world", "change"), [
     (2, {"layout__shard": 2}), (4, {"layout__dp": 2, "layout__shard": 2, "layout__zero": 3}),
     (2, {"layout__dp": 2, "train__micro_batch": 1}), (2, {"layout__shard": 2, "memory__weights": "host"}),

@@ -233,6 +233,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_carries_config_and_sampling_defaults_to_its_export(

@@ -125,6 +125,7 @@ def test_deepspeed_universal(tmp_path: Path, flat: bool) -> None:
     same(open_foreign(tmp_path), weights, moments)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "tied", "qwen3"])
 def test_torchtitan(tmp_path: Path, name: str) -> None:
     shape = SHAPES[name]
@@ -156,6 +157,7 @@ def sharded(folder: str, tensors: dict[str, torch.Tensor]) -> None:
     dcp.save({"model": cut}, checkpoint_id=folder)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 def test_dcp_of_several_ranks(pool: Any, tmp_path: Path) -> None:
     from weft.shapes.foreign_names import hf_name
@@ -168,6 +170,7 @@ def test_dcp_of_several_ranks(pool: Any, tmp_path: Path) -> None:
     same(found, weights)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_there_and_back(tmp_path: Path, name: str) -> None:
     """Hugging Face, then Weft, then DCP, then Weft again with moments, then Hugging Face: always the same bytes."""
@@ -283,6 +286,7 @@ def test_gguf_files_that_are_cut_short_are_named(tmp_path: Path) -> None:
         assert "\n" not in str(refused.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("source", ["titan", "megatron", "deepspeed", "gguf"])
 def test_logits_equal_transformers(tmp_path: Path, source: str) -> None:
     transformers = pytest.importorskip("transformers")

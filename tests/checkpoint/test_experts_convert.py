@@ -16,6 +16,7 @@ from weft.errors import WeftError
 transformers = pytest.importorskip("transformers")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["mixtral", "qwen2 moe", "deepseek v3"])
 def test_a_trip_through_weft_and_dcp_changes_no_bit(name: str, tmp_path: Path) -> None:
     reference = theirs(name, tmp_path / "hf")

@@ -191,6 +191,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "exhaustive"),
@@ -273,6 +274,7 @@ class Journal:
             yield
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_power_failures(root: Path, seed: int) -> None:
     """Whatever unsynced data and names a power failure leaves, in whatever order they had reached the disk."""

@@ -96,6 +96,7 @@ def test_mistakes_cost_one_line_without_credentials(
     )
 
 
+@pytest.mark.soak
 def test_each_level_has_its_own_cadence(pool: Any, corpus: str, tmp_path: Path) -> None:
     run, far = tmp_path / "run", tmp_path / "far"
     levels = (

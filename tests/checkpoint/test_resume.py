@@ -235,6 +235,7 @@ OTHER: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_every_field_of_the_model_is_compared(
     pool: Any, corpus: str, whole_run: Path, tmp_path: Path
@@ -453,6 +454,7 @@ def unwritable(values: dict[str, Any], out: str) -> str:
     return ""
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_full_disk_stops_all_ranks_and_keeps_the_last_checkpoint(
     pool: Any, corpus: str, whole_run: Path, tmp_path: Path

@@ -178,6 +178,7 @@ def test_what_cannot_be_is_one_line(
 
 
 # tests/generate/test_leader.py has them all, in ranks that are there already
+@pytest.mark.soak
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp=2,ep=2", "tp=2", "pp=2"])

@@ -45,6 +45,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 # --- the contract, of every storage ---
 
 
+@pytest.mark.sampled(2)
 def test_what_is_written_is_read_whole_and_in_parts(storage: Storage) -> None:
     assert storage.write("data/a", [b"head", memoryview(BIG), b"tail"]) == len(BIG) + 8
     whole = b"head" + BIG + b"tail"
@@ -74,6 +75,7 @@ class Reused:
             yield memoryview(memory)[: len(piece)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [10_000, len(BIG)])
 def test_chunks_may_change_when_the_next_is_asked_for(
     storage: Storage, size: int
@@ -132,6 +134,7 @@ def test_nothing_is_overwritten(storage: Storage) -> None:
     assert storage.read("small") == b"first" and storage.read("large") == BIG
 
 
+@pytest.mark.sampled(1)
 def test_of_many_that_create_one_wins(storage: Storage) -> None:
     for turn in range(3):
         start = threading.Barrier(16)
@@ -382,6 +385,7 @@ def behind(bucket: str, patience: float = 20, timeout: float = 20) -> S3Storage:
 FAULTS = ["500", "503", "drop", "lost", "torn", "slow"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", FAULTS)
 def test_every_request_may_fail_once(proxy: Proxy, bucket: str, what: str) -> None:
@@ -424,6 +428,7 @@ def test_a_request_that_hangs_is_repeated(proxy: Proxy, bucket: str) -> None:
     assert store.read("root") == b"mine"
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_server_that_stays_away_is_given_up_on(
     proxy: Proxy, bucket: str, saver: Saver

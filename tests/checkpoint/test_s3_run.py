@@ -119,6 +119,7 @@ def test_without_credentials_nothing_starts(
     assert "EXPIREDSECRET" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["warn", "stop"])
 def test_credentials_that_expire(

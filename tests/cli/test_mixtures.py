@@ -37,6 +37,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["mixtral", "deepseek v3", *SLOW])
 def test_generate_continues_as_transformers_does(
     command: Command, name: str, tmp_path: Path

@@ -247,6 +247,7 @@ def test_a_model_by_name_is_the_same_for_every_command(
     assert seen[-1].count(301) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("words", "said"), [
     (["--prompt-file", "bad.json"], "the conversation is not JSON"),
     (["--prompt-file", "none.json"], "has no messages; give a list of objects"),

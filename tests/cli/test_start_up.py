@@ -29,6 +29,7 @@ finally:
 """
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("words", "code"), [
     (["--help"], 0),
     (["train", "--help"], 0),

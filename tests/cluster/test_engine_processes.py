@@ -98,6 +98,7 @@ def test_limits_of_latency_let_roles_follow_the_load(tmp_path: Path) -> None:
     assert _role_watch(ClusterSettings(engines=2)) is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow(6)
 def test_a_killed_process_is_started_again_and_its_answers_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -156,6 +156,7 @@ def test_frozen_is_noticed_within_two_seconds_and_joins_anew() -> None:
         until(lambda: all(engine.empty() for engine in cluster.engines))
 
 
+@pytest.mark.soak
 def test_an_engine_whose_rank_is_stopped_says_so_and_joins_anew_with_it() -> None:
     request = asked([5, 6, 7], 60)
     plain = alone(request)[0].written
@@ -233,6 +234,7 @@ def test_who_may_not_join_is_told_why() -> None:
         assert [*cluster.router.links] == ["e0"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("nonsense", [
     {"kind": "tokens"},
     {"kind": "tokens", "tokens": [[0]], "begun": [], "failures": []},

@@ -86,6 +86,7 @@ def test_an_answer_that_ended_meanwhile_is_handed_over_whole() -> None:
         assert events[-1].finished == "length" and not kept.keys
 
 
+@pytest.mark.soak
 def test_only_who_asks_the_same_with_the_same_key_gets_it() -> None:
     request = asked([1, 2], 300, Sampling(1.0, seed=1))
     key = kept_key("k", request)

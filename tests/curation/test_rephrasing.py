@@ -212,6 +212,7 @@ def test_what_a_text_depends_on_decides_whether_it_is_written_again(
     assert asked(styles=("poem",), prompts={"poem": "A sonnet: {text}"}) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_text_does_not_depend_on_what_is_written_beside_it(
     model: str, tmp_path: Path, temperature: float

@@ -59,6 +59,7 @@ def read(path: Path) -> PictureSet:
     return read_pictures(place) if still else read_clips(place, ClipForm(frames=2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

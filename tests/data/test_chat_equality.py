@@ -76,7 +76,7 @@ def under(values: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
     return values | {"layout": layout}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_equal_to_one_device(
     pool: Any, values: dict[str, Any], layout: dict[str, Any]

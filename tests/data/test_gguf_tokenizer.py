@@ -117,6 +117,7 @@ def through_weft(file: Path, folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder / "hf")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_byte_pairs_go_through_unchanged(tmp_path: Path, kind: str) -> None:
     original = byte_level(*KINDS[kind])

@@ -76,6 +76,7 @@ def reference(source: Source, cache: Path) -> dict[str, bytes]:
         return opened(source, cache)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["jsonl", "text", "parquet"])
 def test_pieces_give_the_files_of_one_pass(
     tmp_path: Path, kind: str, in_pieces: None
@@ -323,6 +324,7 @@ def test_progress_names_files_rate_and_rest(
     assert capsys.readouterr().err.startswith("weft: data source x: tokenized 20 of")
 
 
+@pytest.mark.soak
 @pytest.mark.slow(4)
 def test_processes_read_from_places_of_plugins(
     tmp_path: Path, in_pieces: None, monkeypatch: pytest.MonkeyPatch

@@ -118,6 +118,7 @@ def split_over_ranks(word: str, ranks: int) -> list[SplitAnswer]:
     return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("word", "ranks"), [("exact", 1), ("exact", 2), ("pipefusion:age=0", 2)])  # fmt: skip
 def test_guidance_over_two_groups_is_that_of_one_device(
     pool: Any, word: str, ranks: int

@@ -108,6 +108,7 @@ def over_ranks(words: list[str], shape: SamplingShape) -> list[tuple[Any, Sampli
     return [(x, runs[0]) for x, runs in (sampled(w, shape, threads=False) for w in words)]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "ranks",
     [
@@ -146,6 +147,7 @@ def collected(ranks: int, units: int = TOKENS) -> int:
     return BATCH * units * VALUES * DOUBLE * (ranks - 1) // ranks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_keys_travel_as_the_formulas_say(ranks: int) -> None:
     keys = BATCH * 2 * WIDTH * DOUBLE  # of a token, in a layer

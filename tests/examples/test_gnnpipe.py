@@ -141,7 +141,7 @@ def compare(got: list[Any], wanted: list[Any], tolerance: float | None) -> None:
             )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "layers"), [(1, 3), (2, 2), (2, 5), (4, 4), (4, 6)])
 def test_one_chunk_is_full_graph_training(
     pool: ProcessPool, ranks: int, layers: int
@@ -155,7 +155,7 @@ def test_one_chunk_is_full_graph_training(
     compare(merged(pool.run(ranks, train, 1, ranks, layers, 3)), wanted, 1e-10)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("chunks", [2, 3, 8])
 def test_chunks_equal_the_replay_to_the_last_bit(
@@ -171,7 +171,7 @@ def test_chunks_equal_the_replay_to_the_last_bit(
     assert sum(sent for _, sent in parts) == epochs * volume
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("chunks", [2, 3, 8])
 def test_the_stale_rule_is_what_autograd_makes_of_it(
@@ -275,6 +275,7 @@ def learn(chunks: int) -> tuple[float, float]:
     return pipeline.accuracy(), right.double().mean().item()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_it_learns_as_well_as_full_graph_training(pool: ProcessPool) -> None:
     # In a worker, which has one thread: two would wait for each other on a busy machine.

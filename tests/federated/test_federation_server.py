@@ -55,6 +55,7 @@ def test_a_round_is_the_weighted_mean_and_everybody_gets_the_last_model(
     assert all(isinstance(event, FederationEvent) for event in read_events(tmp_path))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("facts", "word"),
     [
@@ -231,6 +232,7 @@ def test_an_update_sent_while_the_link_is_cut_arrives_once(tmp_path: Path) -> No
         assert float(ending(a).parameters["b"][0]) == 3.0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("word", ["topk:0.25", "int8", "randk:0.5", "powersgd:1"])
 def test_compressed_updates_arrive_late_and_whole(tmp_path: Path, word: str) -> None:
     """What a message leaves out comes later: the model moves by nearly all that clients have sent."""

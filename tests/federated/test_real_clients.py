@@ -6,13 +6,13 @@ import json
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.started import Started
 from weft.checkpoint.address import open_storage
 from weft.checkpoint.run_state import load_state
 from weft.checkpoint.store import candidates, open_checkpoint
@@ -68,14 +68,13 @@ class Federation:
         self.recipe = folder / "server.toml"
         self.recipe.write_text(write_toml(recipe))
         self.run = folder / "server"
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Started] = {}
 
-    def start(self, name: str, *words: object) -> subprocess.Popen[bytes]:
-        said = (self.folder / f"{name}.log").open("ab")
-        line = [sys.executable, "-m", "weft", *map(str, words)]
-        self.processes[name] = subprocess.Popen(
-            line, stdout=said, stderr=subprocess.STDOUT
-        )
+    def start(self, name: str, *words: object) -> Started:
+        with (self.folder / f"{name}.log").open("ab") as said:
+            self.processes[name] = Started(
+                *words, stdout=said, stderr=subprocess.STDOUT
+            )
         return self.processes[name]
 
     def serve(self, *words: object) -> None:

@@ -76,7 +76,7 @@ def adapters(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "setting", ["chunks of 5", "exact fill", "two at once", "small"]
 )

@@ -92,6 +92,7 @@ def test_beams_that_hold_everything_find_the_best_of_all_texts(
     assert not engine.scheduler.pool.owners
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_one_beam_is_greedy_and_beams_do_not_depend_on_the_batch(setting: str) -> None:
     """Beside other requests, preempted, in chunks, of few requests at a time."""

@@ -261,6 +261,7 @@ def test_the_commands_that_serve_open_a_reward_model(judge: Path) -> None:
         open_engine(EngineOptions(**plain | {"host_cache": 1}), "cpu", "judge", print)
 
 
+@pytest.mark.soak
 @pytest.mark.slow(3)
 def test_a_served_reward_model_gives_the_same_rewards(
     judge: Path, writer: Path, tmp_path: Path

@@ -13,6 +13,7 @@ from weft.layout.layout import Layout
 ALL = (*LAYOUTS, *OF_EXPERTS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [1, 4, 5])
 def test_tokens_are_those_of_each_request_alone(seed: int) -> None:
     counts = run_world(seed)

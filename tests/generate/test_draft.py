@@ -65,6 +65,7 @@ def rows(seed: int, count: int = 2) -> list[torch.Tensor]:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 def test_the_enumerated_distribution_is_that_without_guesses(how: Sampling) -> None:
     """Over all guesses and all numbers: where the first one is accepted, and what the second one then draws."""
@@ -130,6 +131,7 @@ def follow(token: int) -> torch.Tensor:
     return torch.tensor([(3 * token + i) % 5 != 0 for i in range(16)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "count", [1_500, pytest.param(200_000, marks=pytest.mark.soak)]
@@ -170,6 +172,7 @@ def test_samples_have_the_distribution_of_the_model(how: Sampling, count: int) -
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ahead", "layer"), [(0, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("mixer", ["softmax", "hybrid"])
 def test_greedy_tokens_are_those_without_a_small_model(
@@ -197,6 +200,7 @@ def test_greedy_tokens_are_those_without_a_small_model(
             assert bool(drafter.ready) == bool(ahead)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_drawn_tokens_of_requests_do_not_depend_on_what_was_made_ahead() -> None:
     model = build("softmax", torch.float64)
@@ -233,6 +237,7 @@ def test_the_engine_draws_with_a_small_model_as_without() -> None:
     assert chi2_contingency(observed).pvalue > 1e-3
 
 
+@pytest.mark.soak
 def test_branches_of_an_early_layer_that_is_right_are_always_ready() -> None:
     """Where the layers behind the first add nothing, that layer names every outcome; a small model does not."""
     model, twin = (build("softmax", torch.float64) for _ in range(2))
@@ -250,6 +255,7 @@ def test_branches_of_an_early_layer_that_is_right_are_always_ready() -> None:
     assert counts[1][0] == counts[1][1] > counts[0][1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layer", [0, 1])
 def test_requests_with_the_same_text_have_guesses_of_their_own(layer: int) -> None:
     """Drawn with other seeds and settings, two of them forked from one prompt: each as it is alone."""

@@ -79,6 +79,7 @@ def test_masks_are_those_of_the_language_also_of_a_copy(
     assert all(allowed(other) == following for other, following in left)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", [
     GREEDY, Sampling(1.3, 40, 0.9, 0.01, 1.2, 0.5, 0.2, {65: 3.0}, 7), Sampling(seed=3),
 ], ids=["greedy", "all", "plain"])  # fmt: skip

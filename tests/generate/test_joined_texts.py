@@ -74,6 +74,7 @@ def reference(model: Transformer, ids: Sequence[int], mask: T, apart: T) -> T:
         )[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [3, 16])
 @pytest.mark.parametrize("kind", ["softmax", "experts"])
 def test_workers_see_each_other_as_an_explicit_mask_says(kind: str, size: int) -> None:
@@ -236,7 +237,7 @@ def all_pieces(logits: Sequence[tuple[Generation, int, T]]) -> list[Generation]:
     return list(dict.fromkeys(piece for piece, _, _ in logits))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"size": 3}, {"tokens": 220, "size": 4}, {"budget": 5, "size": 4}],

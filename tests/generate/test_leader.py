@@ -140,6 +140,7 @@ def answers_of_one(mixer: str, dtype: str) -> list[Any]:
     return found
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mixer", "layout"), [
@@ -336,6 +337,7 @@ def abandoned(layout: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["tp=2", "tp=2,sum=direct", "cp=2", "pp=2"])
 def test_who_is_gone_is_named(pool: Any, layout: str) -> None:
     said, _ = pool.run(2, abandoned, layout)

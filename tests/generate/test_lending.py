@@ -132,7 +132,7 @@ class FragileLender(LocalLender):
         return super().ask(layer, queries, q, window)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", KINDS)

@@ -87,7 +87,7 @@ def count_preempted(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
     return seen
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(
     "mixer", ["softmax", "windows", "experts", "latent", "retention", "hybrid"]
@@ -118,6 +118,7 @@ def test_tokens_are_those_of_each_request_alone(
     assert not pool.owners and pool.free == pool.blocks
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "setting", ["chunks of 5", "a cache that is too small", "two at once"]
 )

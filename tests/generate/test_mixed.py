@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("adapters"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(240))
 def test_whatever_happens_beside_it(seed: int, folder: str) -> None:
     """Joining, siblings, adapters, guesses, small caches, cancels, moves to another engine, and a beam search."""

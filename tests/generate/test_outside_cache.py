@@ -66,7 +66,7 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind", ["softmax", "windows", "experts", "latent", "retention", "hybrid"]
 )

@@ -77,6 +77,7 @@ def logits(model: Transformer) -> torch.Tensor:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_are_those_of_experts_in_memory_to_the_last_bit(
     name: str, tmp_path: Path
@@ -361,6 +362,7 @@ def test_models_without_experts_are_told(tmp_path: Path) -> None:
         parallelize(ModelShape(**SMALL), Mesh.single(), Train(), lift=lift)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_every_rank_of_a_long_prompt_has_its_own(
     tmp_path: Path, launched: Command

@@ -53,6 +53,7 @@ def test_numbers_are_uniform_independent_and_the_same_for_ever() -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [
     {}, {"drafter": Lookup(least=1), "size": 4}, {"tokens": 96, "size": 4, "budget": 9},
 ], ids=["plain", "guesses", "a small cache"])  # fmt: skip

@@ -678,7 +678,7 @@ def caught(property_: int, kind: type[Scheduler]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("property_", "kind"), [
     (1, Forgetful), (2, Greedy), (2, Crowded), (3, Unowned), (3, Leaking), (4, Writing),
     (5, Gullible), (5, Overshooting), (5, Idle),

@@ -56,7 +56,7 @@ class Oracle(Drafter):
         return ([*faulty, *[0] * length])[:length]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize(
@@ -159,6 +159,7 @@ def written(
     return texts, steps
 
 
+@pytest.mark.soak
 def test_texts_that_repeat_themselves_or_others_take_fewer_passes() -> None:
     """A random model soon repeats itself; and the second of two equal requests finds all in the first one's text."""
     prompts, new = [PROMPTS[1], PROMPTS[1]], 120

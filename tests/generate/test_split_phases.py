@@ -101,7 +101,7 @@ class Split:
         self.engine.close()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_each_request_alone(kind: str, seed: int) -> None:

@@ -125,6 +125,7 @@ def test_a_token_moves_once_for_a_layer_whose_expert_is_elsewhere(pool: Any) -> 
     assert f"{moved / count / layers:.2f} rows per layer" in line
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [
     {}, {"shared_experts": 1, "shared_mix": "gate"}, {"router_early": True}, {"experts": 2}, {"first_dense": 0},

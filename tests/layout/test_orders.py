@@ -89,7 +89,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 SHARED = {"shard": 2, "cp": 2, "order": "cp shard"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
     [

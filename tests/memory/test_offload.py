@@ -29,7 +29,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [
     {"layout": {"shard": 1}, "memory": ALL},
     {"layout": {"shard": 2, "tp": 2}, "memory": ALL, "micro_batch": 1},

@@ -84,6 +84,7 @@ RARE = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["dense", "mixtral", *RARE])
 def test_any_window_computes_what_the_resident_model_does(
     kind: str, tmp_path: Path

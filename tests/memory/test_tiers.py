@@ -398,6 +398,7 @@ def run(
     return results + stepper.finish(), state
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("change", [
     {"train__dtype": "float32", "train__micro_batch": 1},
     {"optimizer__kind": "muon", "optimizer__ema": 0.9, "optimizer__clip": 0.1, "train__micro_batch": 2},

@@ -73,7 +73,7 @@ def name(case: Case) -> str:
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "case",
@@ -90,6 +90,7 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case, kind: str) -> N
     assert found.ok, found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(shard=2, cp=2, tp=2)], ids=str)
 def test_types(corpus: str, kind: str, layout: Layout) -> None:
@@ -215,7 +216,7 @@ def test_frozen_by_pattern(pool: Any, corpus: str) -> None:
         )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"pp": 2}], ids=str)
 def test_frozen_weights_are_held_in_bfloat16(

@@ -118,6 +118,7 @@ def test_documents_of_one_length_are_one_batch(
     check([length] * count, rows, *heads, 8, torch.float64)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lengths", [[512], [127, 517, 1], [601, 601], [1030]], ids=str)
 def test_long_documents_that_are_cut_into_squares_and_rectangles(
     lengths: list[int],
@@ -141,6 +142,7 @@ def test_windows(lengths: list[int], rows: int, window: int) -> None:
     check(lengths, rows, 4, 2, 6, torch.float64, window)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("layout", "settings"), CASES)
 def test_a_layout_trains_as_one_device_does(
     pool: ProcessPool, pictures: str, layout: dict[str, Any], settings: dict[str, Any]

@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [
     {"layout": "tp=2,shard=2", "model": "v3"},
     {"layout": "cp=2", "model": "wide values", "recompute": "selective"},
@@ -73,6 +73,7 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "more", [V2, V3, WIDE, V3 | {"adapter": {"rank": 2, "kind": "dora"}}], ids=str
 )

@@ -143,7 +143,7 @@ def test_all_forms_are_the_recurrence(cu: list[int], mixer: str, size: int) -> N
 STATE = HEADS * DIM * DIM * 8  # bytes, float64
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scan", ["gather", "pass"])
 @pytest.mark.parametrize("context", ["ring", "zigzag", "ulysses"])
 @pytest.mark.parametrize(

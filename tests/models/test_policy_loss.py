@@ -106,6 +106,7 @@ def step(settings: PolicyLoss, values: Any, room: int, rows: int) -> dict[str, A
     return {"loss": loss, **grads, **objective.figures.take(mesh)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_packing_and_microbatches_change_nothing(corpus: str, name: str) -> None:
     settings, values = PolicyLoss(**VARIANTS[name]), recipe(corpus)
@@ -164,7 +165,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "name"), CASES, ids=str)
 def test_equal_to_one_device(
     pool: Any, corpus: str, layout: dict[str, Any], name: str

@@ -49,7 +49,7 @@ def limits(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_group_waits_longer_than_the_default_one(
     pool: Any, corpus: str, layout: str
@@ -168,6 +168,7 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.soak
 @pytest.mark.slow(30)
 @pytest.mark.parametrize(
     ("layout", "victim"),

@@ -238,6 +238,7 @@ def connection() -> tuple[SealedConnection, SealedConnection]:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["never", "in a head", "in a payload", "drop by drop"])
 def test_a_slow_sender_is_given_up(how: str) -> None:
     sender, receiver = connection()

@@ -241,6 +241,7 @@ def test_sizes() -> None:
     assert [size(n) for n in (999.4 * 1024, 999.6 * 1024)] == ["999 KiB", "0.976 MiB"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium"

@@ -157,6 +157,7 @@ def resumed_run(tmp_path: Path, tracker: str) -> None:
         metrics.close()
 
 
+@pytest.mark.soak
 def test_mlflow_goes_on_with_the_same_run(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     resumed_run(tmp_path, "mlflow")

@@ -127,6 +127,7 @@ def fake_run(
     return run
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium"
@@ -291,6 +292,7 @@ def test_the_axis_of_a_small_utilisation_tells_its_ticks_apart(tmp_path: Path) -
     ), ticks
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium"

@@ -105,6 +105,7 @@ def most_that_can_stay(steps: list[np.ndarray], experts: int, ranks: int) -> flo
     return -found.fun / sum(one.sum() for one in steps)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_as_much_stays_as_can(seed: int) -> None:
     """Random steps have no structure to be found, which is what is hard."""

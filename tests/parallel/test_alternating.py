@@ -42,7 +42,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [
     {"train__dtype": "float32", "train__micro_batch": 1, "optimizer__clip": 0.1},
     {"optimizer__kind": "muon", "optimizer__ema": 0.9},

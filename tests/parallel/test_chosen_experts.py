@@ -78,6 +78,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "train"), [
     LAYOUTS[0], pytest.param(*LAYOUTS[1], marks=pytest.mark.slow(2)),
     *(pytest.param(*each, marks=pytest.mark.soak) for each in LAYOUTS[2:]),

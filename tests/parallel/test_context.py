@@ -219,6 +219,7 @@ def check_cut(pool: Any, world: int, cases: list[tuple[Any, ...]]) -> None:
         assert max(answer[number][0] for answer in answers) < TOLERANCE[case[4]], case
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_every_table_equals_one_device(pool: Any, world: int) -> None:
     @settings(
@@ -245,6 +246,7 @@ def test_every_table_equals_one_device_many_times(pool: Any, world: int) -> None
     check()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world", "most"), [
     (2, 4), (3, 4), (4, 2), *(pytest.param(*c, marks=pytest.mark.soak) for c in ((4, 4), (8, 1), (8, 2))),
 ])  # fmt: skip
@@ -334,6 +336,7 @@ def in_bfloat16(scheme: str, length: int) -> tuple[list[float], list[float]]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", ["zigzag", "tokenring", "rsa"])
 def test_many_ranks_are_as_exact_as_one_in_bfloat16(pool: Any, scheme: str) -> None:
     """Parts are joined and gradients summed in float32, so that errors do not grow with the number of ranks."""
@@ -344,6 +347,7 @@ def test_many_ranks_are_as_exact_as_one_in_bfloat16(pool: Any, scheme: str) -> N
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s != "gather"])
 def test_blocks_outside_the_window_do_not_travel(pool: Any, scheme: str) -> None:
     """Of eight blocks or more, a window that reaches into the one before leaves fewer keys to send."""
@@ -378,6 +382,7 @@ def closed_form(
     return forward, keys * share * 4 * kv + queries * share * (4 * d + heads)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_executed_elements_are_those_of_the_formula(pool: Any, world: int) -> None:
     length = 16 * world

@@ -150,6 +150,7 @@ def test_planning_takes_less_than_50_ms() -> None:
     assert min(took) < 0.05
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_greedy_against_the_integer_program(seed: int) -> None:
     lengths = long_tailed(24, 8000, seed)

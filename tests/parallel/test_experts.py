@@ -114,7 +114,7 @@ def check(pool: Any, values: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -134,7 +134,7 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     check(pool, tree(corpus, case))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [
     "shard=1024,ep=64", "dp=16,shard=16,tp=4,ep=1024", "dp=8,shard=32,cp=2,tp=2,ep=128", "shard=128,tp=8,ep=8",
 ])  # fmt: skip
@@ -222,7 +222,7 @@ def loads_of_a_step(values: dict[str, Any]) -> tuple[int, ...]:
     return train_step(model, state, loader.step(0) or [], mesh, lr=1e-3, clip=1.0).loads
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout", ["shard=2", "tp=2", "cp=2,shard=2,ep=4", "shard=2,tp=2,ep=4", "dp=2,cp=2"]
 )
@@ -339,7 +339,7 @@ def expected_numbers(
     }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "way", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node"]
 )
@@ -535,6 +535,7 @@ def timed_steps(
     return losses, list(chosen.values())
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0.0, pytest.param(100.0, marks=pytest.mark.soak)])
 def test_measured_time_chooses_and_changes_no_loss(

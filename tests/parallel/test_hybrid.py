@@ -113,7 +113,7 @@ SLOW: list[Case] = [
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, id=name(c)) for c in QUICK]
@@ -173,6 +173,7 @@ def test_the_cases_are_what_they_are_there_for(folder: Path) -> None:
     assert all(max(seen(QUICK[i])[1]) > 1 for i in (2, 4, 5, 6))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [QUICK[3], QUICK[4], QUICK[6]], ids=name)
 def test_the_same_tokens_labels_and_positions(folder: Path, case: Case) -> None:
     balanced_tree, plain = tree(folder, case), tree(folder, case | {"layout": {}})

@@ -62,6 +62,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layers", "experts", "ranks", "most_load"), CASES)
 def test_within_two_percent_of_the_optimum(
     layers: int, experts: int, ranks: int, most_load: float

@@ -110,7 +110,7 @@ def mostly_slow(*quick: str) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "schedule", mostly_slow("gpipe", "1f1b", "interleaved-1f1b", "zb-v", "dualpipe")
@@ -172,7 +172,7 @@ COMPOSED = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [
@@ -222,6 +222,7 @@ def evaluated(values: dict[str, Any]) -> float:
     return evaluate(model, state, [s for s in steps if s], mesh)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
     ["pp=2,schedule=zb-v", "pp=2,schedule=dualpipe", "pp=2,vocab_barriers=1,tp=2"],
@@ -266,6 +267,7 @@ def counted(values: dict[str, Any]) -> list[tuple[int, int]]:
     return said
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout", ["", "pp=2", "pp=2,schedule=zb-v", "pp=2,vocab_barriers=1"]
 )

@@ -87,6 +87,7 @@ def pipelined(values: dict[str, Any]) -> tuple[Difference | None, Counter[int]]:
 LAYERS, EMBED, FFN, VOCAB = 3, 32, 48, 96
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("near", "passes", "tp"), [(0, 1, 1), (2, 1, 1), (4, 2, 1), (2, 2, 2)]
 )

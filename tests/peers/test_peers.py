@@ -44,6 +44,7 @@ def folder(tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.sampled(2)
 def test_files_are_fetched_block_by_block_and_gone_on_with(
     joined: Join, folder: Path, tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_damaged_block_is_named_and_taken_from_another(
         taker.index("run/0.bin", shared)
 
 
+@pytest.mark.sampled(2)
 def test_who_has_no_invitation_neither_joins_nor_reads(
     relay: RunningRelay, joined: Join, folder: Path
 ) -> None:
@@ -187,6 +189,7 @@ def test_streams_lead_to_what_is_exposed_and_nowhere_else(joined: Join) -> None:
         taker.connect("nobody-there", "echo", limit=0.2)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_without_the_relay_those_who_are_joined_go_on(
     joined: Join, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -227,6 +230,7 @@ def test_a_frozen_peer_is_gone_within_the_limit(
         halt.set()
 
 
+@pytest.mark.sampled(2)
 def test_peers_are_a_place_for_checkpoints(
     relay: RunningRelay, joined: Join, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,7 @@ def circle(folder: Path, *how: str) -> Iterator[Processes]:
             processes.end()
 
 
+@pytest.mark.soak
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("how", "direct"), [((), True), (("--random-fully",), False)])
 def test_translated_peers_share_directly_or_over_a_relay_that_cannot_read(

@@ -40,6 +40,7 @@ def recipe_of(**train: object) -> Recipe:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_choice_can_be_built_and_says_how_to_pin_it(world: int) -> None:
     recipe = recipe_of()

@@ -27,7 +27,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(
     ("world", "site", "pin"),

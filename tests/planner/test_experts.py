@@ -289,6 +289,7 @@ def test_passes_of_a_kind_take_turns_without_a_pipeline() -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe-v"])
 def test_exchanges_as_actions_take_as_long_as_inside_of_others(schedule: str) -> None:
     pins = [

@@ -258,6 +258,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[pytest.mark.soak] * (i == 1)) for i, c in enumerate(CASES)],

@@ -110,6 +110,7 @@ def test_built_in_sections_are_what_config_json_says() -> None:
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "reason"),
     [

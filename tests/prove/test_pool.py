@@ -89,6 +89,7 @@ def test_calls_are_quick(pool: ProcessPool) -> None:
     until_true(took, lambda seconds: seconds < 1, tries=20)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "error"),
     [("usage", UsageError), ("assert", AssertionError), ("local", RuntimeError)],

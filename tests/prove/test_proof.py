@@ -47,6 +47,7 @@ def on_another_processor(values: dict[str, Any]) -> Difference | None:
     return compare_with_one_device(mine, job, mesh)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "change"), [
     # One key gets all the attention: the gradients of queries and keys are zero.
     ("dp=2", {"data__seq_len": 1, "train__dtype": "float32"}),

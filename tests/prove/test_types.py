@@ -38,7 +38,7 @@ LARGE = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_accepts_every_case_of_the_matrix(case: dict[str, Any]) -> None:
     shape = SHAPE.model_copy(
@@ -48,7 +48,7 @@ def test_accepts_every_case_of_the_matrix(case: dict[str, Any]) -> None:
     assert check_types(shape, layout, Train(recompute=case["recompute"])) is None
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LARGE, ids=str)
 def test_accepts_large_worlds_quickly(layout: dict[str, Any]) -> None:
     start = time.process_time()
@@ -57,7 +57,7 @@ def test_accepts_large_worlds_quickly(layout: dict[str, Any]) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
     "layout",

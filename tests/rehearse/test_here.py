@@ -115,6 +115,7 @@ def compared(name: str) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.soak
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)

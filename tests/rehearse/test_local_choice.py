@@ -54,6 +54,7 @@ def seen_of(layout: str, seq: int) -> Any:
     return every_rank(recipe, MODEL, plain_batches(recipe, MODEL))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout", ["dp=2,tp=2", "pp=2,shard=2", "cp=2,tp=2", "pp=2,tp=2", "shard=2,cp=2"]
 )

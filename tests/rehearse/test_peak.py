@@ -41,6 +41,7 @@ def test_state_is_what_the_layout_leaves_of_it() -> None:
     assert cut.peak > cut.state
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_nothing_is_allocated_and_more_of_what_is_kept_is_more() -> None:
     """A model of 70 B parameters on this machine: it would need a terabyte."""
@@ -78,6 +79,7 @@ def test_float32_has_operators_of_its_own_which_need_memory(
     assert peak_of(wide, model).peak > peak_of(short, model).peak
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "way", ["adaptive", "per-rank", "all-gather", "placement=sharded", "lsh=2"]
 )
@@ -91,7 +93,7 @@ def test_experts_need_no_numbers_however_their_tokens_travel(way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [("shard=4", "none"), ("shard=4,zero=1", "none"), ("tp=4,shard=2", "none"), ("cp=2,shard=2,zero=1", "none"),

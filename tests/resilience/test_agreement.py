@@ -214,6 +214,7 @@ def disorder(seed: int, gently: bool) -> World:
     return world
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_any_disorder_gives_one_line_of_views(first: int) -> None:
     """Never two views at once, nor one that comes back, whatever is lost, late, cut off or wrongly suspected."""
@@ -223,6 +224,7 @@ def test_any_disorder_gives_one_line_of_views(first: int) -> None:
     assert settled >= 15  # in others those who could go on may be dead, or have left
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_whoever_can_go_on_does(first: int) -> None:
     for seed in range(first, first + 20):

@@ -129,6 +129,7 @@ def test_what_becomes_of_every_fault_is_told(tmp_path: Path) -> None:
     assert rows["freeze"]["detect_s"] > 0.2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fault", "problem"),
     [
@@ -217,6 +218,7 @@ def test_faults_that_would_leave_too_few_ranks_are_reported(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_that_hangs_is_ended_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ def talk(client: subprocess.Popen[str], seconds: float) -> str:
     return client.stdout.readline().strip()
 
 
+@pytest.mark.sampled(2)
 def test_a_pulled_cable_loses_what_is_sent_and_tells_nobody(
     pair: tuple[Host, ...],
 ) -> None:

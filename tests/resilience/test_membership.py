@@ -158,6 +158,7 @@ def test_two_at_once_one_of_them_the_leader(crew: Crew) -> None:
     crew.agree([1, 3])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "dies", [["propose", 0], ["propose", 1], ["commit", 0], ["commit", 1]]
 )
@@ -179,6 +180,7 @@ def test_acknowledging_member_lost_in_the_agreement(crews: list[Crew]) -> None:
     crew.agree([0, 1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("crew", [{"count": 4, "rejoins": True}], indirect=True)
 def test_stopped_member_is_left_out_and_comes_back(crew: Crew) -> None:
     start = time.time()
@@ -278,6 +280,7 @@ def test_minority_waits_and_the_majority_goes_on(crews: list[Crew]) -> None:
     assert ended["error"] == "TooFew" and "cannot go on by themselves" in ended["text"]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_who_was_away_until_the_others_had_ended_ends_soon(crews: list[Crew]) -> None:
     """Stopped so long that it was left out; when it comes back, nobody listens any more."""
@@ -342,6 +345,7 @@ def test_the_run_ends_when_all_that_are_left_have_come_to_its_end(crew: Crew) ->
         assert "ended" in crew[number].wait("ended", "error")
 
 
+@pytest.mark.sampled(2)
 def test_published_facts_come_with_heartbeats(crew: Crew) -> None:
     for number, one in enumerate(crew):
         one.order("published", step=number)
@@ -430,6 +434,7 @@ def campaign(seed: int) -> None:
             one.end()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_campaign(seed: int) -> None:

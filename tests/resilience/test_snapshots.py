@@ -149,6 +149,7 @@ def loses_buddy(tree: dict[str, Any], how: str) -> str:
 BROKEN = "ended|reset|refused|Broken pipe"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("how", "said"),
     [("is gone", BROKEN), ("is frozen", "answered"), ("is given up", BROKEN)],

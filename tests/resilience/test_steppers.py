@@ -73,6 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "change"), [
@@ -95,6 +96,7 @@ def test_a_loss_changes_nothing(
     assert [view["ranks"] for view in views] == [4, 3]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_machine_that_was_suspended_goes_on(tmp_path: Path) -> None:
     """All ranks of a view were away at once, and one is gone: who is left has nobody to ask but each other."""

@@ -87,6 +87,7 @@ def test_a_lost_rank_costs_a_step_and_nothing_else(
     assert [lost["number"] for lost in views[1]["lost"]] == [rank]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow(15)
 @pytest.mark.parametrize(("layout", "gone", "made"), [
     ("dp=4", [1], []),
@@ -166,6 +167,7 @@ def test_too_few_ranks_save_what_they_have(
     assert losses(out) == pytest.approx(whole, rel=1e-10) and step < STEPS
 
 
+@pytest.mark.soak
 @pytest.mark.sampled(1)
 @pytest.mark.slow(20)
 @pytest.mark.parametrize(

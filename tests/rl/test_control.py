@@ -277,6 +277,7 @@ def train_as_ranks(
     return results
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["categorical", "gaussian", "beta"])
 def test_the_number_of_ranks_changes_nothing(kind: str) -> None:
     settings = Control(
@@ -355,6 +356,7 @@ def pool_of(
     return EnvironmentPool(words, range(count), processes, seconds, (0,))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow(4)
 @pytest.mark.parametrize(
     "fault, why",
@@ -497,6 +499,7 @@ def test_an_environment_that_cannot_be_made_is_one_line(word: str, line: str) ->
         make_environment(word, {}, 0)
 
 
+@pytest.mark.soak
 @pytest.mark.slow(20)
 def test_ranks_of_their_own_learn_the_same(tmp_path: Path) -> None:
     """Two processes with one environment each, and one with both: parameters to 1e-9."""

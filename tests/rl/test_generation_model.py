@@ -183,6 +183,7 @@ def texts_in_turn(cases: list[Any]) -> list[list[list[int]]]:
     return written
 
 
+@pytest.mark.soak
 @pytest.mark.slow(6)
 def test_ranks_generate_together_in_turn_with_training(pool: Any) -> None:
     per_rank = pool.run(4, texts_in_turn, OF_GROUPS)

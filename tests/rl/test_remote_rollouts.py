@@ -196,6 +196,7 @@ def test_staleness_zero_streamed_is_the_synchronous_loop_bit_for_bit() -> None:
         assert all(link.tokens for link in run.rollouts.router.links.values())
 
 
+@pytest.mark.soak
 @pytest.mark.slow(3)
 def test_answers_go_on_with_new_weights_and_never_become_too_old() -> None:
     with Run(bound=1, slow=0.004, invariant=True) as run:

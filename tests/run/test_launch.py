@@ -120,7 +120,7 @@ def test_ranks_run_and_get_their_arguments_as_written(
         ),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @both
 def test_one_failing_rank_ends_all_with_one_line(
     tmp_path: Path, how: str, deed: str, code: int, line: str

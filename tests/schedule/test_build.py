@@ -44,7 +44,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("name", "ranks", "virtual"), SIZES)
 def test_every_size_is_legal(name: str, ranks: int, virtual: int | None) -> None:
     counts = {
@@ -94,6 +94,7 @@ ROUGH = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", builders())
 def test_closed_forms_agree_with_the_simulator(name: str) -> None:
     """Bubble and activations held, as the builder states them, on a grid of sizes, chunks and times."""

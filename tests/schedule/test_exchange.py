@@ -43,6 +43,7 @@ def test_two_microbatches_of_deepseek_v3_take_as_long_as_published() -> None:
     assert decoding(2, Beside.SAME_PASS, slow) == pytest.approx(61 * 800e-6, rel=0.01)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", list(builders()))
 def test_one_after_the_other_they_make_passes_longer(name: str) -> None:
     """The same makespan as of a table whose forwards and backwards contain them, and the same activations."""
@@ -64,6 +65,7 @@ def test_one_after_the_other_they_make_passes_longer(name: str) -> None:
         assert sum(map(len, one.table.ranks)) == sum(map(len, apart.ranks)), beside
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "left"),
     [("dualpipe", 0.25), ("dualpipe-v", 0.3), ("interleaved-1f1b", 0.65)],

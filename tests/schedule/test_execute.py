@@ -56,7 +56,7 @@ def traced(name: str, microbatches: int, window: int) -> dict[str, torch.Tensor]
     return results
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpipe", "interleaved-1f1b", "zb-v", "dualpipe"])
 @pytest.mark.parametrize("window", [2, 4])
 def test_ranks_compute_what_one_process_computes(
@@ -93,7 +93,7 @@ def skipping() -> Table:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "skippipe"]

@@ -197,6 +197,7 @@ def test_published_bubble_rates(
         assert max(ran.peaks) <= limit + 1e-6
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_as_good_as_the_handmade(ranks: int) -> None:
     """In the same memory, for few microbatches and many."""

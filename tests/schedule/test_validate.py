@@ -179,7 +179,7 @@ def test_dependencies_between_ranks_become_messages() -> None:
         )
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", sorted(builders()))
 @pytest.mark.parametrize("barriers", [1, 2])
 def test_vocabulary_passes_fit_into_any_schedule(name: str, barriers: int) -> None:

@@ -37,6 +37,7 @@ def naive() -> float:
     return max(busy) * 8 / sum(busy)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe"]
 )

@@ -190,6 +190,7 @@ def test_words_before_a_call_are_shown_as_they_come() -> None:
 NAMED = {"v3": DEEPSEEK_V3, "v3.1": DEEPSEEK_V31, "r1": DEEPSEEK_R1, "bare": BARE}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("template", NAMED.values(), ids=NAMED)
 def test_calls_are_found_where_arguments_are_text_between_others(template: str) -> None:
     """DeepSeek's: as the template writes two calls, behind words and alone, in pieces of any size."""
@@ -272,6 +273,7 @@ def server(request: Any) -> Iterator[Running]:
     running.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 def test_a_required_call_meets_its_schema(server: Running) -> None:
     """Of a model with random weights: names and arguments are what the tools say."""
@@ -292,6 +294,7 @@ def test_a_required_call_meets_its_schema(server: Running) -> None:
         jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
 
 
+@pytest.mark.sampled(2)
 def test_a_named_call_streams_and_is_understood_when_it_comes_back(
     server: Running,
 ) -> None:

@@ -97,6 +97,7 @@ def test_tools_and_schemas(client: openai.OpenAI) -> None:
         )
 
 
+@pytest.mark.soak
 def test_a_call_streams_as_it_is_written(client: openai.OpenAI) -> None:
     strict: Any = {
         "type": "function",
@@ -189,6 +190,7 @@ def test_responses(client: openai.OpenAI) -> None:
         jsonschema.validate(json.loads(stream.get_final_response().output_text), SCHEMA)
 
 
+@pytest.mark.soak
 @pytest.mark.sampled(1)
 def test_responses_that_call_functions(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", **WEATHER["function"], "strict": True}

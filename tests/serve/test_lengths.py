@@ -155,6 +155,7 @@ def test_only_what_is_no_text_counts(tree: Any) -> None:
         assert int(np.isin(signs, list(b"{[:")).sum()) == parts(tree)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("body", [
     b'{"prompt": [' + b"[1]," * 2_000_000 + b"[1]]}",
     b'{"messages": [], "tools": [' + b"{}," * 2_000_000 + b"{}]}",

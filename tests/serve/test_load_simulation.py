@@ -33,6 +33,7 @@ def load(seed: int, rate: float, count: int = 30) -> list[TimedRequest]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [
     {}, {"policy": policy_of("chunked:7"), "budget": 20},
     {"policy": policy_of("prompts-first"), "tokens": 160, "limit": 4},

@@ -132,6 +132,7 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
         added()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("resident", ["1", "2", "400KB"])
 def test_models_come_into_memory_when_they_are_asked_for(
     folder: Path, resident: str

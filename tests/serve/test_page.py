@@ -48,6 +48,7 @@ def ask(page: Page, words: str, tokens: int) -> None:
     page.value(SEND.format(words))
 
 
+@pytest.mark.sampled(1)
 def test_a_talk_streams_and_remembers(
     server: Running, page: Page, tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_talk_streams_and_remembers(
     assert (tmp_path / "page.png").stat().st_size > 5000
 
 
+@pytest.mark.sampled(2)
 def test_a_greeting_goes_and_a_system_prompt_is_sent(
     server: Running, page: Page
 ) -> None:
@@ -100,6 +102,7 @@ def test_a_greeting_goes_and_a_system_prompt_is_sent(
     assert page.value(ANSWER) == answer["choices"][0]["message"]["content"]
 
 
+@pytest.mark.sampled(2)
 def test_stop_ends_what_the_server_writes(server: Running, page: Page) -> None:
     ask(page, "Go on", 3500)
     page.wait(f"{ANSWER}?.length > 10")
@@ -111,6 +114,7 @@ def test_stop_ends_what_the_server_writes(server: Running, page: Page) -> None:
     assert "stopped" in page.value("document.querySelector('small').textContent")
 
 
+@pytest.mark.sampled(2)
 def test_a_refusal_is_shown(server: Running, page: Page) -> None:
     ask(page, "Too much", 10**6)
     assert "are more than the cache of" in page.wait(

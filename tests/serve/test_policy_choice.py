@@ -57,6 +57,7 @@ def counted(fixed: float, token: float) -> Curve:
     return Curve([(work, fixed + token * work[1]) for work in works])
 
 
+@pytest.mark.soak
 def test_the_best_is_what_real_engines_say_on_the_same_machine() -> None:
     """Engines that really write, on a clock that counts the same work, have the gaps that the simulation says."""
     curve = counted(0.02, 0.005)

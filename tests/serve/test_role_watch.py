@@ -49,6 +49,7 @@ def test_nothing_is_chosen_from_too_little(change: dict[str, object]) -> None:
     assert watch(window(1.5, 8, 2)._replace(**change)) is None  # type: ignore[arg-type]
 
 
+@pytest.mark.soak
 def test_engines_change_their_roles_while_they_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

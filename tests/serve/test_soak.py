@@ -155,6 +155,7 @@ def campaign(
     return held
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_crowd_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
     campaign(1, 50, 4, caplog)

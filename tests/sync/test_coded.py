@@ -68,6 +68,7 @@ def values_of(code: Code) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((code.jobs, code.parts, SIZE))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_gradient_coding_from_every_set_of_ranks(ranks: int) -> None:
     for late in range(1, ranks):
@@ -140,6 +141,7 @@ def name(code: Code) -> str:
     return f"{type(code).__name__}-{'-'.join(map(str, vars(code).values()))}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "code",
     [

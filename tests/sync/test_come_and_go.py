@@ -39,6 +39,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("islands"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout", "sync", "more"), [
     ("kill", "island=3", NESTEROV, {"victim": 0}),  # the one that speaks

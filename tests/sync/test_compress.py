@@ -50,6 +50,7 @@ def square(x: T) -> float:
     return float(x.double().square().sum())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("word", SURE)
 @given(tensors(), st.integers(0, 2**40))
 @settings(max_examples=40, deadline=None)
@@ -81,6 +82,7 @@ def test_errors_are_within_what_is_declared_on_average(
         assert not feedback or compressor.error(x.shape) < 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "word", [word for word in WORDS if build_compressor(word).unbiased]
 )

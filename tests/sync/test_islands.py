@@ -114,7 +114,7 @@ def in_threads(values: dict[str, Any], steps: int) -> Difference:
         return next(one for one in found if one is not None)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("count", "sync"),
     OUTER,
@@ -358,6 +358,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("where", "off", "ok"), PLANTED)
 def test_rounding_is_no_difference_of_islands_but_little_more_is(
     pool: Any, corpus: str, where: str, off: float, ok: bool

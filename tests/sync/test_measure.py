@@ -127,6 +127,7 @@ def rings(islands: int) -> list[tuple[int, ...]]:
     ]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 def test_the_ring_of_fast_links_is_found_among_six() -> None:

@@ -68,6 +68,7 @@ def assert_equal(answers: list[Answer], expected: list[Answer]) -> None:
         assert max(abs(p - q) for p, q in zip(scores, others, strict=True)) < 1e-10
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("word", EXACT)
 def test_a_budget_for_all_is_exact(word: str) -> None:
     """Also where blocks are on the host, and for layers with windows of their own."""
@@ -77,7 +78,7 @@ def test_a_budget_for_all_is_exact(word: str) -> None:
         assert_equal(written(word, "windows"), written("none", "windows"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("word", SPARSE)
 def test_what_is_seen_depends_on_the_text_alone(word: str) -> None:
     """Whatever the chunks, the other requests, and the size of the cache are; and something else is written."""

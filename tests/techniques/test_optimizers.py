@@ -459,7 +459,7 @@ def slots_difference(values: dict[str, Any]) -> Any:
         compact_adamw.SMALL = 4096
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "way"), [
     # Of the other layouts each way sees two, which are others for the next way; all are for soak.
     pytest.param(layout, way, id=f"{name(layout)}-{name(way)}",

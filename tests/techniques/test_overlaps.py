@@ -109,6 +109,7 @@ def watched_step(values: dict[str, Any]) -> dict[str, Any]:
     return {"loss": result.loss, "norm": result.grad_norm, "between": between}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", names("overlap"))
 def test_others_compute_while_tokens_travel(pool: Any, corpus: str, kind: str) -> None:
     values = tree(corpus, {"layout": f"tp=2,overlap={kind}"})

@@ -52,6 +52,7 @@ def gradients(values: Recipe, how: Any = None) -> tuple[float, dict[str, torch.T
     return float(loss), {n: p.grad for n, p in model.named_parameters()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("average", ["probabilities", "logits"])
 def test_loss_and_gradients_are_those_of_the_formula(
     corpus: str, runs: list[str], average: str

@@ -85,7 +85,7 @@ def name(case: Case) -> str:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [

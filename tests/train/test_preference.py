@@ -139,7 +139,7 @@ def compared(pairs: str, kind: str, **change: Any) -> Recipe:
     return recipe(pairs, **given | change)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "kind"), CASES, ids=str)
 def test_equal_to_one_device(
     pool: Any, pairs: str, layout: dict[str, Any], kind: str

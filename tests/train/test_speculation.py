@@ -85,7 +85,7 @@ def same(found: State, wanted: State) -> None:
 CLIPS = [9.0, 1e-3, float("nan"), 0.5, 1e-2, 0.0, 9.0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [
     {"train__micro_batch": 1},
     {"optimizer__kind": "muon", "optimizer__ema": 0.9, "train__micro_batch": 2},
@@ -269,6 +269,7 @@ def test_even_units_are_those_that_balance_the_halves() -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("memory", [
     FILES | {"speculate": "all"}, FILES | {"speculate": "even"}, {"moments": "file", "speculate": "all"},
 ], ids=lambda memory: "+".join(memory.values()))  # fmt: skip
@@ -319,6 +320,7 @@ def test_a_step_that_fails_is_as_if_it_had_not_begun(
     same(state, wanted)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_in_the_middle(
     pool: Any, corpus: str, tmp_path: Path

@@ -57,6 +57,7 @@ def tree(corpus: str, layout: dict[str, Any], **change: Any) -> dict[str, Any]:
     return recipe(corpus, **axes, **change).model_dump(mode="json")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout", [{"shard": 2, "tp": 2}, {"dp": 2}, {"cp": 2}], ids=str
 )
@@ -85,7 +86,7 @@ def test_a_pass_without_the_blocks_that_learn_has_a_loss(corpus: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
     [

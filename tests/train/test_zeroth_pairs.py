@@ -48,7 +48,7 @@ def paired(corpus: str, layout: Case, pairs: bool = True, **change: Any) -> Reci
     return recipe(corpus, **axes, **way, **change)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [
     pytest.param(v, id=str(Layout(**v)), marks=[pytest.mark.slow] * (i >= QUICK)) for i, v in enumerate(LAYOUTS)
 ])  # fmt: skip

@@ -76,6 +76,7 @@ def in_memory(settings: Recipe) -> Recipe:
     return settings.model_copy(update={"memory": Recipe(name="x").memory})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [
     {"train__seed": 0},
     {"optimizer__kind": "adamw", "optimizer__ema": 0.5, "train__dtype": "float32", "train__micro_batch": 1},
@@ -217,7 +218,7 @@ def test_a_disk_that_fails_leaves_no_half_made_update_to_see(
             seen[0].tensors()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [
     pytest.param(v, id=" ".join(map(str, v.values())), marks=[pytest.mark.slow] * (i >= QUICK))
     for i, v in enumerate(LAYOUTS)
