@@ -105,15 +105,15 @@ class TokenEvent(NamedTuple):
 
 
 class Busy(WeftError):
-    """Error of a request that exceeds the number of answers that the server gives at a time."""
+    """Raised when a request would exceed the number of answers that the server computes at the same time."""
 
 
 class ServerEnding(WeftError):
-    """Error of an answer that is cut off because the server shuts down."""
+    """Raised for an answer that is cut off because the server shuts down."""
 
 
 class NoEngine(WeftError):
-    """Error of a request while no engine of the service can answer."""
+    """Raised for a request while no engine of the service can answer."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +177,10 @@ COUNTS = {
 
 
 class AnswerState(Protocol):
-    """What is known about one answer beside its tokens.
-
-    ``hits``: tokens of the prompt that were in the cache already. ``prompt_scores``: log-probabilities of the prompt's
-    tokens from the second one on, each with those of the likeliest tokens by id; complete with the first event.
+    """What is known about one answer beside its tokens. ``hits``: number of the prompt's tokens whose keys and values
+    were in the cache already. ``prompt_scores``: for each token of the prompt from the second one on, its
+    log-probability and a mapping from the ids of the likeliest tokens to theirs. The list is complete when the answer's
+    first event comes.
     """
 
     #: Tokens of the prompt that were in the cache already.
@@ -214,7 +214,7 @@ class Backend(Protocol):
 
     @property
     def most(self) -> int:
-        """The largest number of answers at a time."""
+        """Largest number of answers that are computed at the same time."""
 
     @property
     def facts(self) -> BackendFacts:
@@ -222,7 +222,7 @@ class Backend(Protocol):
 
     @property
     def failure(self) -> Exception | None:
-        """Why no request can be answered any more, or None."""
+        """The error because of which no request can be answered any more; None while requests can be answered."""
 
     def answers(
         self, requests: Sequence[AnswerRequest], session: str = "", key: str = ""

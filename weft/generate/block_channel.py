@@ -30,13 +30,17 @@ class BlockStock(Protocol):
     put blocks."""
 
     def keys(self) -> set[bytes]:
-        """Return the keys of all blocks that are there."""
+        """Return the keys of all blocks that the store has now."""
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Start to read the blocks of ``keys``. The result ends before the first block that is not there."""
+        """Start to read the blocks of ``keys``. Return a future of the blocks' contents in the order of ``keys``; the
+        list ends before the first block that the store does not have.
+        """
 
     def store(self, key: bytes, contents: Contents) -> bool | None:
-        """Keep a block, as far as there is room."""
+        """Keep the block of ``key``, if there is room. Return whether it was taken; None if the store had it
+        already.
+        """
 
 
 def open_blocks(
@@ -49,8 +53,8 @@ def open_blocks(
 
 
 def serve_blocks(stock: BlockStock, connection: SealedConnection, takes: bool) -> None:
-    """Answer an engine that reads blocks of ``stock``, until ``connection`` ends. ``takes``: whether the engine may
-    also store blocks.
+    """Answer an engine that reads blocks of ``stock``, until the engine closes ``connection``. ``takes``: whether the
+    engine may also store blocks.
     """
     sent = set[bytes]()
     try:
@@ -76,13 +80,14 @@ def serve_blocks(stock: BlockStock, connection: SealedConnection, takes: bool) -
 
 
 def split_keys(payload: memoryview) -> list[bytes]:
-    """Return the keys of a message, one after the other in its payload."""
+    """Cut the payload of a message, in which keys of equal length follow one another, into these keys."""
     whole = bytes(payload)
     return [whole[at : at + KEY] for at in range(0, len(whole), KEY)]
 
 
 class BlockPeer:
-    """Another engine whose host memory is read. ``channel``: channel by which it is dialled, at ``address``.
+    """Another engine, as a place from whose host memory cache blocks are read. ``channel``, ``address``: channel and
+    address by which the engine is dialled.
 
     Attributes:
         ``keys``: keys of the blocks that the engine had when it was last asked.
@@ -103,13 +108,13 @@ class BlockPeer:
         return len(keys)
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Start to read the blocks of ``keys`` from the engine. The result is an empty list if it does not answer in
-        time.
+        """Start to read the blocks of ``keys`` from the engine. Return a future of their contents; its result is an
+        empty list if the engine does not answer in time.
         """
         return self._reader.submit(self._fetch, list(keys))
 
     def close(self) -> None:
-        """Ask the engine nothing more."""
+        """Close the connection to the engine and stop reading from it."""
         self._ended.set()
         self.keys = set()
         self._reader.shutdown(wait=False, cancel_futures=True)
@@ -171,7 +176,7 @@ class PeerBlocks:
         self._lock = threading.Lock()
 
     def meet(self, addresses: Sequence[Address]) -> None:
-        """Read from the engines at ``addresses``, and from no others any more."""
+        """Read from the engines at ``addresses`` from now on, and close the connections to all others."""
         with self._lock:
             for address in set(self.peers) - set(addresses):
                 self.peers.pop(address).close()
@@ -185,7 +190,9 @@ class PeerBlocks:
         return max((peer.find(keys) for peer in self._all()), default=0)
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Start to read the blocks of ``keys`` from one engine: the one that has most of them from the first one on."""
+        """Start to read the blocks of ``keys`` from one engine: the one that has most of them from the first one on.
+        Return a future of the blocks' contents, an empty list if there is no engine.
+        """
         peers = self._all()
         if not peers:
             return done([])
@@ -195,7 +202,7 @@ class PeerBlocks:
         """Do nothing: engines keep what they have computed themselves."""
 
     def close(self) -> None:
-        """Ask no engine any more."""
+        """Close the connections to all engines."""
         self.meet([])
 
     def _all(self) -> list[BlockPeer]:

@@ -46,7 +46,7 @@ class LayerPart:
     every: int = 1
 
     def own_tokens(self, tokens: int) -> range:
-        """Return which of a block's first ``tokens`` tokens this part holds."""
+        """Return which of a block's first ``tokens`` tokens this part holds, as indices within the block."""
         return range(self.first, tokens, self.every)
 
     def extents(self, tokens: int) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class LayerPart:
 
     @property
     def form(self) -> list[Any]:
-        """This part as a JSON value."""
+        """This part as a value that JSON can write; :meth:`of` reads it."""
         name = str(self.dtype).removeprefix("torch.")
         heads, shape = list(self.heads), list(self.shape)
         return [self.layer, name, self.parts, heads, shape, self.first, self.every]
@@ -232,11 +232,9 @@ def gather_parts(
 def cut_parts(
     whole: Sequence[LayerPart], rows: T, tokens: int, parts: Sequence[LayerPart]
 ) -> T:
-    """Return what one rank holds of the cache blocks ``rows``, which are of the whole model: uint8 ``[blocks, bytes]``
-    each.
-
-    ``whole``: layers of the whole model, from :func:`whole_parts`. ``parts``: those of the rank. ``tokens``: number of
-    leading tokens of each block.
+    """Cut one rank's part out of the cache blocks ``rows`` of the whole model. ``rows`` and the result are uint8
+    ``[blocks, bytes]``. ``whole``: layers of the whole model, from :func:`whole_parts`. ``parts``: what each layer of
+    the rank holds. ``tokens``: number of leading tokens of each block.
     """
     values = _split(rows, whole, tokens)
     layers = {each.layer: x for each, x in zip(whole, values, strict=True)}

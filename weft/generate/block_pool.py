@@ -33,7 +33,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Return the number of blocks without an owner."""
+        """Number of blocks without an owner."""
         return self.blocks - len(self.owners)
 
     def take(self, key: bytes | None = None) -> int:

@@ -72,7 +72,9 @@ def done(contents: list[Contents]) -> Future[list[Contents]]:
 
 
 class HostBlocks:
-    """Keeps blocks in this process's memory: at most ``most`` bytes; those used longest ago make way."""
+    """Keeps blocks in this process's memory, at most ``most`` bytes. When it is full, the least recently used blocks
+    are dropped.
+    """
 
     name = "host"
 
@@ -126,9 +128,8 @@ class HostBlocks:
 
 
 class TieredBlocks:
-    """Keeps blocks in several sources, the fastest one first. What is read from a slower one is kept in those before.
-
-    ``sources``: at least one.
+    """Keeps blocks in several ``sources``, at least one, from the fastest to the slowest. A block that is read from a
+    slower source is also stored in the faster sources before it.
     """
 
     name = "all"
@@ -150,8 +151,8 @@ class TieredBlocks:
         return count
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Start to read the blocks of ``keys``, each from the first source that has it. The result ends before the
-        first block that no source has.
+        """Start to read the blocks of ``keys``, each from the first source that has it. Return a future of the blocks'
+        contents; the list ends before the first block that no source has.
         """
         first = self.sources[0]
         if first.find(keys) == len(keys):

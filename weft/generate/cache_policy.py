@@ -23,11 +23,10 @@ NONE = "none"
 
 
 class TextBlocks(Protocol):
-    """Interface to the scheduler, which has the blocks of all texts.
-
-    ``pool``: the blocks. ``running``: texts that have blocks. ``moves``: pairs of blocks (from, to) that the next step
-    copies first. ``moved_blocks``: number of blocks that have moved to the host. ``relief``: functions that are called
-    in turn when no block is free; each returns whether it has freed one.
+    """What a cache policy may use of the scheduler. ``pool``: all cache blocks. ``running``: texts that have blocks.
+    ``moves``: pairs of block numbers (from, to), which the next step copies before it computes. ``moved_blocks``:
+    number of blocks that have moved to the host. ``relief``: functions that are called in turn when no block is free;
+    each returns whether it has freed one.
     """
 
     pool: BlockPool
@@ -38,14 +37,15 @@ class TextBlocks(Protocol):
 
 
 class CachePolicy:
-    """A cache policy. ``--cache-policy NAME:ARGUMENT`` selects it.
+    """Base class of cache policies, which choose the cached tokens that new tokens attend to. ``--cache-policy
+    NAME:ARGUMENT`` selects one.
 
     Attributes:
-        ``example``: a word that selects it.
-        ``word``: the word by which it has been selected.
-        ``remembers``: whether selectors remember something about each text beside its blocks. Texts then share no
-            blocks, and no token can be taken back.
-        ``windows``: whether layers with attention windows of their own can have it.
+        ``example``: a value of the option that selects it.
+        ``word``: the value by which it has been selected.
+        ``remembers``: whether :meth:`selector` returns objects that keep data of each text beside its blocks. Texts
+            then share no blocks, and no token can be taken back.
+        ``windows``: whether the policy works for layers that have attention windows of their own.
     """
 
     example: ClassVar[str] = ""
@@ -64,7 +64,9 @@ class CachePolicy:
         """Raise :class:`UsageError` if the policy's budget is less than a cache block of ``size`` tokens."""
 
     def selector(self, size: int) -> BlockSelector:
-        """Return a new selector for one layer. ``size``: tokens of a cache block."""
+        """Return a new selector, which chooses for one layer the cache blocks that are read in each step. ``size``:
+        tokens of a cache block.
+        """
         raise NotImplementedError
 
     def hidden(self, computed: int, size: int) -> range:
@@ -139,10 +141,9 @@ def check_policy(policy: CachePolicy, model: Transformer, size: int) -> None:
 def check_alone(
     word: str, given: Mapping[str, object], remembering: Mapping[str, object]
 ) -> None:
-    """Raise :class:`UsageError` if the cache policy of ``word`` cannot be combined with other options.
-
-    ``given``: values by name of the options that no policy can be combined with; ``remembering``: of those that
-    policies cannot be combined with which remember something about each text. A value that is false is no option.
+    """Raise :class:`UsageError` if the cache policy that ``word`` names cannot be combined with an option in use.
+    ``given``: values of the options that exclude every policy, by name. ``remembering``: values of the options that
+    exclude only policies with :attr:`CachePolicy.remembers`, by name. An option whose value is false is not in use.
     """
     policy = cache_policy_of(word)
     if policy is None:

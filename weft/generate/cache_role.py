@@ -53,7 +53,9 @@ class CacheStock:
         return kept if self.files is None else kept | self.files.keys()
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Start to read the blocks of ``keys``. The result ends before the first block that is not there."""
+        """Start to read the blocks of ``keys``. Return a future of their contents; the list ends before the first block
+        that is neither in memory nor in the files.
+        """
         return self._tiers.fetch(keys)
 
     def store(self, key: bytes, contents: Contents) -> bool | None:
@@ -68,7 +70,7 @@ class CacheStock:
         return self._tiers.usages()
 
     def close(self) -> None:
-        """Write what is still to be written, within a limit of time, and free the memory."""
+        """Finish writing the files, within a limit of time, and free the memory."""
         self._tiers.close()
 
 
@@ -86,7 +88,9 @@ def open_stock(
 
 
 class CachePeer:
-    """A cache engine as other engines see it. ``channel``: channel by which it is dialled, at ``address``."""
+    """A cache engine, as other engines use it: they find, read and store cache blocks there. ``channel``, ``address``:
+    channel and address by which it is dialled.
+    """
 
     def __init__(self, channel: Channel, address: Address) -> None:
         self.address = address
@@ -103,11 +107,15 @@ class CachePeer:
         return key in self.reader.keys
 
     def rank(self, key: bytes) -> bytes:
-        """Return what decides where the block of ``key`` belongs: at the peer for which it is largest."""
+        """Return a hash of ``key`` and of this peer's address (rendezvous hashing): the block belongs to the peer with
+        the largest hash.
+        """
         return blake2b(key, digest_size=8, key=repr(self.address).encode()[:64]).digest()  # fmt: skip
 
     def store(self, key: bytes, contents: Contents) -> bool | None:
-        """Queue a block to be sent. Return None if the cache engine has it already, False if too much waits."""
+        """Queue a block to be sent to the cache engine. Return True if it was queued, None if the cache engine has it
+        already, and False if too many bytes wait to be sent.
+        """
         if self.has(key):
             return None
         with self._wake:
@@ -119,7 +127,7 @@ class CachePeer:
         return True
 
     def close(self) -> None:
-        """Send and ask nothing more."""
+        """Stop sending and reading blocks, and close the connections."""
         with self._wake:
             self._ended = True
             self._wake.notify()
@@ -167,7 +175,7 @@ class CacheEngines:
         self._joiner = ThreadPoolExecutor(2, "block-caches")
 
     def meet(self, addresses: Sequence[Address]) -> None:
-        """Use the cache engines at ``addresses``, and no others any more."""
+        """Use the cache engines at ``addresses`` from now on, and close the connections to all others."""
         with self._lock:
             for address in set(self.peers) - set(addresses):
                 self.peers.pop(address).close()
@@ -180,7 +188,9 @@ class CacheEngines:
         return sum(1 for _ in takewhile(lambda key: any(p.has(key) for p in peers), keys))  # fmt: skip
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Start to read the blocks of ``keys``, from all cache engines that have some of them at the same time."""
+        """Start to read the blocks of ``keys``, from all cache engines that have some of them at the same time. Return
+        a future of the blocks' contents; the list ends before the first block that is missing.
+        """
         shares: dict[CachePeer, list[int]] = {}
         peers = self._all()
         for place, key in enumerate(keys):
@@ -204,7 +214,7 @@ class CacheEngines:
         return owner_of(key, peers).store(key, contents) if peers else None
 
     def close(self) -> None:
-        """Use no cache engine any more."""
+        """Close the connections to all cache engines."""
         self.meet([])
         self._joiner.shutdown(wait=False, cancel_futures=True)
 
@@ -214,8 +224,8 @@ class CacheEngines:
 
 
 def owner_of(key: bytes, peers: Sequence[CachePeer]) -> CachePeer:
-    """Return the one of ``peers`` to which the block of ``key`` belongs. Of other keys, most stay where they are when a
-    peer comes or goes.
+    """Return the peer, out of ``peers``, to which the block of ``key`` belongs. When a peer comes or goes, most keys
+    keep their owner.
     """
     return peers[0] if len(peers) == 1 else max(peers, key=lambda peer: peer.rank(key))
 

@@ -18,10 +18,9 @@ SLICE_S, DEBT_S = 0.005, 0.25
 
 
 class CoreShare(NamedTuple):
-    """The part of the cores that a phase may use.
-
-    ``cores``: numbers of the cores. ``threads``: how many threads compute. ``duty``: the part of the time in which they
-    do.
+    """The part of the processor cores that a phase may use, such as the computation of prompts. ``cores``: numbers of
+    the cores. ``threads``: number of threads that compute. ``duty``: the fraction of the time in which they compute,
+    above 0 and at most 1.
     """
 
     cores: tuple[int, ...]
@@ -30,8 +29,9 @@ class CoreShare(NamedTuple):
 
 
 def core_share(cores: Sequence[int], share: float, last: bool) -> CoreShare:
-    """Return which of ``cores`` a phase uses that may use the part ``share`` of them. ``last``: it takes the last cores
-    instead of the first ones, so that two phases meet on one core at most.
+    """Return which of ``cores`` a phase uses if it may use the fraction ``share`` of them. ``last``: take the last
+    cores instead of the first ones. Two phases that take opposite ends and together use at most all cores have at most
+    one core in common.
     """
     amount = share * len(cores)
     threads = max(1, min(len(cores), ceil(amount - 1e-6)))
@@ -40,8 +40,8 @@ def core_share(cores: Sequence[int], share: float, last: bool) -> CoreShare:
 
 
 def own_cores() -> list[int]:
-    """Return the numbers of the cores that PyTorch computes on in this process; :data:`ANY` for each if they are fewer
-    than the process may use.
+    """Return the numbers of the processor cores on which PyTorch computes in this process. If PyTorch has fewer threads
+    than there are permitted cores, its cores are not known: the list then has :data:`ANY` once per thread.
     """
     import torch
 
@@ -50,7 +50,9 @@ def own_cores() -> list[int]:
 
 
 def apply_share(share: CoreShare) -> None:
-    """Let all threads of this process run on the cores of ``share`` alone, and PyTorch use as many threads."""
+    """Restrict all threads of this process to the cores of ``share``, and set PyTorch's number of threads to
+    ``share.threads``. The threads stay where they are if the cores are :data:`ANY`.
+    """
     import torch
 
     for thread in os.listdir("/proc/self/task") if ANY not in share.cores else ():
@@ -69,17 +71,17 @@ class Clocks(NamedTuple):
 
 
 class ShareSource(Protocol):
-    """Says what a phase may use at this moment."""
+    """Interface of an object that says which fraction of the cores a phase may use."""
 
     def present_share(self) -> float:
         """Return the part of the cores that the phase may use now, from 0 to 1."""
 
 
 class Pacer:
-    """Keeps a phase within its share of ``cores``: call :meth:`pace` often while it computes.
-
-    ``source``: says what the share is. ``last``: the phase takes the last cores. ``apply``: lets threads and cores
-    follow the share. ``rest``: waits for seconds, and may return earlier.
+    """Keeps a phase of computation within its share of ``cores``, if :meth:`pace` is called often while it computes.
+    ``source``: says what the share is at the moment. ``last``: whether the phase takes the last cores instead of the
+    first. ``apply``: sets the threads and cores of this process to a share. ``rest``: function that waits for a number
+    of seconds, and may return earlier.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Pacer:
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew: what was before does not count. Call it before the phase computes."""
+        """Start measuring the phase's use of the cores from now on; call this before the phase computes."""
         self._spent, self._debt = self.clocks.spent(), 0.0
         self._wall = self.clocks.wall()
         self._follow()

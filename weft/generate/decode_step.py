@@ -39,8 +39,8 @@ COLUMNS = 4
 
 
 def decode_obstacle(model: Transformer, pages: Sequence[LayerPages]) -> str:
-    """Return why decode steps of ``model`` cannot be repeated from tensors on the device; "" if they can. ``pages``:
-    the cache of each layer.
+    """Return why decode steps of ``model`` cannot be recorded once and then repeated (:class:`RecordedStep`); "" if
+    they can. ``pages``: the cache of each layer.
     """
     shape = model.shape
     if shape.kind:
@@ -59,8 +59,8 @@ def decode_obstacle(model: Transformer, pages: Sequence[LayerPages]) -> str:
 
 
 def decode_requests(step: ScheduledStep) -> list[Request]:
-    """Return the requests of ``step`` if each of them computes one token and nothing else is special; else an empty
-    list.
+    """Return the requests of ``step`` if each of them computes exactly one new token, has no drafts, adapter or other
+    texts to attend to, and wants only the logits of that token. Otherwise return an empty list.
     """
     requests = list(step.work)
     for request in requests:
@@ -156,9 +156,9 @@ class RecordedStep:
 
 
 class DecodeSteps:
-    """The recorded decode steps of an engine, one for each padded number of texts and of blocks of a table.
-
-    ``model``: the model; ``pages``: the cache of each layer; ``record``: prepares a pass for being repeated.
+    """The recorded decode steps of an engine, one for each padded number of texts and of blocks of a table. ``model``:
+    the model; ``pages``: the cache of each layer; ``record``: function that takes a pass and returns one that repeats
+    it, such as a :class:`GraphRecorder`.
     """
 
     def __init__(
@@ -215,12 +215,14 @@ class DecodeSteps:
 
 
 def repeat_pass(compute: Callable[[], T]) -> Callable[[], T]:
-    """Return ``compute`` itself: every step launches its kernels one by one. For devices without graphs."""
+    """Return ``compute`` itself. It takes the place of a :class:`GraphRecorder` on devices without graphs: every
+    repetition launches its kernels one by one.
+    """
     return compute
 
 
 class GraphRecorder:
-    """Records passes as CUDA graphs, which share one pool of memory, as only one of them runs at a time."""
+    """Records passes as CUDA graphs. All graphs share one pool of memory, because only one of them runs at a time."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()

@@ -46,8 +46,8 @@ class EarlyExit(NamedTuple):
 
 @contextmanager
 def exiting(model: Transformer, early: EarlyExit | None, wanted: T) -> Iterator[None]:
-    """Return a context in which passes of ``model`` show their logits at ``early``; None: they do not. ``wanted``:
-    indices of the pass's tokens whose logits are computed.
+    """Return a context in which passes of ``model`` call ``early.take`` with logits of the layer ``early.layer``. With
+    None nothing changes. ``wanted``: indices of the pass's tokens whose logits are computed.
     """
     if early is None:
         yield
@@ -64,8 +64,8 @@ def exiting(model: Transformer, early: EarlyExit | None, wanted: T) -> Iterator[
 
 
 def raise_for_ranks(layer: int) -> NoReturn:
-    """Raise the :class:`UsageError` which says that ``--early-layer`` needs a model on one rank. ``layer``: the
-    option's value.
+    """Raise :class:`UsageError`, which says that ``--early-layer`` needs a model on one rank. ``layer``: the option's
+    value.
     """
     raise UsageError(
         f"--early-layer {layer} is for a model on one rank; leave out --layout, or --early-layer"

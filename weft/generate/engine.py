@@ -54,11 +54,10 @@ LOOK_S = 0.002
 
 
 class LaunchedPass(NamedTuple):
-    """A forward pass under way.
-
-    ``drawn``: what the pass computes of which requests. ``rows``: for each request that wants logits, in the order of
-    the logits, how many rows of them are the request's. ``logits``: function that waits for the logits ``[rows,
-    vocab]`` and returns them. ``version``: version of the weights that the pass uses.
+    """A forward pass that was launched and has not ended yet. ``drawn``: the requests that get a token from the pass,
+    and how many tokens it computes for each. ``rows``: number of rows of logits of each request that wants some, in the
+    order of the logits. ``logits``: function that waits for the logits ``[rows, vocab]`` and returns them. ``version``:
+    version of the weights that the pass uses.
     """
 
     drawn: ScheduledStep
@@ -85,10 +84,12 @@ class LoanParty(Protocol):
     """
 
     def settle(self) -> None:
-        """Do what is due between two steps: offer blocks, or end loans that are over."""
+        """Do what is due between two steps of the engine: offer free blocks to others, or end loans that are no longer
+        needed.
+        """
 
     def give_up(self, lender: BlockLender) -> None:
-        """Recompute the texts of which blocks were at ``lender``, which can no longer be reached."""
+        """Compute again all texts that have blocks at ``lender``, because ``lender`` can no longer be reached."""
 
     def usage(self) -> LoanUsage:
         """Return how many cache blocks are in loans. May be called in any thread."""
@@ -135,12 +136,14 @@ class KeptBlocks(Protocol):
     """Interface to the cache blocks that are kept outside the engine's cache, in host memory or files."""
 
     def settle(self) -> None:
-        """Called between two steps: store the blocks that have become full, and write those that were fetched into the
-        cache.
+        """Store the blocks that have become full, and write blocks that have been fetched into the cache. The engine
+        calls this between two steps.
         """
 
     def pause(self) -> None:
-        """Wait a moment for blocks that are being fetched, as the engine has nothing to compute before they come."""
+        """Wait a moment for blocks that are being fetched. The engine calls this when it has nothing to compute before
+        they come.
+        """
 
     def usage(self) -> KeptUsage:
         """Return what the blocks have been used for. May be called in any thread."""
@@ -151,7 +154,7 @@ class KeptBlocks(Protocol):
         """
 
     def close(self) -> None:
-        """Store the full blocks that are not stored yet, and close the place where they are kept."""
+        """Store the full blocks that are not stored yet, and close the host memory or files that keep them."""
 
 
 class PolicyUsage(NamedTuple):
@@ -179,13 +182,15 @@ class PolicyUsage(NamedTuple):
 
 
 class StepTaker(Protocol):
-    """Interface of whoever takes an engine's steps in its place, such as in two processes."""
+    """Interface of an object that takes an engine's steps in place of the engine itself, for example with two
+    processes.
+    """
 
     def step(self) -> list[Written]:
-        """Do as :meth:`Engine.step`."""
+        """Compute one step of the engine; return the tokens that it has given, as :meth:`Engine.step` does."""
 
     def close(self) -> None:
-        """End what takes part in the steps."""
+        """End the processes that take part in the steps."""
 
 
 class Engine:
@@ -383,7 +388,7 @@ class Engine:
         self.adapter_digests.pop(name, None)
 
     def probe(self) -> None:
-        """Generate one token, which allocates the cache, so that the size of a cache block in bytes is known."""
+        """Generate one token. This allocates the cache, after which the bytes of a cache block are known."""
         self.submit([0], 1)
         self.run()
 
@@ -402,7 +407,9 @@ class Engine:
         return self.scheduler.pool.blocks * self.reader.size
 
     def report_to(self, warn: Callable[[str], None]) -> None:
-        """Print lines about the ranks with ``warn``: what was measured when they started, and later changes."""
+        """Print the lines about an engine over several ranks with ``warn``: those of measurements at the start now, and
+        later changes when they happen. An engine on one rank has none.
+        """
         if isinstance(self.reader, Leader):
             self.reader.report = warn
             for line in self.reader.notes:
@@ -425,8 +432,9 @@ class Engine:
         generation.finished = generation.finished or "stop"
 
     def hand_on_prompt(self, generation: Generation) -> None:
-        """Let one of the other texts of the same prompt compute the prompt, as ``generation``, which was to do it, will
-        not.
+        """Let an unfinished text with the same prompt as ``generation`` compute this prompt. It is called when
+        ``generation``, which was to compute the prompt for all of them, is cancelled. Nothing happens if no such text
+        is left.
         """
         if left := [sibling for sibling in generation.siblings if not sibling.finished]:
             left[0].siblings, generation.siblings = left[1:], []
@@ -473,7 +481,7 @@ class Engine:
         return self.step_alone() if self.phases is None else self.phases.step()
 
     def step_alone(self) -> list[Written]:
-        """Do as :meth:`step`, with all passes in this process."""
+        """Do as :meth:`step`, but without :class:`StepTaker`: all passes run in this process."""
         while len(self.sent) < self.reader.depth and self._send():
             pass
         if not self.sent and self.scheduler.waiting:
@@ -481,7 +489,7 @@ class Engine:
         return self.receive(self.sent.popleft()) if self.sent else []
 
     def settle(self) -> None:
-        """Do what is due for loans of cache blocks between two steps."""
+        """Let all parts of the engine in loans of cache blocks do what is due between two steps."""
         for party in self.loans:
             party.settle()
 
@@ -542,7 +550,9 @@ class Engine:
         return bool(step.work)
 
     def prepare(self) -> None:
-        """Do what is due before a step is planned: loans, blocks outside the cache, and guesses."""
+        """Do what is due before a step is planned: settle loans and blocks outside the cache, and let the drafter
+        guess.
+        """
         scheduler = self.scheduler
         self.settle()
         if self.outside is not None:
@@ -571,7 +581,9 @@ class Engine:
             branches.release(self.scheduler.pool, request)
 
     def receive(self, launched: LaunchedPass) -> list[Written]:
-        """Choose tokens from a pass's logits; return them, those of a text in order."""
+        """Choose tokens from the logits of the pass ``launched``, and return them; the tokens of one text are in their
+        order.
+        """
         logits, at, texts = launched.logits(), 0, list[SampledText]()
         self.scheduler.advance(launched.drawn)
         for request, first, prompt, drawn in launched.rows:
@@ -611,7 +623,7 @@ class Engine:
             self.cancel(generation)
 
     def run(self) -> None:
-        """Take steps until every request has ended."""
+        """Take steps until every request has ended. Tokens are in the requests."""
         while self.step() or self.scheduler.running or self.scheduler.waiting:
             pass
 
@@ -656,8 +668,9 @@ def wanted_rows(request: Request, tokens: int) -> WantedRows:
 
 
 def kinship(work: tuple[Request, int]) -> tuple[int, int]:
-    """Return the key by which the requests of a step are sorted, so that texts of about equal length attend together.
-    ``work``: a request and the number of its tokens in the step.
+    """Return the key by which the requests of a step are sorted: the number of new tokens, then that of computed
+    tokens. Texts of about equal length thus attend together. ``work``: a request and the number of its tokens in the
+    step.
     """
     request, tokens = work
     return tokens, request.computed

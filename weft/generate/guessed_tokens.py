@@ -18,10 +18,10 @@ T = torch.Tensor
 
 
 class Numbers(Protocol):
-    """A source of random numbers in [0, 1), such as :class:`random.Random`."""
+    """Interface of a source of random numbers, such as :class:`random.Random`."""
 
     def random(self) -> float:
-        """Return the next number."""
+        """Return the next number, uniformly distributed in [0, 1)."""
         ...
 
 

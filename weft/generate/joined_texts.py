@@ -116,13 +116,13 @@ class Thread:
 
     @property
     def end(self) -> int:
-        """Position behind the last token of this text."""
+        """Position of the next token after the last piece of this text."""
         return self.pieces[-1].offset + len(self.pieces[-1].ids)
 
     @property
     def seen(self) -> list[PrefixView]:
-        """A list of what the text behind this one attends to: all tokens of this text, and all to which its last piece
-        attends.
+        """All that a text behind this one attends to: first what this text's last piece attends to, then that piece
+        itself.
         """
         return [
             *self.pieces[-1].context,

@@ -47,7 +47,9 @@ CALLED = "--keys-in"
 
 @dataclass(frozen=True)
 class KeyLayout:
-    """Where the keys and values of an extent lie.
+    """Where the keys and values of old tokens lie in a file. The file is divided into extents. An extent holds
+    neighbouring runs of one text, and a run is a fixed number of neighbouring cache blocks. In an extent the layers
+    follow one another, in a layer the key/value heads, and of a head first all keys, then all values.
 
     Attributes:
         ``layers``: what a cache block holds, layer by layer.
@@ -63,7 +65,7 @@ class KeyLayout:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a run."""
+        """Number of tokens of a run."""
         return self.size * self.blocks
 
     @property
@@ -72,12 +74,14 @@ class KeyLayout:
         return bytes_of(self.layers, self.size)
 
     def piece(self, layer: int) -> int:
-        """Return the bytes of a run's keys of one head in ``layer``."""
+        """Return the bytes that a run's keys of one head of ``layer`` take. Its values take as many."""
         each = self.layers[layer]
         return self.tokens * each.shape[-1] * each.dtype.itemsize
 
     def rows(self, layer: int) -> int:
-        """Return the number of sequences of pieces in a layer's part of an extent: for each head, keys and values."""
+        """Return into how many contiguous sequences of keys or values an extent's part of ``layer`` is divided: two per
+        head (keys, values), or one if the layer caches latent vectors.
+        """
         each = self.layers[layer]
         return len(each.heads) * each.parts
 
@@ -87,7 +91,7 @@ class KeyLayout:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """The first byte of each layer in an extent."""
+        """Offset in bytes of each layer from the beginning of an extent."""
         starts = [0]
         for layer in range(len(self.layers)):
             starts.append(starts[-1] + whole_pages(self.layer_bytes(layer)))
@@ -99,15 +103,17 @@ class KeyLayout:
         return self.offsets[-1]
 
     def view(self, raw: T, layer: int) -> T:
-        """Return the bytes ``raw`` of a layer's part of an extent as ``[heads, parts, tokens, width]``."""
+        """View ``raw``, the bytes of an extent's part of ``layer``, as ``[heads, parts, tokens, width]`` without a
+        copy. ``parts`` is 2 for keys and values.
+        """
         each = self.layers[layer]
         values = raw[: self.layer_bytes(layer)].view(each.dtype)
         return values.view(len(each.heads), each.parts, -1, each.shape[-1])
 
 
 def layout_of(layers: Sequence[LayerPart], size: int) -> KeyLayout:
-    """Return the layout for these ``layers`` and cache blocks of ``size`` tokens. A run has so many blocks that the
-    pieces of all layers are whole pages.
+    """Return the layout for ``layers`` and cache blocks of ``size`` tokens. Runs are made so long that the keys of a
+    run and head take a whole number of the disk's pages in every layer.
     """
     blocks = max(1, RUN_TOKENS // size)
     while any(KeyLayout((each,), size, blocks).piece(0) % PAGE for each in layers):
@@ -116,7 +122,9 @@ def layout_of(layers: Sequence[LayerPart], size: int) -> KeyLayout:
 
 
 class KeyRead(NamedTuple):
-    """A read of the first ``runs`` runs of an extent, in one layer."""
+    """A read of keys and values from the file: those of the layer number ``layer`` in the first ``runs`` runs of the
+    extent number ``extent``.
+    """
 
     layer: int
     extent: int
@@ -124,7 +132,7 @@ class KeyRead(NamedTuple):
 
 
 class PendingRead(NamedTuple):
-    """A read under way into a buffer."""
+    """A read that was begun and has not ended, and the buffer into which it reads."""
 
     read: KeyRead
     transfer: Transfer
@@ -132,10 +140,10 @@ class PendingRead(NamedTuple):
 
 
 class KeyFile:
-    """A nameless file of ``extents`` extents in ``folder``, whose room on the disk is reserved at once.
-
-    ``cached``: number of extents, the first ones, that are read through the page cache. Raises :class:`TierError` if
-    the folder cannot be used, or its disk is full.
+    """A nameless file in ``folder`` for keys and values of old tokens, with ``extents`` extents (:class:`KeyLayout`).
+    Its room on the disk is reserved at once. ``cached``: number of the first extents that are read through the system's
+    page cache; the others are read past it. Raises :class:`TierError` if the folder cannot be used, or its disk is
+    full.
 
     Attributes:
         ``calls``: reads past the page cache that were begun so far.
@@ -159,7 +167,7 @@ class KeyFile:
         self._staged: T | None = None
 
     def start_of(self, extent: int, layer: int) -> int:
-        """Return the first byte in the file of ``layer`` in ``extent``."""
+        """Return the offset in bytes, from the beginning of the file, of ``layer`` in the extent number ``extent``."""
         return extent * self.layout.extent_bytes + self.layout.offsets[layer]
 
     def write(self, extent: int, run: int, rows: T) -> None:
@@ -230,10 +238,9 @@ class KeyFile:
     def stream(
         self, wanted: Sequence[KeyRead], later: Iterable[KeyRead]
     ) -> Iterator[T]:
-        """Yield the keys and values of the reads ``wanted``, each ``[heads, parts, tokens of an extent, width]``, valid
-        until the next one. Tokens of runs behind those that a read names are undefined.
-
-        ``later``: the reads that are wanted next, by all that is known; they are begun as soon as buffers are free.
+        """Yield the keys and values for each of the reads ``wanted``: ``[heads, parts, tokens of an extent, width]``,
+        valid until the next one is yielded. A read names its first runs; the tokens of the extent's further runs are
+        undefined. ``later``: the reads that will probably be wanted next; they are begun as soon as buffers are free.
         """
         direct = (
             read
@@ -261,7 +268,9 @@ class KeyFile:
             self._fill(expected)
 
     def forget(self, extent: int, run: int) -> None:
-        """Drop what was read ahead of ``extent``, if it includes the run number ``run`` or a later one."""
+        """Discard reads ahead of ``extent`` that include the run number ``run``, because this run is about to be
+        written anew.
+        """
         stale = (
             read.extent == extent and read.runs > run for read, *_ in self._pending
         )
@@ -329,7 +338,9 @@ class KeyFile:
         return self._staged
 
     def measure(self) -> float:
-        """Return how many bytes a second direct reads of a layer's part of an extent bring, by some of them."""
+        """Measure direct reads of a few layers and extents; return the bytes per second. The extents are overwritten,
+        so call this before the file is used.
+        """
         extents = range(self.cached, self.region.size // self.layout.extent_bytes)
         layers = range(len(self.layout.layers))
         reads = [

@@ -32,9 +32,9 @@ FLAT = 16
 
 
 class KeyStretch(NamedTuple):
-    """A stretch of a text's tokens that lies in one extent.
-
-    ``extent``: its number. ``run``: the first run. ``begin``, ``end``: which tokens of the text they are.
+    """A stretch of a text's tokens that lies in one extent of the file. ``extent``: number of the extent. ``run``:
+    number of the first run within it. ``begin``, ``end``: positions in the text of the first token and behind the last
+    one.
     """
 
     extent: int
@@ -44,8 +44,9 @@ class KeyStretch(NamedTuple):
 
 
 class RestingQuery(NamedTuple):
-    """The queries of one text: the rows ``first:last`` of all queries of a message, the first of which is at position
-    ``past`` of the text, and where the text's old keys are.
+    """The new queries of one text, and where its old keys are in the file. ``first``, ``last``: the text has the rows
+    ``first:last`` of the queries that were sent together. ``past``: position in the text of the first of these queries.
+    ``stretches``: stretches of the text's old tokens.
     """
 
     first: int
@@ -55,9 +56,8 @@ class RestingQuery(NamedTuple):
 
 
 class SeenExtent(NamedTuple):
-    """What queries see of an extent: its first ``runs`` runs.
-
-    ``users``: for each text that has tokens there, its place among the queries, and the stretch of its tokens.
+    """What queries see of an extent: its first ``runs`` runs. ``users``: pairs of the index of a text among the
+    queries, and the stretch of that text's tokens in the extent.
     """
 
     runs: int
@@ -80,8 +80,9 @@ class KeyAttention:
     def attend(
         self, layer: int, queries: Sequence[RestingQuery], q: T, window: int
     ) -> Partial:
-        """Return the attention of ``q`` ``[queries, heads, width]`` in ``layer`` to the keys here, and its
-        log-sum-exps ``[queries, heads]``. ``window``: the number of tokens that a token sees, itself included; 0: all.
+        """Return the attention of ``q`` ``[queries, heads, width]`` in ``layer`` to the keys in the file, and its
+        log-sum-exps ``[queries, heads]``. ``queries``: for each text, which rows of ``q`` are its queries and where its
+        keys lie. ``window``: number of tokens that a token sees, itself included; 0: all.
         """
         self._windows[layer] = window
         kv_heads = len(self.file.layout.layers[layer].heads)
@@ -169,7 +170,9 @@ def _join_stretch(
 
 
 def run_owner(pipe: int) -> None:
-    """Own a file of keys for the engine's process until that ends. ``pipe``: inherited file descriptor of the pipe."""
+    """Run in a process of its own: keep a file of keys and values for the engine's process, and exit when that process
+    closes the pipe. ``pipe``: inherited file descriptor of the pipe to the engine's process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve_keys(parent_pipe(pipe))
     # the interpreter's own end takes long, and nothing is left to do
@@ -177,10 +180,10 @@ def run_owner(pipe: int) -> None:
 
 
 def serve_keys(pipe: PipeEnd) -> None:
-    """Do what comes through ``pipe``, until it ends: write runs of blocks, attend to them, return them.
-
-    A message is a JSON object, and a second one of bytes if the first says so. The first message says what the file is
-    to be; its answer is an error in words, or the file's warning and the speed of the disk.
+    """Execute the requests of an engine's process that come through ``pipe``, until it is closed: write runs of cache
+    blocks to the file, compute attention to them, return them. A message is a JSON object, followed by a message of
+    bytes if the object says so. The first request describes the file; the answer to it is an error in words, or the
+    file's warning and the speed of the disk.
     """
     with suppress(EOFError, OSError):
         about = json.loads(pipe.recv_bytes())

@@ -48,14 +48,14 @@ OwnerStarter = Callable[[PipeEnd], RunningProcess]
 
 @dataclass(frozen=True)
 class RestingKeys:
-    """The value of ``--keys-in``: where old keys rest.
+    """The value of the option ``--keys-in``: files in which the keys and values of old tokens rest.
 
     Attributes:
         ``folders``: a folder for each file, best each on a disk of its own.
         ``size``: GB of each file; None: what the texts need, or :data:`FILE_GB`.
         ``cached``: GB of the files that are read through the page cache; None: :data:`CACHED_SHARE` of the memory that
             is free at the start.
-        ``rate``: tokens a second that the disks must bring the keys of the longest text for; 0: any speed will do.
+        ``rate``: tokens per second of the longest text for which the disks must be fast enough; 0: any speed will do.
     """
 
     folders: tuple[Path, ...]
@@ -97,7 +97,9 @@ class RestingKeys:
 
 
 class RunPlace(NamedTuple):
-    """Where a loan of so many blocks lies: the run number ``run`` of an extent."""
+    """Where in the file the blocks of a loan lie: at the run number ``run`` of the extent number ``extent``.
+    ``blocks``: their number.
+    """
 
     extent: int
     run: int
@@ -105,20 +107,19 @@ class RunPlace(NamedTuple):
 
 
 class KeyOwner:
-    """The engine's end of a process that owns a file in ``folder``.
-
-    ``layout``: of the file. ``extents``: how many it has. ``cached``: how many of them are read through the page cache.
-    ``measured``: whether the disk's speed is measured. ``start``: starts the process. Raises :class:`WeftError` if the
-    file cannot be made.
+    """Lets a process of its own own a file in ``folder`` with keys of this engine's old tokens, and speaks with it.
+    ``layout``: where keys and values lie in the file. ``extents``: number of the file's extents. ``cached``: number of
+    extents that are read through the page cache. ``measured``: whether the disk's speed is measured. ``start``:
+    function that starts the process. Raises :class:`WeftError` if the file cannot be made.
 
     Attributes:
         ``note``: the file's warning, or "".
-        ``rate``: bytes that the disk brings in a second, or 0.
+        ``rate``: bytes that the disk reads in a second; 0 if it was not measured.
         ``lost``: whether the process has ended or does not answer; it is never asked again.
         ``fate``: how it was lost, in words; "" before.
         ``moved``: bytes of queries and partial attentions so far.
         ``sent``: bytes of cache blocks so far.
-        ``asks``: queries of a layer so far.
+        ``asks``: number of messages with queries so far; one message has the queries of one layer.
     """
 
     def __init__(
@@ -151,11 +152,11 @@ class KeyOwner:
 
     @property
     def pid(self) -> int | None:
-        """Number of the process."""
+        """Operating-system number of the process; None if it has none."""
         return getattr(self._process, "pid", None)
 
     def room(self) -> int:
-        """Return how many blocks fit into runs that are free."""
+        """Return how many cache blocks the free runs of the file can hold; 0 if the process is lost."""
         if self.lost:
             return 0
         free = (self.extents - len(self._used)) * self.layout.runs
@@ -163,7 +164,7 @@ class KeyOwner:
         return free * self.layout.blocks
 
     def recalled(self) -> list[int]:
-        """Return no loans: an owner wants none back."""
+        """Return an empty list: unlike another engine, the process never asks for blocks back."""
         return []
 
     def put(self, contents: T, after: int | None) -> int:
@@ -188,11 +189,13 @@ class KeyOwner:
         return loan
 
     def take(self, contents: T) -> int:
-        """Do as :meth:`put`, apart from all other blocks."""
+        """Write ``contents``, uint8 ``[blocks, bytes]``, to a run that need not be beside other blocks; return the
+        number of the loan. Raises :class:`NoRoom` and :class:`LenderLost`.
+        """
         return self.put(contents, None)
 
     def fetch(self, loan: int) -> T:
-        """Return the blocks of the loan: uint8 ``[blocks, bytes]``. Raises :class:`LenderLost`."""
+        """Read the blocks of the loan number ``loan`` back: uint8 ``[blocks, bytes]``. Raises :class:`LenderLost`."""
         extent, run, blocks = self._places[loan]
         head = {"do": "fetch", "extent": extent, "run": run, "blocks": blocks}
         number = self._send(head, [])
@@ -202,7 +205,7 @@ class KeyOwner:
         return tensor_of(contents, torch.uint8, (blocks, -1))
 
     def drop(self, loan: int) -> None:
-        """End the loan: its run may be written again."""
+        """End the loan number ``loan``: its part of the file may be written anew."""
         if place := self._places.pop(loan, None):
             self._used[place.extent].discard(place.run)
             if not self._used[place.extent]:
@@ -252,7 +255,9 @@ class KeyOwner:
         self._bury(OSError())
 
     def is_last(self, loan: int) -> bool:
-        """Return whether the loan lies in the last run of its extent."""
+        """Return whether the loan number ``loan`` lies in the last run of its extent, so that the text's next run goes
+        elsewhere.
+        """
         return self._places[loan].run + 1 == self.layout.runs
 
     def _stretches(self, parts: Sequence[Any]) -> list[list[int]]:
@@ -368,9 +373,8 @@ def _start_interpreter(pipe: PipeEnd) -> RunningProcess:
 
 
 class KeysAtRest:
-    """Moves the full blocks of all texts of ``engine`` to ``owners``, run by run.
-
-    ``again``: starts an owner in the place of one that is lost. ``say`` prints a line.
+    """Moves the full cache blocks of all texts of ``engine`` to the files of ``owners``, run by run
+    (:class:`KeyLayout`). ``again``: function that starts a new owner in place of a lost one. ``say`` prints a line.
     """
 
     def __init__(
@@ -388,11 +392,13 @@ class KeysAtRest:
         engine.loans.append(self)
 
     def room(self) -> int:
-        """Return how many blocks the files have room for now."""
+        """Return how many more cache blocks the files can hold."""
         return sum(owner.room() for owner in self.owners)
 
     def settle(self) -> None:
-        """Start processes again that are lost, and move every whole run of blocks to a file."""
+        """Replace lost processes, and move every whole run of full cache blocks to a file. The engine calls this
+        between two steps.
+        """
         for owner in [*self.owners]:
             if owner.lost:
                 for party in self.engine.loans:
@@ -406,15 +412,17 @@ class KeysAtRest:
                     break
 
     def relieve(self) -> bool:
-        """Move the full blocks of the text that has the most, though they may be no whole run. Return whether any were
-        moved.
+        """Free cache blocks when none is free: move full blocks of the text that has the most, even fewer than a run.
+        Return whether any block was moved.
         """
         longest = self.borrower.longest
         own = self.borrower.own_blocks(longest)[: self.layout.blocks] if longest else []
         return longest is not None and self._move(longest, own)
 
     def give_up(self, lender: BlockLender) -> None:
-        """Start the process again that is lost. Raises :class:`WeftError` if that has happened too often."""
+        """Start a new process in place of ``lender``, if that is one of these processes. Raises :class:`WeftError` if
+        this has happened too often.
+        """
         lost = next((owner for owner in self.owners if owner is lender), None)
         if lost is None:
             return
@@ -430,11 +438,11 @@ class KeysAtRest:
         self.owners[self.owners.index(lost)] = self._again(lost)
 
     def usage(self) -> LoanUsage:
-        """Return no loans: those that there are the borrower counts."""
+        """Return zeros: the loans to these files are counted by the engine's borrower."""
         return LoanUsage()
 
     def report(self) -> str:
-        """Return in a line how much has rested, and what was read."""
+        """Return a line for the user: how much has rested in the files, and how much was read."""
         counts = Counter[str]()
         for owner in self.owners:
             with suppress(LenderLost):
@@ -547,8 +555,8 @@ def rest_keys(
 
 
 def hold_adapters(engine: Engine) -> None:
-    """Enlarge the cache of ``engine``, which has room for the newest blocks of its texts, by the blocks of all its
-    adapters.
+    """Enlarge the cache of ``engine`` by as many blocks as all its adapters need, so that they take none of the room
+    for texts.
     """
     scheduler = engine.scheduler
     scheduler.pool.blocks += sum(map(len, scheduler.adapter_keys.values()))
@@ -559,9 +567,9 @@ def hold_adapters(engine: Engine) -> None:
 def check_rate(
     owners: Sequence[KeyOwner], layout: KeyLayout, cached: int, tokens: int, rate: float
 ) -> None:
-    """Raise :class:`UsageError` if the disks of ``owners`` bring the keys of a text less than ``rate`` times a second.
-
-    ``cached``: extents of each file that are read through the page cache. ``tokens``: tokens of the text.
+    """Raise :class:`UsageError` if the disks of ``owners`` cannot read the keys of a text of ``tokens`` tokens ``rate``
+    times a second. ``layout``: layout of the files. ``cached``: extents of each file that are read through the page
+    cache and thus not from the disk.
     """
     direct = max(0, tokens - cached * len(owners) * layout.tokens * layout.runs)
     need = direct * layout.block_bytes // layout.size

@@ -25,8 +25,8 @@ TakeLayer = Callable[[int, int, T], None]
 
 class LayerStream:
     """Calls ``take`` with the keys and values of new tokens of ``request``, as soon as a layer has computed them.
-
-    ``pages``: the cache of each layer. ``take``: function that gets them (:data:`TakeLayer`).
+    Another engine can thus receive them while later layers still compute. ``pages``: the cache of each layer. ``take``:
+    function that gets them (:data:`TakeLayer`).
 
     Attributes:
         ``sent``: for each layer, how many of the text's first tokens were given to ``take``.
@@ -40,12 +40,12 @@ class LayerStream:
 
     @property
     def whole(self) -> int:
-        """Return the number of the text's first tokens that all layers have sent."""
+        """Number of the text's first tokens whose keys and values all layers have sent."""
         return min(self.sent)
 
     def send(self, layer: int, end: int) -> None:
-        """Call ``take`` with the keys and values in ``layer`` of those of the text's first ``end`` tokens that were not
-        given to it before.
+        """Call ``take`` with the keys and values in ``layer`` of the text's first ``end`` tokens, without those that
+        were sent before.
         """
         first, store = self.sent[layer], self.pages[layer].store
         size, table = self.pages[layer].size, self.request.table
@@ -57,7 +57,7 @@ class LayerStream:
         self.sent[layer] = end
 
     def send_all(self, end: int) -> None:
-        """Do what :meth:`send` does for all layers."""
+        """Call :meth:`send` for all layers."""
         for layer in range(len(self.pages)):
             self.send(layer, end)
 
@@ -89,9 +89,8 @@ def streaming(ends: Sequence[tuple[LayerStream, int]]) -> Iterator[None]:
 
 
 def token_places(table: Sequence[int], size: int, first: int, end: int) -> list[int]:
-    """Return where the tokens from ``first`` to ``end`` of a text lie among the tokens of all blocks.
-
-    ``table``: numbers of the text's blocks; ``size``: tokens of a block.
+    """Return the indices of a text's tokens ``first`` to ``end - 1`` among the tokens of all cache blocks. ``table``:
+    numbers of the text's blocks; ``size``: tokens of a block.
     """
     return [table[at // size] * size + at % size for at in range(first, end)]
 
@@ -114,8 +113,9 @@ def write_layers(pages: Sequence[Pages], table: Sequence[int], first: int, layer
 
 
 def joined_layers(layers: Sequence[T], blocks: int, size: int) -> bytes:
-    """Return the bytes of ``blocks`` full blocks of ``size`` tokens and of the tokens behind them, block by block, in
-    the order of :mod:`weft.generate.block_contents`. ``layers``: ``[parts, tokens, heads, width]`` each.
+    """Join what layers have sent of a text's tokens to bytes: ``blocks`` full blocks of ``size`` tokens, each with all
+    its layers, in the order of :mod:`weft.generate.block_contents`; then, layer by layer, the tokens behind the full
+    blocks. ``layers``: for each layer its keys and values ``[parts, tokens, heads, width]``.
     """
     middle = blocks * size
     full = [x[:, :middle].unflatten(1, (blocks, size)).transpose(0, 1) for x in layers]

@@ -106,8 +106,8 @@ def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
 
 
 def check_dispatch(layout: Layout, shape: ModelShape | None) -> None:
-    """Raise :class:`UsageError` if tokens cannot travel to experts as ``layout.dispatch`` says. ``shape``: as for
-    :func:`check_layout`.
+    """Raise :class:`UsageError` if a model cannot generate with the dispatcher ``layout.dispatch``, which carries
+    tokens to experts. ``shape``: shape of the model; None: it is not known yet.
     """
     way = find("dispatch", layout.dispatch).implementation()
     if not way.unequal:
@@ -177,10 +177,11 @@ def mesh_of_rank(layout: Layout, device: str, needed: float = 0) -> Mesh:
 
 class RankReader:
     """Computes this rank's part of every step of ``model``, which is cut over several ranks. ``size``: tokens of a
-    cache block, rounded up to a multiple of the size of ``cp``. ``policy``: word of the cache policy, which no ranks of
-    ``cp`` can have.
+    cache block, rounded up to a multiple of the size of ``cp``. ``policy``: value of ``--cache-policy``, which cannot
+    be used with ranks of ``cp``.
 
-    ``notes`` (attribute): lines about the ranks, for the user.
+    Attributes:
+        ``notes``: lines about the ranks, for the user.
     """
 
     def __init__(self, model: Transformer, size: int, policy: str = NONE) -> None:
@@ -232,9 +233,8 @@ class RankReader:
         copies: Sequence[tuple[int, int]],
         loads: Sequence[tuple[str, list[int]]],
     ) -> tuple[T, T]:
-        """Compute this rank's part of step ``number``. Return for each token the rank along ``cp`` that has its logits,
-        and this rank's logits, which are empty before the last pipeline stage.
-
+        """Compute this rank's part of step ``number`` over the tokens ``row``. Return for each wanted token the rank
+        along ``cp`` that has its logits, and this rank's logits, which are empty before the last pipeline stage.
         ``copies``: pairs of cache blocks (from, to) that are copied before the step. ``loads``: pairs of an adapter's
         name and the blocks into which it is loaded before the step.
         """
@@ -395,7 +395,9 @@ class RankReader:
             write_pages(self.pages, parts, table, tokens, rows)
 
     def take(self, what: str, number: int, source: int) -> T:
-        """Receive the tensor named ``what`` that rank ``source`` sends for step ``number``."""
+        """Receive the tensor named ``what`` that rank ``source`` sends in step ``number``. Raises an error that names
+        ``source`` if it does not come in time.
+        """
         self.wire.ask(Value(what, 0, number), source)
         received: T = self.wire.take(Value(what, 0, number), source, f"step {number}")
         return received
@@ -540,17 +542,19 @@ class Leader(RankReader):
         return self.decode.summary() if self.decode else ""
 
     def rest(self) -> None:
-        """Let the other ranks return from :func:`follow_leader`, which they call again before the next step."""
+        """End the calls of :func:`follow_leader` on the other ranks, so that all ranks can do something else, such as
+        train. The other ranks call it again before the next step.
+        """
         self.tickets.give((REST,))
 
     def close(self) -> None:
-        """Tell the other ranks to end."""
+        """Tell the other ranks that no further step comes, so that they end."""
         self.tickets.close()
 
 
 @contextmanager
 def naming_lost_rank() -> Iterator[None]:
-    """Convert a failed wait for another rank, within this context, into an error that names the rank."""
+    """Return a context in which a failed wait for another rank is raised as an error that names the lost rank."""
     try:
         yield
     except RuntimeError as error:
@@ -560,7 +564,9 @@ def naming_lost_rank() -> Iterator[None]:
 
 
 class Follower(RankReader):
-    """Reader of a rank that computes the steps which the first rank describes. ``tickets``: where it reads them."""
+    """The part of a rank other than the first in every step: it computes what the first rank describes. ``tickets``:
+    where it reads the descriptions.
+    """
 
     def __init__(self, model: Transformer, tickets: TicketReader) -> None:
         self.tickets = tickets

@@ -36,7 +36,7 @@ RESERVE = 0.1
 
 
 class NoRoom(WeftError):
-    """Error of a lender that has no free blocks for a loan."""
+    """Raised by a lender that has too few free blocks for a loan."""
 
 
 class LendingEngine(BlockLender, Protocol):
@@ -45,7 +45,7 @@ class LendingEngine(BlockLender, Protocol):
     """
 
     def room(self) -> int:
-        """Return how many blocks the engine offers to lend now."""
+        """Return how many cache blocks the other engine offers to lend now."""
 
     def recalled(self) -> list[int]:
         """Return the numbers of those loans to this engine that the lender wants back."""
@@ -132,7 +132,7 @@ class LoanOffice:
             self._offered += more
 
     def give_up(self, lender: BlockLender) -> None:
-        """Do nothing: a lender keeps no texts of its own at other engines."""
+        """Do nothing when another engine is lost: this engine's texts have no blocks there."""
 
     def relieve(self) -> bool:
         """Give the offered blocks back to the engine, which needs memory; return whether there were any. If there were
@@ -163,7 +163,7 @@ class LoanOffice:
             return LoanUsage(lent=lent, offered=len(self._offered))
 
     def close(self) -> None:
-        """Do nothing: the blocks lie in this engine's cache."""
+        """Do nothing: the lent blocks lie in this engine's own cache."""
 
     def take(self, contents: T, borrower: str) -> int:
         """Lend blocks to the engine ``borrower`` for these ``contents``, uint8 ``[blocks, bytes]``; return the number
@@ -227,7 +227,7 @@ class LoanOffice:
         return self.reader.read_blocks(self.loans[loan].table, size)
 
     def drop(self, loan: int) -> None:
-        """End a loan, if there is such a loan."""
+        """End the loan number ``loan`` and free its blocks; do nothing if there is no such loan."""
         with self._lock:
             self._recalled.discard(loan)
             if ended := self.loans.pop(loan, None):
@@ -320,8 +320,9 @@ class Borrower:
     def hand_over(
         self, request: Request, table: Sequence[int], lender: LendingEngine, loan: int
     ) -> None:
-        """Let ``request`` attend to its blocks ``table``, the first ones in this engine's cache, at ``lender``, which
-        has them as the loan number ``loan``. The blocks are free here.
+        """Record that the first blocks of ``request`` in this engine's cache, those in ``table``, now lie at ``lender``
+        as the loan number ``loan``. The request attends to them there from now on, and its blocks in this cache are
+        freed.
         """
         pool = self.engine.scheduler.pool
         away = sum(block < 0 for block in request.table)
@@ -332,8 +333,8 @@ class Borrower:
         request.table[away : away + len(table)] = aliens
 
     def bring_home(self, request: Request) -> None:
-        """Fetch all blocks of ``request`` that lie at lenders. If there is no room for them here, its text is
-        recomputed later.
+        """Fetch all cache blocks of ``request`` that lie at lenders back into this engine's cache. If there is no room
+        for them, or a lender is lost, the request is queued again and its text recomputed.
         """
         scheduler, pool, lent = self.engine.scheduler, self.engine.scheduler.pool, self.reader.lent  # fmt: skip
         aliens = [block for block in request.table if block < 0]
@@ -352,7 +353,9 @@ class Borrower:
         pool.release(aliens)
 
     def settle(self) -> None:
-        """End the loans that lenders want back, and those that no request uses any more. Called between two steps."""
+        """Fetch back the blocks of loans that lenders recall, and end the loans that no request uses any more. The
+        engine calls this between two steps.
+        """
         lent, owners = self.reader.lent, self.engine.scheduler.pool.lent
         loans = {*lent.values()}
         for lender in {id(each.lender): _lending(each) for each in loans}.values():
@@ -369,10 +372,10 @@ class Borrower:
         return LoanUsage(borrowed=len(self.reader.lent))
 
     def close(self) -> None:
-        """Do nothing: lenders end loans with the connection."""
+        """Do nothing: the lenders end the loans when their connections end."""
 
     def give_up(self, lender: BlockLender) -> None:
-        """Recompute the texts of which blocks were at ``lender``, which can no longer be reached."""
+        """Compute again all texts that have blocks at ``lender``, because ``lender`` can no longer be reached."""
         for loan in {*self.reader.lent.values()}:
             if loan.lender is lender:
                 for request in self._users(loan):

@@ -37,8 +37,8 @@ def open_loans(endpoint: Endpoint, secret: str, office: LoanOffice) -> Channel:
 
 
 def serve_loans(office: LoanOffice, connection: SealedConnection) -> None:
-    """Answer an engine that borrows from ``office``, until ``connection`` ends. All its loans end with the
-    connection.
+    """Answer an engine that borrows from ``office``, until that engine closes ``connection``. Then all its
+    loans end.
     """
     borrower = str(connection.hello.get("borrower", ""))
     try:
@@ -151,7 +151,7 @@ class RemoteLender:
         return tensor_of(payload, torch.uint8, (int(head["blocks"]), -1))
 
     def drop(self, loan: int) -> None:
-        """End the loan. Nothing happens if the lender is lost."""
+        """End the loan number ``loan``. Nothing happens if the lender is lost."""
         if not self.lost:
             try:
                 self._call({"do": "drop", "loan": loan})

@@ -96,8 +96,8 @@ class NgramIndex:
 
 @dataclass
 class Trust:
-    """Index of a request's text, and how well the request's recent drafts did. After wrong drafts the following drafts
-    are fewer and shorter.
+    """Measures how well the recent drafts of one request did, and indexes the request's text. After wrong drafts the
+    next drafts are fewer and shorter.
 
     Attributes:
         ``text``: index of the request's text.
@@ -115,8 +115,8 @@ class Trust:
     pause: int = 0  # steps without a guess
 
     def learn(self, ids: Sequence[int]) -> None:
-        """Append the new tokens of ``ids``, the request's whole text, to the index. Score the last draft
-        against them.
+        """Append the new tokens of the request to the index, and judge the last draft by them. ``ids``: the request's
+        whole text.
         """
         self.text.extend(ids[len(self.text.ids) :])
         place, paths = self.guessed

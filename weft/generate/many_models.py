@@ -16,11 +16,10 @@ def members_of(
     family: ModelFamily, folders: Sequence[Path], tokenizer: Tokenizer, taken: Collection[str],
     warn: Callable[[str], None],
 ) -> dict[str, FamilyMember]:  # fmt: skip
-    """Return the models in ``folders`` by their names. Their weights are not read yet.
-
-    ``family``: the model that is open already, the base, together with all models of its shape. ``tokenizer``: the
-    base's tokenizer. ``taken``: names that are in use. ``warn`` prints a line. Raises :class:`UsageError` for a name
-    that is taken, and for models of another shape or tokenizer than the base.
+    """Return the models in ``folders`` by their names, without reading their weights yet. ``family``: the models of one
+    shape, of which the engine has opened the first, the base. ``tokenizer``: the base's tokenizer. ``taken``: names
+    that are in use. ``warn`` prints a line. Raises :class:`UsageError` for a name that is taken, and for models of
+    another shape or tokenizer than the base.
     """
     members = {}
     for folder in folders:
@@ -54,10 +53,9 @@ def open_member(family: ModelFamily, member: FamilyMember) -> tuple[Transformer,
 
 
 class Room(NamedTuple):
-    """How many models may be in memory at a time.
-
-    ``models``: number of models beside the base. ``nbytes``: if it is not None, it counts instead: bytes for all
-    models, the base included.
+    """Limit of the models that are in memory at the same time. ``models``: largest number of models beside the base.
+    ``nbytes``: largest number of bytes of all models, the base included, instead of ``models``; None: ``models``
+    counts.
     """
 
     models: int
@@ -65,7 +63,9 @@ class Room(NamedTuple):
 
     @classmethod
     def parse(cls, word: str) -> "Room":
-        """Return the room that ``--resident word`` gives: a number of models, or bytes such as 800MB or 8GiB."""
+        """Read a limit from ``word``, the value of ``--resident``: a number of models, or bytes such as 800MB
+        or 8GiB.
+        """
         parsed = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?B)?", word.strip())
         if parsed is None or not float(parsed[1]) or ("." in word and not parsed[2]):
             raise UsageError(

@@ -76,10 +76,9 @@ class MoveFrame(NamedTuple):
 
 
 class Departure:
-    """Sends ``request`` away from ``engine``, in frames of cache blocks. The engine goes on with the request until
-    :meth:`leave`.
-
-    Raises :class:`UsageError` for a request that sees other requests, or is seen by them.
+    """Sends the cache blocks of ``request`` away from ``engine`` in frames, so that another engine can go on with it.
+    This engine goes on with the request until :meth:`leave`. Raises :class:`UsageError` for a request that attends to
+    the texts of other requests, or to whose text others attend.
     """
 
     def __init__(self, engine: Engine, request: Generation) -> None:
@@ -126,7 +125,9 @@ class Departure:
         return self._stream is not None
 
     def drop(self) -> None:
-        """End the sending that :meth:`stream` began, as the request has left or stays."""
+        """Stop sending layer by layer, because the request has left or stays. Nothing happens if :meth:`stream` was not
+        called.
+        """
         reader = self.engine.reader
         if isinstance(reader, PagedReader) and self._stream in reader.streams:
             reader.streams.remove(self._stream)
@@ -192,8 +193,8 @@ class Departure:
         return frame
 
     def stay(self) -> None:
-        """Go on with the request here, as the last frame was refused or lost; the rest of its tokens is computed
-        again.
+        """Go on with the request in this engine after :meth:`leave`, because the last frame was refused or lost. Keys
+        and values that the engine has no longer are computed again.
         """
         request, scheduler = self.request, self.engine.scheduler
         request.finished = ""
@@ -261,8 +262,8 @@ class Arrival:
         self._parts: dict[int, list[MoveFrame]] = {}
 
     def keep(self, frame: MoveFrame) -> None:
-        """Keep a frame of one layer (:meth:`Departure.stream`) until the next call of :meth:`take`. It may be called in
-        any thread, but not while :meth:`take` runs.
+        """Keep a frame of one layer, which :meth:`Departure.stream` has sent, until the next call of :meth:`take`. This
+        method may be called in any thread, but not while :meth:`take` runs.
         """
         self._parts.setdefault(frame.head["layer"], []).append(frame)
 
@@ -284,7 +285,7 @@ class Arrival:
             ) from None
 
     def drop(self) -> None:
-        """Give back all blocks, as nothing more will come."""
+        """Free all cache blocks of the request, because nothing more of it will come."""
         self.engine.scheduler.give_up(self.taken)
 
     def _take(self, head: dict[str, Any], payload: bytes) -> Generation | None:

@@ -126,18 +126,18 @@ class EngineOptions:
 
     @property
     def elsewhere(self) -> WeightsElsewhere:
-        """Where weights rest while the engine generates."""
+        """Options that say where weights rest while the engine generates."""
         layers = self.layers_in, self.window, self.least_rate
         return WeightsElsewhere(*layers, self.neurons_in, self.neurons, self.predictor)
 
     @property
     def spread(self) -> Layout:
-        """The layout of the ranks over which the model is cut."""
+        """Layout of the ranks over which the model is cut. Raises :class:`UsageError` if the option's text is none."""
         return Layout.parse(self.layout)
 
     @property
     def most(self) -> int:
-        """Largest number of answers at a time, whether they are written or wait."""
+        """Largest number of answers at the same time: those that are written and those that wait."""
         return self.requests + self.waiting
 
     def check(self) -> None:
@@ -183,8 +183,8 @@ class EngineOptions:
 
     @property
     def numerics(self) -> str:
-        """What changes the numbers of a model beside its weights, in words: the type in which they are used, and the
-        cache policy.
+        """A text that names all settings beside the weights that change a model's results: the type of the weights in
+        use, and the cache policy.
         """
         if self.cache_policy == NONE:
             return self.weights
@@ -242,8 +242,8 @@ class EngineOptions:
                 )
 
     def words(self, role: str = "") -> list[str]:
-        """Return these options as words of the command line of ``weft engine --role`` with this ``role``.
-        :attr:`resident` is none of its, and a cache engine takes :data:`OF_CACHE` only.
+        """Return these options as arguments of ``weft engine --role`` with this ``role``. :attr:`resident` is left out,
+        and a cache engine gets only the options in :data:`OF_CACHE`.
         """
         words = []
         for field in fields(self):
@@ -264,12 +264,12 @@ class OpenedEngine(NamedTuple):
 
     Attributes:
         ``engine``: the engine.
-        ``files``: contents of the files beside its model's weights, by name.
-        ``cache``: tokens that its cache holds.
-        ``others``: names of its other models and adapters.
+        ``files``: contents of the small files beside the model's weights, by file name.
+        ``cache``: number of tokens that the engine's cache holds.
+        ``others``: names of the engine's other models and adapters.
         ``family``: the models of the same shape that the engine may have; None if there is only one model.
         ``resting``: by name, the models of the family that come into memory only when a request names them.
-        ``kept``: where it keeps cache blocks beside the cache; None: nowhere.
+        ``kept``: where the engine keeps cache blocks beside its cache; None: nowhere.
     """
 
     engine: Engine
@@ -375,7 +375,9 @@ def open_engine(
 
 
 def engine_class(experts: OpenedExperts | None) -> Callable[..., Engine]:
-    """Return what builds the engine of a model, or of several ``experts`` that write together."""
+    """Return the function that builds an engine from the arguments of :class:`Engine`. ``experts``: models that write
+    texts together; None: the engine has one model.
+    """
     if experts is None:
         return Engine
     from weft.generate.expert_engine import ExpertEngine
@@ -432,9 +434,8 @@ def split_engine(
     engine: Engine, shared: SharedModel, quota: str, warn: Callable[[str], None]
 ) -> SplitPhases:
     """Let a second process read the prompts of ``engine``, and wait until it is ready. ``shared``: the engine's model.
-    ``quota``: word of the quota, or "". ``warn`` prints a line.
-
-    Raises :class:`WeftError` if the process cannot be started.
+    ``quota``: value of ``--quota``, or "" for half of the cores. ``warn`` prints a line. Raises :class:`WeftError` if
+    the process cannot be started.
     """
     cores = own_cores()
     process = PrefillProcess(engine, shared, cores, warn)
@@ -451,8 +452,8 @@ def split_engine(
 def keep_opened(
     engine: Engine, options: EngineOptions, warn: Callable[[str], None]
 ) -> OutsideCache:
-    """Keep the cache blocks of ``engine`` in host memory or files, as ``options`` say; return the place where they are
-    kept. ``warn`` prints a line.
+    """Keep copies of the cache blocks of ``engine`` in host memory or files, as ``options`` say, and return the object
+    that does so. ``warn`` prints a line.
     """
     opened = open_for_reading(options.checkpoint, options.ema)
     weights = weights_fingerprint(opened, options.numerics)
@@ -507,9 +508,9 @@ def model_digests(folder: Path | None) -> dict[str, str]:
 
 
 def add_adapters(engine: Engine, folder: Path, model: str) -> list[str]:
-    """Add every adapter that is a folder in ``folder``; returns their names, none of which may be ``model``.
-
-    Raises :class:`UsageError` for a folder without adapters, and for adapters of other models.
+    """Add every adapter that has a folder of its own in ``folder`` to ``engine``, and return their names. No adapter
+    may be named like the ``model``. Raises :class:`UsageError` for a folder without adapters, and for adapters of other
+    models.
     """
     folders = adapter_folders(folder, model)
     for path in folders:

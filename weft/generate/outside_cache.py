@@ -67,8 +67,9 @@ class OutsideCache:
     # Called by the scheduler.
 
     def find(self, request: Request, keys: Sequence[bytes]) -> int:
-        """Return how many of ``keys``, from the first one on without a gap, the source has. They are the keys of blocks
-        of ``request`` that the engine's cache lacks.
+        """Return how many of ``keys``, from the first one on without a gap, the source has. ``keys``: keys of those
+        blocks of ``request`` that the engine's cache lacks. An error of the source is shown to the user, and the result
+        is 0.
         """
         if not self._knows(request) or not keys:
             return 0
@@ -82,7 +83,7 @@ class OutsideCache:
             return 0
 
     def fetch(self, request: Request, keys: Sequence[bytes]) -> None:
-        """Start to read the blocks of ``keys`` for ``request``, which waits for them."""
+        """Start to read the blocks of ``keys`` for ``request``, which waits for them for a limited time."""
         try:
             future = self.source.fetch(self._outside_keys(request, keys))
         except Exception as error:
@@ -118,13 +119,15 @@ class OutsideCache:
                 self.engine.scheduler.arrived(request, 0)
 
     def pause(self) -> None:
-        """Wait a moment for blocks that are being fetched, as the engine has nothing to compute before they come."""
+        """Wait a moment for blocks that are being fetched. The engine calls this when it has nothing to compute before
+        they come.
+        """
         futures = [r.fetch.blocks for r in self._fetching if r.fetch is not None]
         if futures:
             wait(futures, IDLE_S, FIRST_COMPLETED)
 
     def usage(self) -> KeptUsage:
-        """Return what the source has been used for. May be called in any thread."""
+        """Return what the blocks in the source have been used for so far. This may be called in any thread."""
         tiers = self.source
         sources = tiers.usages() if isinstance(tiers, TieredBlocks) else []
         return KeptUsage(self.looked, sources)

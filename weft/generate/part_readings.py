@@ -13,15 +13,16 @@ from weft.models.token_parts import TokenPart
 
 
 def can_be_cut(row: PackedRow) -> bool:
-    """Return whether a step's row may be computed in parts: no text has an adapter or attends to another text."""
+    """Return whether the row of a step may be computed in parts, one after the other: it may if no text in it has an
+    adapter or attends to another text.
+    """
     return not any(row.adapters) and not any(span.context for span in row.spans)
 
 
 class PartReadings:
-    """Sets what the cache's pages read before a part of the row takes its turn.
-
-    ``pages``: the cache of each layer. ``spans``: the new tokens of each text in the row. ``slots``: where new tokens
-    go among the tokens of all blocks, ``[tokens]``.
+    """Tells the caches which tokens come next, when the row of a step is computed in parts. Call it with a part before
+    that part is computed. ``pages``: the cache of each layer. ``spans``: the new tokens of each text in the row.
+    ``slots``: indices ``[tokens]`` among the tokens of all cache blocks, to which the row's new tokens are written.
     """
 
     def __init__(
@@ -40,9 +41,8 @@ class PartReadings:
 
 
 def spans_within(spans: Sequence[Span], part: TokenPart) -> list[Span]:
-    """Return the tokens of ``part`` that each text has in it, numbered from the part's first token.
-
-    A text's tokens in earlier parts count as computed already, because their keys and values are in the cache by then.
+    """Return the tokens of each text that lie in ``part`` of the row, numbered from the part's first token. Tokens of
+    the text in earlier parts count as computed already, because their keys and values are in the cache by then.
     """
     cut = []
     for span in spans:

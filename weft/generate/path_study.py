@@ -33,17 +33,20 @@ HIDDEN, STEPS, RATE = 64, 300, 3e-3
 
 @dataclass(frozen=True)
 class BudgetResult:
-    """What the ways to choose paths lose at a budget, as mean losses per token in nats.
+    """What ways to choose modules cost in quality at one budget. A path says for every layer whether a token skips the
+    layer or takes its small or its big module. Losses are means per token in nats.
 
     Attributes:
-        ``budget``: largest cost of a path, as a share of that of all big modules.
-        ``oracle``: loss when each token takes its best path, the others the same one, as the oracle sees it.
-        ``mixed_oracle``: loss when all tokens take the oracle's paths together.
-        ``router``, ``random``, ``fixed``: losses with a trained router, with random paths that use the budget, and with
-            the best path for all tokens.
-        ``costs``: mean cost of a token's path by way of choosing.
-        ``choices``: for each layer, the shares of the tokens that skip it, take the small and the big module, of the
-            oracle's paths.
+        ``budget``: largest cost of a path, as a share of the cost of all big modules.
+        ``oracle``: loss if each token took its best path while the other tokens kept one common path.
+        ``mixed_oracle``: loss when all tokens take these best paths together.
+        ``router``,
+        ``random``,
+        ``fixed``: losses with a trained router, with random paths that use the budget, and with the best common path
+            for all tokens.
+        ``costs``: mean cost of a token's path, by the way of choosing.
+        ``choices``: for each layer, the shares of the tokens that skip it, take the small module and take the big
+            module, on the oracle's paths.
     """
 
     budget: float
@@ -63,10 +66,10 @@ class PathStudy:
     Attributes:
         ``tokens``: number of tokens that were judged.
         ``paths``: number of paths that were tried.
-        ``exhaustive``: whether these were all paths.
+        ``exhaustive``: whether these were all possible paths.
         ``whole``: loss with all big modules.
-        ``without``: loss with all big modules but that of one layer, by layer.
-        ``budgets``: results by budget.
+        ``without``: for each layer, the loss if all tokens skip it and take the big modules of all others.
+        ``budgets``: one result for each budget.
     """
 
     tokens: int
@@ -83,7 +86,9 @@ class PathStudy:
 
 @dataclass(frozen=True)
 class Windows:
-    """Pieces of a text of equal length: ``tokens`` and what follows each of them (``labels``), ``[pieces, seq]``."""
+    """Pieces of a text, all of the same length. ``tokens``, ``labels``: token ids of the pieces and the id after each
+    of these tokens, ``[pieces, seq]`` each.
+    """
 
     tokens: T
     labels: T
@@ -102,9 +107,8 @@ def text_windows(ids: Sequence[int], seq: int) -> Windows:
 
 @torch.no_grad()
 def token_losses(model: Transformer, text: Windows, paths: T) -> T:
-    """Return the loss of each token of ``text``, ``[pieces, seq]``.
-
-    ``paths``: the paths that tokens take, ``[layers, pieces, seq]``, or with 1 in place of the last two sizes.
+    """Return the loss of each token of ``text`` in nats, ``[pieces, seq]``. ``paths``: for each layer and token, the
+    module that the token takes, ``[layers, pieces, seq]``; the last two sizes may be 1, for all tokens alike.
     """
     pieces, seq = text.tokens.shape
     positions = torch.arange(seq).expand(pieces, seq)
@@ -127,10 +131,11 @@ def path_costs(paths: T, small: float) -> T:
 def candidate_paths(
     model: Transformer, text: Windows, small: float, budgets: Sequence[float]
 ) -> T:
-    """Return the paths among which the oracle chooses, ``[layers, paths]``.
-
-    In a shallow model these are all. In a deep one a beam begins with all big modules and replaces one module after the
-    other by a cheaper one; all paths that were in the beam are returned. It ends below the smallest budget.
+    """Return the paths ``[layers, paths]`` among which a best one is chosen. A path names for each layer the module
+    that a token takes. In a shallow model these are all paths. In a deep one a beam search starts from all big modules
+    and replaces one module after the other by a cheaper one, until a path costs no more than the smallest of
+    ``budgets``. The result then has every path that was in the beam. ``small``: cost of a small module, where that of a
+    big one is 1.
     """
     layers = model.shape.layers
     if layers <= EXHAUSTIVE:
@@ -249,7 +254,9 @@ def _at_budget(
 
 @torch.no_grad()
 def first_hidden(model: Transformer, text: Windows) -> T:
-    """Return what the first layer's feed-forward reads of each token, which no path changes: ``[tokens, embed]``."""
+    """Return the input of the first layer's feed-forward module for each token, ``[tokens, embed]``. It does not depend
+    on the paths of the tokens.
+    """
     kept: list[T] = []
     pieces, seq = text.tokens.shape
     block: Any = model.blocks["0"]
@@ -285,9 +292,8 @@ def train_router(hidden: T, losses: T, seed: int) -> nn.Module:
 
 
 def write_study(study: PathStudy, name: str, out: Path, program: str) -> Path:
-    """Write a page with the plots of ``study`` to the file ``out``, and return the path.
-
-    ``name``: name of the model. ``program``: name of the file of Plotly's program beside the page.
+    """Write a page with the plots of ``study`` to the file ``out``, and return its path. ``name``: name of the model.
+    ``program``: name of the file of the Plotly library, which lies beside the page.
     """
     rows = study.budgets
     at = [row.budget for row in rows]

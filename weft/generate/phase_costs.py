@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 
 class Demand(NamedTuple):
-    """What a pass needs, as seconds on the whole device without another phase: ``compute`` and ``memory``."""
+    """What a forward pass needs if it has the whole device for itself: ``compute`` and ``memory`` are the seconds of
+    its arithmetic and of its memory accesses.
+    """
 
     compute: float
     memory: float
@@ -18,11 +20,11 @@ class Demand(NamedTuple):
 
 @dataclass(frozen=True)
 class PhaseCosts:
-    """Costs of the six numbers of a pass's work (:func:`weft.generate.step_work.work_of`), in seconds each.
-
-    ``compute``: share of the whole device's compute. ``memory``: share of its bandwidth. ``saturation``: share of the
-    device that uses all bandwidth. ``overlapped``: both are used at the same time, so that the slower one counts (the
-    roofline of Williams et al. 2009), and not one after the other.
+    """Model of the time of a forward pass that has only a share of a device, because another phase runs beside it. The
+    work of a pass is six numbers (:func:`weft.generate.step_work.work_of`). ``compute``, ``memory``: seconds per unit
+    of each of them, of the whole device's arithmetic and of its memory bandwidth. ``saturation``: share of the device
+    that suffices to use all bandwidth. ``overlapped``: arithmetic and memory accesses run at the same time, so that the
+    slower one counts (the roofline of Williams et al. 2009); otherwise their times are added.
     """
 
     compute: Sequence[float]
@@ -31,7 +33,7 @@ class PhaseCosts:
     overlapped: bool = False
 
     def demand(self, work: Sequence[float]) -> Demand:
-        """Return what a pass of this ``work`` needs."""
+        """Return the seconds of arithmetic and of memory accesses that a pass with the six numbers ``work`` needs."""
         costs = (self.compute, self.memory)
         compute, memory = (
             sum(a * b for a, b in zip(each, work, strict=True)) for each in costs
@@ -39,21 +41,25 @@ class PhaseCosts:
         return Demand(compute, memory)
 
     def seconds(self, needs: Demand, share: float, other: float = 0.0) -> float:
-        """Return the seconds of a pass with this ``share`` of the device. ``other``: part of the time in which the
-        other phase reads memory.
+        """Return the seconds of a pass that may use the fraction ``share`` of the device. ``other``: fraction of the
+        time in which the other phase reads memory.
         """
         bandwidth = min(1.0, share / self.saturation) / (1.0 + other)
         compute, memory = needs.compute / share, needs.memory / bandwidth
         return max(compute, memory) if self.overlapped else compute + memory
 
     def reading(self, needs: Demand, share: float) -> float:
-        """Return the part of the time in which a pass with this ``share`` reads memory, from 0 to 1."""
+        """Return the fraction of its time in which a pass reads memory, from 0 to 1, if it may use the fraction
+        ``share`` of the device.
+        """
         memory = needs.memory / min(1.0, share / self.saturation)
         whole = self.seconds(needs, share)
         return memory / whole if whole else 0.0
 
     def both(self, prompts: Demand, texts: Demand, quota: float) -> tuple[float, float]:
-        """Return the seconds of a pass over prompts and of one over texts that run beside each other."""
+        """Return the seconds of a pass over prompts and of a pass over texts that run beside each other. ``quota``:
+        fraction of the device for the prompts; the texts have the rest.
+        """
         reads = self.reading(prompts, quota)
         writes = self.reading(texts, 1.0 - quota)
         return (

@@ -24,10 +24,10 @@ EXACT_FILL = "exact-fill"
 
 
 class SchedulingPolicy:
-    """A scheduling policy. ``weft serve --policy NAME`` or ``--policy NAME:ARGUMENT`` selects it.
-
-    ``example``: a word NAME:ARGUMENT for a policy that needs an argument. ``candidates``: the words of this policy that
-    ``weft bench policies`` compares.
+    """Base class of scheduling policies, which decide how many tokens of which requests a step computes. ``weft serve
+    --policy NAME`` or ``--policy NAME:ARGUMENT`` selects one. ``example``: an example of NAME:ARGUMENT for a policy
+    that needs an argument. ``candidates``: the values of ``--policy`` of this policy that ``weft bench policies``
+    compares.
     """
 
     example: ClassVar[str] = ""
@@ -41,8 +41,8 @@ class SchedulingPolicy:
         return cls() if argument is None else None
 
     def read_time(self, clock: Callable[[], float]) -> None:
-        """Read the time, in seconds, from ``clock`` instead of from ``time.monotonic``. Policies without times do
-        nothing.
+        """Read the time, in seconds, from ``clock`` from now on instead of from ``time.monotonic``. By default nothing
+        is done, because most policies read no time.
         """
 
     def __call__(
@@ -72,8 +72,8 @@ def exact_fill(
 
 
 def policy_of(word: str) -> Policy:
-    """Return the policy that ``word`` names, such as ``exact-fill`` or ``chunked:64``. Raises :class:`UsageError` for a
-    word that names none.
+    """Return the policy that ``word`` names, such as ``exact-fill`` or ``chunked:64``. It is a function of the
+    arguments and result of :func:`exact_fill`. Raises :class:`UsageError` for a word that names none.
     """
     name, colon, argument = word.partition(":")
     if word == EXACT_FILL:

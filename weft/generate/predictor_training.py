@@ -27,13 +27,13 @@ RATE = 1e-3
 
 
 class PredictorScore(NamedTuple):
-    """How a layer's predictor does on texts that it has not learned from.
+    """How well a layer's predictor of active neurons does on held-out text.
 
     Attributes:
         ``layer``: number of the layer.
         ``active``: share of the neurons that are active.
-        ``recall``: share of the active neurons that it predicts.
-        ``predicted``: share of the neurons that it predicts.
+        ``recall``: share of the active neurons that the predictor finds.
+        ``predicted``: share of the neurons that the predictor calls active.
     """
 
     layer: int
@@ -43,7 +43,9 @@ class PredictorScore(NamedTuple):
 
 
 class TrainedPredictors(NamedTuple):
-    """The predictors of all layers, and how they do."""
+    """Predictors of active neurons, and how well they do on held-out text. ``layers``: the predictors by number of the
+    layer. ``scores``: one score for each layer.
+    """
 
     layers: dict[int, LayerPredictor]
     scores: list[PredictorScore]
@@ -53,11 +55,11 @@ def train_predictors(
     model: Transformer, ids: Sequence[int], rank: int, recall: float, passes: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> TrainedPredictors:  # fmt: skip
-    """Train a predictor for each layer of ``model``, with the tokens ``ids`` of a text.
-
-    ``rank``: rank of the predictors; ``recall``: share of the active neurons that they are to find; ``passes``: how
-    often all tokens are learned from; ``say``: called with a line about each layer. An eighth of the tokens is held
-    back. Raises :class:`UsageError` for a model without ReLU, and for too few tokens.
+    """Train, for each layer of ``model``, a predictor of the neurons that are active in the layer's feed-forward for a
+    token. ``ids``: tokens of a text, an eighth of which is held back to judge the predictors. ``rank``: rank of the
+    predictors. ``recall``: share of the active neurons that they are to find. ``passes``: how often all tokens are
+    learned from. ``say``: called with a line about each layer. Raises :class:`UsageError` for a model without ReLU, and
+    for too few tokens.
     """
     if not has_plain_relu(model.shape):
         raise UsageError(

@@ -50,25 +50,26 @@ Starter = Callable[[PipeEnd, int, int], RunningProcess]
 
 
 class PrefillLost(WeftError):
-    """Error of a pass that will not end, as the process that computes it is gone."""
+    """Raised for a forward pass that cannot end, because the process that computes it has ended."""
 
 
 def start_interpreter(pipe: PipeEnd, weights: int, cache: int) -> RunningProcess:
-    """Start the process as an interpreter of its own. See :data:`Starter`."""
+    """Start a process that reads prompts, as a new Python interpreter; return the process. ``pipe``: its end of the
+    pipe to the engine. ``weights``, ``cache``: file descriptors of the arenas of weights and cache.
+    """
     return call_in_child(
         __name__, run_prefill.__name__, pipe, weights, cache, stdout=sys.stderr
     )
 
 
 class PrefillProcess:
-    """The engine's end of a process that reads prompts.
-
-    ``engine``: its cache moves into shared memory. ``shared``: its model. ``cores``: numbers of the processor's cores
-    that both phases share. ``start``: starts the process. ``say`` prints a line.
+    """Starts a process that reads prompts beside ``engine``, and speaks with it. The cache of ``engine`` moves into
+    shared memory. ``shared``: the engine's model. ``cores``: numbers of the processor's cores that both phases share.
+    ``start``: function that starts the process. ``say`` prints a line.
 
     Attributes:
         ``ready``: whether a pass can be begun or is under way.
-        ``sent``: bytes of messages to the process so far. Contents of blocks are in none.
+        ``sent``: bytes of messages to the process so far; contents of cache blocks are in no message.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class PrefillProcess:
 
     @property
     def pid(self) -> int | None:
-        """Number of the process, or None if there is none."""
+        """Operating-system number of the process, or None if there is none."""
         return getattr(self._process, "pid", None)
 
     def restart(self) -> None:
-        """Start the process; :meth:`look` notices when it is ready."""
+        """Start the process without waiting until it is ready; :meth:`look` finds out when it is."""
         self._control[WRITING] = 0.0
         arenas = self._shared.arena.handle, self._arena.handle
         child = open_child(lambda theirs: self._start(theirs, *arenas))
@@ -114,11 +115,15 @@ class PrefillProcess:
             self._pipe.send_bytes(json.dumps(about).encode())
 
     def set_quota(self, quota: float, writing: bool) -> None:
-        """Tell the process the quota of prefill. It holds only while decode has work, which ``writing`` says."""
+        """Tell the process which share of the cores it may use, ``quota``. The limit holds only while texts are being
+        written, as ``writing`` says; otherwise the process may use all cores.
+        """
         self._control[QUOTA], self._control[WRITING] = quota, float(writing)
 
     def look(self) -> None:
-        """Notice a process that is ready or has ended, and start one again that has. Does not wait."""
+        """Check, without waiting, whether a process that starts has become ready. A process that has failed to start is
+        started again.
+        """
         if self._process is None or self.ready:
             return
         try:
@@ -142,7 +147,9 @@ class PrefillProcess:
             self.look()
 
     def begin(self, row: PackedRow) -> None:
-        """Let the process compute ``row``. Raises :class:`PrefillLost`."""
+        """Let the process compute the prompts' tokens in ``row``. Call it only when no pass is under way. Raises
+        :class:`PrefillLost` if the process has ended.
+        """
         message = json.dumps(row).encode()
         self.sent += len(message)
         try:
@@ -153,7 +160,9 @@ class PrefillProcess:
         self._watched = float(self._control[BEAT]), time.monotonic()
 
     def has_ended(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for the end of the pass under way; return whether it has ended, one way or another."""
+        """Wait up to ``seconds`` for the end of the pass under way. Return whether the pass is over,
+        completed or lost.
+        """
         try:
             if self._pipe.poll(seconds):
                 return True
@@ -210,8 +219,9 @@ class PrefillProcess:
 
 
 def share_cache(engine: Engine) -> SharedArena:
-    """Move the cache of ``engine`` into an arena, with room for all its blocks. The arena also has a tensor ``logits``
-    for the logits of a step, and ``control`` for the numbers that the phases know of each other.
+    """Move the cache of ``engine`` into memory that another process can share, with room for all its blocks. Return
+    this arena. It also has a tensor ``logits`` for the logits of a step, and a tensor ``control`` of numbers that both
+    processes read and write.
     """
     engine.block_form()  # the layers' caches exist from now on
     scheduler, dtype = engine.scheduler, engine.model.norm.scale.dtype
@@ -233,8 +243,8 @@ def share_cache(engine: Engine) -> SharedArena:
 
 
 def run_prefill(pipe: int, weights: int, cache: int) -> None:
-    """Read prompts for the engine's process until it ends. The arguments are inherited file descriptors: of the pipe,
-    and of the arenas of weights and cache.
+    """Run in a process of its own: read prompts for the engine's process, and exit when that process ends. The
+    arguments are inherited file descriptors: of the pipe, and of the arenas of weights and cache.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve_prefill(parent_pipe(pipe), weights, cache, apply_share)
@@ -271,8 +281,9 @@ def serve_prefill(
     apply: Callable[[CoreShare], None],
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compute the rows that come through ``pipe``, until it ends. ``weights``, ``cache``: file descriptors of both
-    arenas. ``apply``: lets threads and cores follow a share. ``watch`` is called before each layer.
+    """Compute the rows of tokens that come through ``pipe``, until the pipe is closed. ``weights``, ``cache``: file
+    descriptors of the arenas of weights and cache. ``apply``: sets the threads and cores of this process to a share.
+    ``watch``: called before each layer.
     """
     with suppress(EOFError, OSError):
         about = json.loads(pipe.recv_bytes())

@@ -25,14 +25,14 @@ Phase = Literal["prefill", "decode"]
 
 
 class PhaseView(NamedTuple):
-    """What a quota controller knows about both phases at one moment.
+    """What a quota controller knows at one moment about the two phases, reading prompts and writing texts.
 
     Attributes:
-        ``now``: seconds of a clock.
+        ``now``: present time in seconds.
         ``quota``: the present quota.
-        ``prompts``: tokens that are still to be read of each request without a token.
+        ``prompts``: for each request without a written token, the number of tokens that are still to be read.
         ``oldest``: seconds that the first of these requests has waited.
-        ``texts``: requests that are being written.
+        ``texts``: number of requests that are being written.
         ``keys``: tokens of these requests in the cache.
         ``usage``: share of the cache's blocks that requests own.
     """
@@ -47,10 +47,9 @@ class PhaseView(NamedTuple):
 
 
 class PassTime(NamedTuple):
-    """A forward pass that has ended.
-
-    ``work``: its six numbers, as :func:`weft.generate.step_work.work_of` returns them. ``seconds``: what it took.
-    ``share``: the part of the device that its phase might use. ``beside``: whether the other phase had work too.
+    """A forward pass that has ended. ``phase``: whether it read prompts or wrote texts. ``work``: its six numbers, as
+    :func:`weft.generate.step_work.work_of` returns them. ``seconds``: time that it took. ``share``: the fraction of the
+    device that its phase might use. ``beside``: whether the other phase had work, too.
     """
 
     phase: Phase
@@ -80,7 +79,9 @@ class QuotaController:
         return cls() if argument is None else None
 
     def order(self, prompts: Order) -> Order:
-        """Return the requests ``prompts`` in the order in which prefill reads them, by default the order given."""
+        """Return the requests ``prompts``, each with its number of tokens, in the order in which prefill is to read
+        them. By default the order is not changed.
+        """
         return prompts
 
     def note_first(self, now: float, seconds: float) -> None:
@@ -98,8 +99,8 @@ class QuotaController:
 
 
 class PhaseOrders:
-    """The scheduling policies of both phases: the order of ``base``, a policy for one process, of each phase's requests
-    alone. ``controller`` may order the prompts anew.
+    """Orders of both phases, which are computed by two processes. Each phase has a list of its own requests, ordered by
+    ``base``, a scheduling policy. ``controller`` may order the prompts anew.
     """
 
     def __init__(self, base: Policy, controller: QuotaController) -> None:
@@ -108,14 +109,18 @@ class PhaseOrders:
     def reading(
         self, running: Sequence[Request], waiting: Sequence[Request], budget: int
     ) -> Order:
-        """Return the requests whose prompts are to be read, in the order to read them."""
+        """Return the requests whose prompts are to be read, in the order to read them, each with its number of tokens.
+        ``running``, ``waiting``, ``budget``: as in :func:`weft.generate.policies.exact_fill`.
+        """
         prompts = [request for request in running if request.wanted > 1]
         return self.controller.order(self.base(prompts, waiting, budget))
 
     def writing(
         self, running: Sequence[Request], waiting: Sequence[Request], budget: int
     ) -> Order:
-        """Return the requests that need their next token."""
+        """Return the requests that need their next token, in the order to serve them, each with its number of tokens.
+        ``running``, ``waiting``, ``budget``: as in :func:`weft.generate.policies.exact_fill`.
+        """
         texts = [request for request in running if request.wanted == 1]
         return self.base(texts, (), budget)
 
@@ -123,7 +128,9 @@ class PhaseOrders:
 def phase_view(
     scheduler: Scheduler, now: float, quota: float, begun: Container[Request]
 ) -> PhaseView:
-    """Return what a controller sees of the requests of ``scheduler``. ``begun``: requests that have got a token."""
+    """Return what a quota controller sees of the requests of ``scheduler`` at the time ``now``. ``quota``: the present
+    quota. ``begun``: requests that have a written token.
+    """
     pool, running = scheduler.pool, scheduler.running
     prompts = [*scheduler.waiting, *(r for r in running if r.wanted > 1)]
     texts = [request for request in running if request.wanted <= 1]
@@ -139,7 +146,9 @@ def phase_view(
 
 
 def chosen_quota(controller: QuotaController, view: PhaseView) -> float:
-    """Return the quota that ``controller`` chooses, within the limits."""
+    """Return the quota that ``controller`` chooses by ``view``, moved into the range from :data:`LEAST` to
+    :data:`LARGEST`.
+    """
     return min(LARGEST, max(LEAST, controller.choose(view)))
 
 
@@ -175,7 +184,7 @@ def quota_of(word: str) -> QuotaController:
 
 
 def as_quota(word: str) -> float | None:
-    """Return the number ``word`` if it can be a quota, else None."""
+    """Return the number that ``word`` names if it can be a quota, from :data:`LEAST` to :data:`LARGEST`; else None."""
     try:
         number = float(word)
     except ValueError:

@@ -10,9 +10,9 @@ UNIT = 2.0**-53
 
 
 def uniform_number(seed: int, position: int, draw: int = 0) -> float:
-    """Return a random number in [0, 1) for the token number ``position`` of a text that is sampled with ``seed``.
-
-    ``draw``: which of the token's numbers. Equal arguments always give the same number, on every machine.
+    """Return a random number in [0, 1) for the token number ``position`` of a text that is sampled with ``seed``. A
+    token may need several numbers; ``draw`` says which one, from 0. Equal arguments always give the same number, on
+    every machine.
     """
     said = f"{seed} {position} {draw}".encode()
     return (

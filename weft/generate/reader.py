@@ -70,10 +70,9 @@ class TextSlice(NamedTuple):
 
 
 def parts_of(step: ScheduledStep, again: bool = False) -> list[TextSlice]:
-    """Return a list of the text slices that a step computes: for each request its tokens, with the draft in its own
-    blocks, then its other drafts.
-
-    ``again``: texts are computed from their first tokens on, as by a model without a cache.
+    """Return a list of the text slices that a step computes. For each request these are its next tokens together with
+    its first draft, then one slice for each further draft. ``again``: compute texts from their first tokens on, as a
+    model without a cache does.
     """
     parts = []
     for request, tokens in step.work.items():
@@ -166,7 +165,7 @@ class PackedRow(NamedTuple):
 
 
 def pack(parts: Iterable[TextSlice]) -> PackedRow:
-    """Pack the new tokens of all ``parts`` into one row."""
+    """Join the new tokens of all ``parts`` into one row."""
     row = PackedRow([], [], [], [], [])
     for ids, past, table, rows, offset, context, adapter in parts:
         first = len(row.ids)
@@ -201,12 +200,12 @@ def pooled(hidden: T, last: bool) -> T:
 
 class PagedReader:
     """Computes parts of many texts in one forward pass of ``model``. Up to ``depth`` passes may be under way at once.
-
     ``size``: tokens of a cache block. ``alike``: whether logits are bitwise equal however texts are packed.
     ``attention``: name of the attention backend (:mod:`weft.models.attention_backend`); "": the fastest one.
     ``policy``: chooses the cached tokens that new tokens attend to; None: all of them.
 
-    The attribute ``decoding`` computes decode steps from recorded passes; None: every pass is launched anew.
+    Attributes:
+        ``decoding``: computes decode steps from recorded passes; None: every pass is launched anew.
     """
 
     depth = 1
@@ -282,9 +281,7 @@ class PagedReader:
 
     def record_decoding(self, record: Recorder) -> str:
         """Compute decode steps from recorded passes from now on. Return why the model does not permit this; "" if it
-        does.
-
-        ``record``: prepares a pass for being repeated.
+        does. ``record``: function that takes a pass and returns one that repeats it.
         """
         why = "invariant passes" if self.alike else ""
         if any(getattr(each, "selector", None) for each in self.pages):
@@ -302,8 +299,8 @@ class PagedReader:
 
     @torch.inference_mode()
     def reserve(self, blocks: int) -> None:
-        """Let the cache have room for ``blocks`` blocks at once: in the host's memory, where blocks that are not used
-        take none, and if decode steps are recorded, as these are recorded again when the cache gets other memory.
+        """Prepare the caches for ``blocks`` blocks at once. This is done only in the host's memory, where unused blocks
+        take none, and if decode steps are recorded, because these must be recorded again whenever the cache grows.
         """
         if self.decoding is None and self.model.mesh.device.type != "cpu":
             return
@@ -358,7 +355,7 @@ class PagedReader:
         return pooled(self.model.hidden(row[:1], row[1:], ends.int())[0], last)
 
     def close(self) -> None:
-        """Do nothing, as no other ranks follow this one."""
+        """Do nothing: a model on one rank has no other ranks to end."""
 
     def read(
         self,

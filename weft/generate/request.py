@@ -128,7 +128,9 @@ class Request:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Sort key by which requests take their turns: priority, then arrival."""
+        """Sort key that gives the order in which requests are served: first priority, then arrival; smaller ones go
+        first.
+        """
         return self.priority, self.arrival
 
     @property
@@ -138,8 +140,8 @@ class Request:
 
     @property
     def ready(self) -> bool:
-        """Whether all tokens of other requests to which this request attends have been computed, and no blocks of its
-        own are on their way.
+        """Whether the request can be computed: all tokens of other requests to which it attends are computed, and no
+        blocks of its own are being fetched.
         """
         return self.fetch is None and all(
             view.request.computed >= (view.tokens or 0) for view in self.context
@@ -188,7 +190,6 @@ class Generation(Request):
         ``top``: number of likeliest tokens whose log-probabilities are kept; 0: only that of the written token; None:
             none.
         ``grammar``: state of the grammar that constrains the text; None: no constraint.
-        ``stopped``: the token id of ``stops`` that ended the text; None if none did.
         ``finished``: why the text ended: "stop", "length" or "error" (the grammar could not go on); "" if it goes on.
         ``log_probabilities``: for each written token a pair: its log-probability, and those of the likeliest tokens at
             its place, by id.
@@ -200,8 +201,8 @@ class Generation(Request):
         ``siblings``: requests that go on from the same prompt once it is computed.
         ``versions``: which weights have drawn the tokens: pairs of the index of a written token, and of the number of
             the weights from this token on.
-        ``stopped``: the token that has ended the text, which is not one of ``ids``.
-        ``stop_log_probability``: its log-probability, if log-probabilities are kept.
+        ``stopped``: the token id of ``stops`` that ended the text, which is not one of ``ids``; None if none did.
+        ``stop_log_probability``: log-probability of ``stopped``, if log-probabilities are kept.
     """
 
     how: Sampling = field(default_factory=Sampling)
@@ -257,7 +258,9 @@ class Generation(Request):
             self.versions.append((len(self.ids) - self.prompt, version))
 
     def state(self) -> TextState:
-        """Return what the next token depends on beside its logits."""
+        """Return all settings and counts on which the choice of the next token depends beside its logits. The random
+        number is 0 in it; callers fill it in.
+        """
         allowed = self.grammar.mask() if self.grammar else None
         forbidden: Collection[int] = ()
         if len(self.ids) - self.prompt < self.least:
@@ -304,9 +307,8 @@ class Generation(Request):
         self, token: int, said: tuple[float, dict[int, float]] | None
     ) -> "Written":
         """Append the sampled ``token`` and return what was written. If the token is one of the stops, end the text
-        instead.
-
-        ``said``: log-probability of the token, and those of the likeliest tokens by id; None: they are not kept.
+        instead. ``said``: log-probability of the token, and those of the likeliest tokens by id; None: they are not
+        kept.
         """
         ends = token in self.stops
         if ends:

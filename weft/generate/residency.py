@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 
 class Switch(NamedTuple):
-    """A change of the models in memory.
-
-    ``name``: model that is to be read into memory. ``leaving``: models that leave memory to make room for it.
+    """A change of the models in memory. ``name``: model that is to be read into memory, if it is not there.
+    ``leaving``: models that leave memory to make room for it.
     """
 
     name: str
@@ -22,10 +21,9 @@ class Switch(NamedTuple):
 
 
 class Residency:
-    """Decides which models are in memory.
-
-    ``limit``: room for models. ``cost``: returns the room that a model takes, in the same unit. ``bound``: seconds
-    within which a request should begin. All times are in seconds of any clock that does not go back.
+    """Decides which of several models are in memory. ``limit``: room for models, in any unit. ``cost``: function that
+    returns the room that a model takes, in the same unit. ``bound``: seconds within which a request should begin. All
+    times are in seconds of any clock that does not go back.
     """
 
     def __init__(
@@ -56,7 +54,9 @@ class Residency:
         self.running[name] -= 1
 
     def give_up(self, name: str, came: float) -> None:
-        """Remove a request to the model ``name`` that has waited since ``came``."""
+        """Forget a request to the model ``name`` that has waited since the time ``came``, because nobody wants its
+        answer any more.
+        """
         self.waiting[name].remove(came)
         if not self.waiting[name]:
             del self.waiting[name]

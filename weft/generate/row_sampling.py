@@ -130,7 +130,9 @@ def index_of(rows: Sequence[int], device: torch.device) -> T:
 
 
 def logit_rows(logits: T, rows: Sequence[int]) -> T:
-    """Return the given ``rows`` of ``logits`` ``[rows, vocab]``, which are not copied if they follow each other."""
+    """Return ``rows`` of ``logits`` ``[texts, vocab]`` as ``[rows, vocab]``; a view if their indices are consecutive,
+    else a copy.
+    """
     first, count = rows[0], len(rows)
     if [*rows] == [*range(first, first + count)]:
         return logits[first : first + count]
@@ -311,8 +313,8 @@ def block_sums(values: T) -> T:
 
 
 def value_blocks(values: T, fill: float) -> T:
-    """Divide each row of ``values`` ``[rows, n]`` into blocks: ``[rows, blocks, BLOCK_VALUES]``. The last block is
-    padded with ``fill``.
+    """Divide each row of ``values`` ``[rows, n]`` into blocks of :data:`BLOCK_VALUES` values: ``[rows, blocks,
+    BLOCK_VALUES]``. The last block is padded with ``fill``.
     """
     rest = -values.shape[1] % BLOCK_VALUES
     padded = F.pad(values, (0, rest), value=fill) if rest else values

@@ -93,8 +93,9 @@ def write_next_tokens(logits: T, texts: Sequence[SampledText]) -> list[Written]:
 def next_tokens(
     logits: T, texts: Sequence[SampledText], states: Sequence[TextState]
 ) -> list[int]:
-    """Sample the next token of each of ``texts``. Texts without a sampled guess of a drafter are sampled together in
-    one call.
+    """Sample the next token of each of ``texts``, and return their ids. ``logits``: ``[rows, vocab]``; a text's row is
+    :attr:`SampledText.row`. ``states``: settings of each text. Texts without a sampled guess of a drafter are sampled
+    together in one call.
     """
     tokens = [0] * len(texts)
     together: list[int] = []

@@ -50,12 +50,16 @@ class Sampling:
 
     @property
     def said_temperature(self) -> float:
-        """Number by which logits are divided before their log-probabilities are kept."""
+        """Number by which logits are divided before the log-probabilities that the answer reports are computed from
+        them.
+        """
         return self.temperature if self.tempered and self.temperature else 1.0
 
     @property
     def penalises(self) -> bool:
-        """Whether logits depend on the tokens so far."""
+        """Whether the settings change logits by the tokens that the text already has: by ``repetition``, ``presence``
+        or ``frequency``.
+        """
         return self.repetition != 1 or bool(self.presence or self.frequency)
 
 

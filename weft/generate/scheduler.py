@@ -136,7 +136,9 @@ class Scheduler:
         return True
 
     def give_up(self, placeholder: Request) -> None:
-        """Free the cache blocks of ``placeholder``, as the request for which it stands does not come here any more."""
+        """Free the cache blocks of ``placeholder``, because the request for which it stands does not come to this
+        engine any more.
+        """
         if placeholder in self.arriving:
             self.arriving.remove(placeholder)
         self.pool.release(placeholder.table)
@@ -298,8 +300,8 @@ class Scheduler:
         return step._replace(loads=loads)
 
     def advance(self, step: ScheduledStep) -> None:
-        """Count the tokens of ``step`` as computed. From now on other requests can find the full blocks by
-        their keys.
+        """Count the tokens of ``step``, which has been computed, as cached. From now on other requests can find the
+        full blocks of its texts by their keys.
         """
         for request, tokens in step.work.items():
             self.due.discard(request)

@@ -17,9 +17,8 @@ ALIGNED = 64
 
 
 class ArenaTensor(NamedTuple):
-    """Where a tensor lies in an arena.
-
-    ``offset``: its first byte. ``dtype``: name of its type, such as "float32". ``shape``: its extents.
+    """Where a tensor lies in a :class:`SharedArena`. ``offset``: index of its first byte. ``dtype``: name of its type,
+    such as "float32". ``shape``: its shape.
     """
 
     offset: int
@@ -62,11 +61,13 @@ class SharedArena:
 
     @property
     def form(self) -> dict[str, ArenaTensor]:
-        """What lies where, for a process that is to use it."""
+        """Places of all tensors in the arena, by name. Another process needs this to use the arena."""
         return dict(self.tensors)
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> T:
-        """Return a new tensor of zeros that lies in the arena under ``name``. Its pages are not touched."""
+        """Return a new tensor of zeros that lies in the arena under ``name``. It takes no main memory before something
+        is written to it.
+        """
         offset = self._used
         self._used += aligned_bytes(prod(shape) * dtype.itemsize)
         assert self._used <= self.size
@@ -79,7 +80,7 @@ class SharedArena:
         return self.room(name, value.shape, value.dtype).copy_(value)
 
     def alias(self, name: str, other: str) -> T:
-        """Let ``name`` stand for the tensor ``other``, too; return this tensor."""
+        """Give the tensor named ``other`` the second name ``name``; return the tensor."""
         self.tensors[name] = self.tensors[other]
         return self[name]
 
@@ -106,5 +107,5 @@ def aligned_bytes(size: int) -> int:
 
 
 def arena_bytes(tensors: Iterable[T]) -> int:
-    """Return the bytes that copies of ``tensors`` take in an arena."""
+    """Return the bytes that copies of ``tensors`` take in an arena, with their alignment."""
     return sum(aligned_bytes(each.nbytes) for each in tensors)

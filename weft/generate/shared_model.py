@@ -25,7 +25,9 @@ TABLE = "embedding.table"
 
 
 class SharedModel(NamedTuple):
-    """What another process needs to compute with the same weights. ``about``: a JSON object; ``arena``: the weights."""
+    """What another process needs to compute with the same weights. ``about``: description of the model, a JSON object.
+    ``arena``: shared memory with the weights.
+    """
 
     about: dict[str, Any]
     arena: SharedArena
@@ -85,5 +87,7 @@ def attach_model(shared: SharedModel) -> Transformer:
 
 
 def product_name(names: Sequence[str]) -> str:
-    """Return the name under which the product of the weights ``names`` lies in an arena."""
+    """Return the name under which a matrix that was computed as the product of the weights ``names`` lies in
+    an arena.
+    """
     return "+".join(names) + " product"

@@ -44,15 +44,14 @@ class _Reading(NamedTuple):
 
 
 class SplitPhases:
-    """Takes the steps of ``engine`` in two processes.
-
-    ``process``: reads prompts. ``controller``: chooses the quota. ``cores``: numbers of the cores that both phases
-    share. ``apply``: lets threads and cores of this process follow its share.
+    """Takes the steps of ``engine`` in two processes: ``process`` reads prompts, this one writes texts. ``controller``:
+    chooses the quota. ``cores``: numbers of the cores that both share. ``apply``: sets the threads and cores of this
+    process to its share.
 
     Attributes:
-        ``quota``: share of the cores that prefill may use while decode has work.
+        ``quota``: share of the cores that reading prompts may use while texts are written.
         ``passes``: number of passes over prompts that the other process has ended.
-        ``lost``: number of passes that were computed again, as the other process had ended.
+        ``lost``: number of passes that were computed again, because the other process had ended.
     """
 
     def __init__(
@@ -74,13 +73,14 @@ class SplitPhases:
         engine.scheduler.beside, engine.phases = True, self
 
     def present_share(self) -> float:
-        """Return the part of the cores that decode may use now."""
+        """Return the fraction of the cores that writing texts may use now."""
         reads = self._reading is not None and not self.process.has_ended(0)
         return 1.0 - self.quota if reads else 1.0
 
     def step(self) -> list[Written]:
-        """Begin a pass over prompts if none is under way, and compute a step of the texts that write, or wait a moment
-        for the prompts. Return the tokens that have been written.
+        """Begin a pass over prompts in the other process if none is under way, and compute a step of the texts that are
+        being written. If there is none, wait a moment for the prompts. Return the tokens that have been written. While
+        the other process is not ready, this process computes everything.
         """
         written = self._collect(0.0)
         self.process.look()

@@ -11,10 +11,7 @@ LABELS = 1024
 
 @dataclass
 class RunningMean:
-    """Mean of the values so far, in which later values count more.
-
-    ``value``: the mean. ``count``: number of values.
-    """
+    """A running mean in which later values count more. ``value``: the mean. ``count``: number of values so far."""
 
     value: float = 0.0
     count: int = 0
@@ -26,14 +23,16 @@ class RunningMean:
 
 
 class StageTokens:
-    """Mean tokens of the prompts and of the answers of each stage, by its label."""
+    """Mean numbers of tokens of the prompts and of the answers of each stage of a workflow, by the stage's label."""
 
     def __init__(self) -> None:
         self._stages: OrderedDict[str, tuple[RunningMean, RunningMean]] = OrderedDict()
         self._all = RunningMean(), RunningMean()
 
     def note(self, stage: str, prompt: int, written: int) -> None:
-        """Let a request that has ended count in the means of ``stage``. ``prompt``, ``written``: its tokens."""
+        """Include a request that has ended in the means of ``stage``. ``prompt``, ``written``: numbers of its prompt's
+        and its answer's tokens.
+        """
         means = self._stages.setdefault(stage, (RunningMean(), RunningMean()))
         self._stages.move_to_end(stage)
         if len(self._stages) > LABELS:
@@ -65,7 +64,7 @@ class StageTimes:
 
     @property
     def measured(self) -> bool:
-        """Whether the engine has answered a request, so that seconds per token are known."""
+        """Whether a request has been answered on the engine, so that its seconds per token are known."""
         return bool(self.prompt_second.count or self.written_second.count)
 
     def writing_seconds(self, stage: str) -> float:

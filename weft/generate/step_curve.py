@@ -24,9 +24,8 @@ STEPS, FIT, FIT_S = 256, 32, 2.0
 
 def nonnegative_rates(work: Numbers, seconds: Numbers) -> Numbers:
     """Return the rates, none below zero, with which ``work @ rates`` is nearest to ``seconds`` in least squares.
-
-    ``work``: ``[steps, kinds of work]``; ``seconds``: ``[steps]``. The kinds must be few, as every set of them is
-    tried: the best rates are the least squares of the kinds that have a rate above zero.
+    ``work``: ``[steps, kinds of work]``; ``seconds``: ``[steps]``. The result is ``[kinds of work]``. There must be few
+    kinds, because a least-squares fit is made for every subset of them.
     """
     scale = np.linalg.norm(work, axis=0)
     usable = np.flatnonzero(scale)
@@ -67,7 +66,9 @@ class Curve:
 
 
 class StepWatch:
-    """Fits a curve to the last steps of an engine that serves. The methods are called in the engine's thread."""
+    """Fits a linear function of their work to the times of an engine's last steps. The methods are called in the
+    engine's thread.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[list[float], float]] = deque(maxlen=STEPS)
@@ -76,11 +77,11 @@ class StepWatch:
         self._again = 0.0
 
     def begin(self, step: ScheduledStep) -> None:
-        """Note what is to be computed in a step. Called before the step begins."""
+        """Note the work of ``step``. Call this before the step is computed."""
         self._work = work_of(step)
 
     def end(self, seconds: float) -> None:
-        """Note that the step has taken so many ``seconds``."""
+        """Note that the step of the last :meth:`begin` has taken so many ``seconds``."""
         if self._work is not None:
             self._steps.append((self._work, seconds))
         self._work = None

@@ -53,7 +53,9 @@ class TextOptions:
 
     @property
     def asked(self) -> bool:
-        """Whether any of these options is set, other than ``--think`` with the value :data:`NO_REASONING`."""
+        """Whether any of these options differs from its default. ``--think`` with the value :data:`NO_REASONING` counts
+        as a default.
+        """
         return self not in (TextOptions(), TextOptions(think=NO_REASONING))
 
     @property
@@ -63,12 +65,12 @@ class TextOptions:
 
     @property
     def number(self) -> int:
-        """Number of sampled texts."""
+        """Number of texts that are sampled: the number of ``--think`` if it is one, else ``texts``."""
         return int(self.think) if self.reasons else self.texts
 
     def check_choice(self, chat: bool) -> None:
-        """Raise :class:`UsageError` if ``--think`` or ``--verifier`` cannot be followed. ``chat``: whether the prompt
-        is a conversation.
+        """Raise :class:`UsageError` if ``--think`` or ``--verifier`` does not fit the other options or the prompt.
+        ``chat``: whether the prompt is a conversation.
         """
         if self.reasons and not (self.think.isdecimal() and int(self.think)):
             raise UsageError(

@@ -43,9 +43,8 @@ def open_tickets(group: dist.ProcessGroup) -> "TicketWriter | TicketReader":
 
 
 class TicketWriter:
-    """Sends messages to all other ranks without waiting for a reader. Messages are JSON values, numbered from 1.
-
-    ``place``: address, name and secret with which readers connect to the writer.
+    """Sends messages from the first rank to all other ranks without waiting for a reader. Messages are JSON values,
+    numbered from 1. ``place``: address, name and secret with which readers connect to the writer.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -68,8 +67,8 @@ class TicketWriter:
         return self.number
 
     def silence(self) -> str:
-        """Return which rank has given no sign of life for :data:`SILENT_S` seconds, in words; "" if there is none. To
-        be called a few times a second: what came while this process was stopped itself is not held against a rank.
+        """Return, in words, which rank has given no sign of life for :data:`SILENT_S` seconds; "" if all ranks have.
+        Call it a few times a second. Time during which this process itself was stopped does not count.
         """
         now = time.monotonic()
         if now - self._looked > SILENT_S / 2:
@@ -84,7 +83,7 @@ class TicketWriter:
         return ""
 
     def close(self) -> None:
-        """Let all readers end after the messages written so far."""
+        """Send no further messages; readers end after those that were sent."""
         for queue in self._waiting.values():
             queue.put(None)
         deadline = time.monotonic() + END_S

@@ -11,8 +11,8 @@ import torch
 
 
 class TokenCounts:
-    """Counts how often each token is written behind ``prompt``. Tokens that only ``prompt`` has are listed with the
-    count 0. ``written``: tokens that are counted at once.
+    """Counts how often each token is written behind ``prompt``. Tokens that occur only in ``prompt`` are listed with
+    the count 0. ``written``: tokens that are already behind the prompt and are counted at once.
     """
 
     def __init__(self, prompt: Iterable[int] = (), written: Iterable[int] = ()) -> None:
@@ -28,8 +28,8 @@ class TokenCounts:
             self._counts[self._place(token)] += 1
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids of all distinct tokens of the prompt and the text, int64, and how often each has been written,
-        float64.
+        """Return a pair of tensors ``[n]`` about the distinct tokens of the prompt and the text: their ids, int64, and
+        how often each has been written behind the prompt, float64.
         """
         ids, counts = np.array(self._ids, np.int64), np.array(self._counts, np.float64)
         return torch.from_numpy(ids), torch.from_numpy(counts)

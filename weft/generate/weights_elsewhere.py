@@ -19,16 +19,17 @@ from weft.models.values import Values
 
 @dataclass(frozen=True)
 class WeightsElsewhere:
-    """Where weights rest while a model generates, as options say.
+    """Options that say where weights rest while a model generates.
 
     Attributes:
-        ``layers_in``: folder of the file with the layers, or None.
+        ``layers_in``: folder of the file with the layers; None: layers stay in memory.
         ``window``: number of layers that have room in memory.
-        ``least_rate``: tokens a second that a text needs, or None.
-        ``neurons_in``: folder of the file with the feed-forwards' neurons, or None.
+        ``least_rate``: tokens per second that a text needs; None: no limit.
+        ``neurons_in``: folder of the file with the feed-forwards' neurons; None: neurons stay in memory.
         ``neurons``: share of the feed-forwards' weights that has room in memory; None: half.
         ``predictor``: file of the predictor of active neurons; None: the gates say which neurons are active.
-        ``experts_in``: folder of the file with the experts, ``host``, or None.
+        ``experts_in``: folder of the file with the experts, or ``host`` for the host's memory; None: experts stay on
+            the device.
         ``resident``: share of the experts that have room in memory; None: half.
     """
 
@@ -107,7 +108,9 @@ class WeightsElsewhere:
             )
 
     def parts(self, weights: str) -> list[Resting]:
-        """Return what keeps the weights outside of memory. ``weights``: form of the weights."""
+        """Return one object for each part of the weights that is to rest elsewhere: experts, neurons, layers.
+        ``weights``: type in which weights are used.
+        """
         parts = list[Resting]()
         if self.experts_in is not None:
             where = None if self.experts_in == "host" else Path(self.experts_in)
@@ -137,7 +140,9 @@ def _check_folder(option: str, folder: str) -> None:
 
 
 def lift_of(parts: Sequence[Resting]) -> Callable[..., None] | None:
-    """Return the function that lets all ``parts`` take what they keep out of a model, or None without parts."""
+    """Return a function of a model and its values that moves the weights of all ``parts`` out of the model; None if
+    there are no parts.
+    """
 
     def lift(model: Transformer, values: Values) -> None:
         for part in parts:
@@ -147,7 +152,7 @@ def lift_of(parts: Sequence[Resting]) -> Callable[..., None] | None:
 
 
 def tell_about(parts: Sequence[Resting], warn: Callable[[str], None]) -> None:
-    """Tell the user, by ``warn``, what the ``parts`` of an opened model say about files and disks."""
+    """Print the lines that ``parts`` have about their files and disks with ``warn``, after the model was opened."""
     for part in parts:
         for line in part.lines:
             warn(line)
