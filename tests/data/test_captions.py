@@ -46,6 +46,10 @@ def test_captions_stand_beside_images_or_in_a_list(tmp_path: Path) -> None:
     again = read_pictures(str(listed))
     assert again.captions == expected
     np.testing.assert_array_equal(again.pixels, pictures.pixels)
+    assert not pictures.notes
+    (folder / "lost.txt").write_text("an image that is not there")
+    (line,) = read_pictures(str(folder)).notes
+    assert line.endswith("lost.txt would be a caption, and no image or video has its name; it is not read")  # fmt: skip
     images[3].with_suffix(".txt").unlink()
     with pytest.raises(WeftError, match=r"7\.png has no caption, and others have one") as refused:  # fmt: skip
         read_pictures(str(folder))
@@ -64,7 +68,10 @@ def test_captions_of_videos(tmp_path: Path) -> None:
     np.save(tmp_path / "v.npy", np.zeros((6, 5, 6), np.uint8))
     (tmp_path / "v.txt").write_text("nothing")
     clips = read_clips(str(tmp_path), ClipForm(frames=3))
-    assert clips.captions == ("nothing",) * 2
+    assert clips.captions == ("nothing",) * 2 and not clips.notes
+    (tmp_path / "gone.txt").write_text("nothing")
+    (line,) = read_clips(str(tmp_path), ClipForm(frames=3)).notes
+    assert "gone.txt would be a caption" in line
 
 
 def test_captions_of_digits_are_true() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -13,7 +14,12 @@ from weft.diffusion.parallel_sample import NamedTable, TableSampling, table_of_o
 from weft.diffusion.sample import SampleRequest, sample, seeded_noise
 from weft.diffusion.sampling_costs import SamplingDevice, bytes_between
 from weft.diffusion.sampling_pictures import sampled_sizes
-from weft.diffusion.sampling_plan import chosen_table, planned_tables
+from weft.diffusion.sampling_plan import (
+    chosen_table,
+    exchange_seconds,
+    exchanged_bytes,
+    planned_tables,
+)
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -164,6 +170,22 @@ def test_a_plan_names_the_fastest_table_that_loses_little() -> None:
     least = chosen_table(plans, 0.0)
     assert least is None or least.error == 0
     assert chosen_table(plans, 1e9) is plans[0]
+
+
+def test_a_plan_splits_guidance() -> None:
+    """Halves of the ranks have halves of guidance; the bytes are those that two ranks send (test above)."""
+    request = SampleRequest(CLASSES, steps=2, guidance=2.0, seed=7)
+    plans = planned_tables(denoiser(), request, 2, SamplingDevice(1e9, 1e6), 0, ("exact",))  # fmt: skip
+    split, whole = sorted(plans, key=lambda plan: not plan.split)
+    assert split.split and not whole.split and split.error < 1e-10
+    sampling = TableSampling(denoiser(), request, NamedTable("exact", 1), 0, 5, True)
+    assert split.bytes == 2 * exchanged_bytes(sampling) > 0
+    seconds = exchange_seconds(sampling, SamplingDevice(1e9, 1e6))
+    assert seconds == pytest.approx(split.bytes / 2e6)
+    # one device without half of guidance, but for the predictions that travel
+    half = replace(request, guidance=1.0)
+    alone = planned_tables(denoiser(), half, 1, SamplingDevice(1e9), 0, ("exact",))
+    assert split.seconds == pytest.approx(alone[0].seconds + seconds)
 
 
 VIDEO = {"size": (6, 4, 4), "positions": "rotary"}

@@ -78,6 +78,7 @@ _think = (
     "Show which of several models, with commas between, should reason about a question in so many seconds: in how "
     "many tokens, in how many texts, and with which cache policy; by timing them here, or by --cluster."
 )
+_guidance = "With --sample: scale of classifier-free guidance; 1: none. Tables are listed with it split over ranks too."
 _sample = (
     "Show by which table --gpus devices should sample with the diffusion transformer of the run MODEL in so many "
     "steps: simulated time and bytes, by --cluster or over 1 Gbit/s, and the error, measured here."
@@ -178,6 +179,7 @@ def plan_command(
     think: Annotated[str, typer.Option(metavar="SECONDS", help=_think)] = "",
     task: Annotated[str, typer.Option(metavar="NAME[:KEY=VALUE]", help=_task)] = "",
     sample: Annotated[int, typer.Option(min=0, metavar="STEPS", help=_sample)] = 0,
+    guidance: Annotated[float, typer.Option(min=0, help=_guidance)] = 1.0,
     as_json: AsJson = False,
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time, and explain why the first is fastest."""
@@ -200,7 +202,9 @@ def plan_command(
     if sample:
         from weft.cli.sampling_view import plan_sampling
 
-        return plan_sampling(model, sample, cluster, gpus or 2, as_json)
+        return plan_sampling(model, sample, cluster, gpus or 2, as_json, guidance)
+    if guidance != 1:
+        raise UsageError("--guidance is for --sample STEPS; give both, or leave it out")
     if task and not think:
         raise UsageError("--task is for --think SECONDS; give both, or leave it out")
     if think:

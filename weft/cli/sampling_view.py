@@ -9,6 +9,7 @@ from weft.cli.console import print_table, warn
 
 if TYPE_CHECKING:
     from weft.diffusion.sampling_costs import SamplingDevice
+    from weft.diffusion.sampling_plan import PlannedTable
 
 #: Largest relative error of a table that is chosen.
 MOST_ERROR = 0.05
@@ -17,37 +18,41 @@ COUNT, ROUNDS, PRODUCT = 16, 5, 512
 
 
 def plan_sampling(
-    run: str, steps: int, cluster: str | None, ranks: int, as_json: bool
-) -> int:
+    run: str, steps: int, cluster: str | None, ranks: int, as_json: bool, guidance: float = 1.0
+) -> int:  # fmt: skip
     """Print all sampling tables for the model of ``run``, the fastest first. Returns the exit code.
 
     ``steps``: denoising steps. ``cluster``: cluster file or preset; None: devices like this machine over 1 Gbit/s.
-    ``ranks``: number of devices.
+    ``ranks``: number of devices. ``guidance``: scale of guidance, which may also be spread over two halves of them.
     """
     from weft.diffusion.denoiser import open_denoiser
     from weft.diffusion.parallel_sample import asked_conditions
+    from weft.diffusion.picture_engine import check_guidance
     from weft.diffusion.sample import SampleRequest
     from weft.diffusion.sampling_plan import chosen_table, planned_tables
 
     denoiser = open_denoiser(run, "cpu", warn)
     device = _device(cluster)
-    request = SampleRequest(asked_conditions(denoiser.settings, COUNT), steps)
+    check_guidance(denoiser, guidance)
+    conditions = asked_conditions(denoiser.settings, COUNT)
+    request = SampleRequest(conditions, steps, guidance=guidance)
     plans = planned_tables(denoiser, request, ranks, device)
     best = chosen_table(plans, MOST_ERROR)
     if as_json:
         record = {
             "tables": [asdict(plan) for plan in plans],
             "chosen": best and best.word,
+            "split_guidance": bool(best and best.split),
         }
         print(json.dumps(record))
         return 0
     print_table(
         ("table", "seconds", "bytes", "memory", "synchronous", "error"),
         [
-            (plan.word, "-", "-", "-", "-", plan.refused)
+            (_shown(plan), "-", "-", "-", "-", plan.refused)
             if plan.refused
             else (
-                plan.word + (" *" if plan is best else ""),
+                _shown(plan) + (" *" if plan is best else ""),
                 f"{plan.seconds:.3g}",
                 f"{plan.bytes:,.0f}",
                 f"{plan.memory:,.0f}",
@@ -58,11 +63,18 @@ def plan_sampling(
         ],
     )
     if best:
+        guided = f" --guidance {guidance:g}" if guidance != 1 else ""
+        guided += " --split-guidance" * best.split
         print(
             f"*: the fastest with an error of at most {MOST_ERROR:.0%}: weft sample --checkpoint {run} --layout "
-            f"cp={ranks} --table {best.word}"
+            f"cp={ranks // (1 + best.split)} --table {best.word}{guided}"
         )
     return 0
+
+
+def _shown(plan: "PlannedTable") -> str:
+    """Return the name of a plan in the list."""
+    return f"{plan.word}, guidance split" if plan.split else plan.word
 
 
 def _device(cluster: str | None) -> "SamplingDevice":

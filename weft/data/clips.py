@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from weft.data.pictures import (
     check_size,
     checked_captions,
     image_pixels,
+    lone_captions,
 )
 from weft.errors import UsageError, WeftError
 
@@ -117,7 +118,9 @@ def read_clips(path: str, form: ClipForm) -> PictureSet:
         raise UsageError(
             f"data.path = {path!r} has no videos ({endings}, or folders of images); give another one"
         )
-    return as_picture_set(clips, labels, np.array(groups), checked_captions(said))
+    whole = as_picture_set(clips, labels, np.array(groups), checked_captions(said))
+    endings = (*CONTAINERS, *ARRAYS, *ANIMATIONS, *ENDINGS)
+    return replace(whole, notes=lone_captions(place, endings))
 
 
 def _pixels_of(video: Video, form: ClipForm) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -39,6 +39,7 @@ class PictureSet:
         ``labels``: number of each sample's class, int64 ``[samples]``; all 0 if there are no classes.
         ``classes``: names of the classes; empty if there are none.
         ``captions``: a text that describes each sample; empty if there are no such texts.
+        ``notes``: lines about the source that its reader should see, such as captions of no image.
         ``groups``: number of the video that each clip was cut from, int64 ``[samples]``. All clips of a video are held
             out for validation, or none. None: samples are held out one by one.
     """
@@ -48,6 +49,7 @@ class PictureSet:
     classes: tuple[str, ...]
     groups: np.ndarray | None = None
     captions: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -126,7 +128,34 @@ def read_pictures(
             f"data.path = {path!r} has no images ({', '.join(ENDINGS)}); give another folder, .jsonl, .parquet or "
             ".tar file"
         )
-    return _picture_set(path, named, size, colours)
+    pictures = _picture_set(path, named, size, colours)
+    return replace(pictures, notes=lone_captions(place, ENDINGS))
+
+
+def lone_captions(place: Path, endings: Sequence[str]) -> tuple[str, ...]:
+    """Return a line about the ``.txt`` files at ``place``, a folder or archive, beside which there is no image.
+
+    ``endings``: endings of files that a caption is of. The line is a tuple of one, or of none if there is no such file.
+    """
+    if place.is_dir():
+        names = [file.relative_to(place).as_posix() for file in place.rglob("*")]
+    elif ".tar" in place.suffixes:
+        import tarfile
+
+        with tarfile.open(place) as archive:
+            names = [m.name.removeprefix("./") for m in archive if m.isfile()]
+    else:
+        return ()
+    media = {name.rpartition(".")[0] for name in names if name.lower().endswith(tuple(endings))}  # fmt: skip
+    # a folder of frames is a video
+    beside = media | {*names}
+    lone = sorted(name for name in names if name.endswith(".txt") and name[:-4] not in beside)  # fmt: skip
+    if not lone:
+        return ()
+    more = f" and {len(lone) - 1} more" if len(lone) > 1 else ""
+    return (
+        f"{place}: {lone[0]}{more} would be a caption, and no image or video has its name; it is not read",
+    )
 
 
 class NamedImage(NamedTuple):

@@ -140,7 +140,7 @@ def prepare_images(recipe: Recipe) -> ImageJob:
             raise UsageError(
                 f"model.settings.{name} = {getattr(settings, name)}, and the images have {value}; leave it out"
             )
-    notes = caption_notes(pictures, settings)
+    notes = (*pictures.notes, *caption_notes(pictures, settings))
     data = recipe.data.model_copy(update={"seq_len": settings.patches})
     recipe = recipe.model_copy(update={"model": shape, "data": data})
     job = completed_job(recipe, partial(_corpus, recipe, pictures), ImageJob)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from weft.diffusion.parallel_sample import NamedTable, TableSampling
@@ -11,6 +12,7 @@ from weft.diffusion.sampling_check import EXACT
 from weft.diffusion.sampling_costs import (
     SamplingDevice,
     bytes_between,
+    denoised_tokens,
     simulated_sampling,
 )
 from weft.diffusion.sampling_pictures import sampled_sizes
@@ -37,6 +39,7 @@ class PlannedTable:
         ``synchronous``: number of steps without stale keys.
         ``error``: relative distance of the samples from exact ones.
         ``refused``: why the table is not possible; empty if it is.
+        ``split``: whether guidance is spread over two groups of ranks, each of which has the table.
     """
 
     word: str
@@ -46,6 +49,7 @@ class PlannedTable:
     synchronous: int = 0
     error: float = 0.0
     refused: str = ""
+    split: bool = False
 
 
 def planned_tables(
@@ -60,9 +64,11 @@ def planned_tables(
 
     ``denoiser``: the model. ``ranks``: number of devices. ``device``: their speed, for the simulation. ``frames``:
     frames of a video; 0: as many as the model was trained on. ``words``: the tables to compare; empty: "exact" and all
-    schemes, with default settings. The error is measured by sampling with all ranks as threads of this process.
+    schemes, with default settings. The error is measured by sampling with all ranks as threads of this process. If
+    ``request`` has guidance and the ranks are even, each table is listed with guidance spread over two halves as well.
     """
     dropped = denoiser.settings.classes
+    ways = (False, True) if request.guidance != 1 and ranks % 2 == 0 else (False,)
     few = replace(request, conditions=request.conditions[:MEASURED])
     # a video that is longer than those of training is not possible on one device
     exact = None
@@ -70,18 +76,20 @@ def planned_tables(
         reference = TableSampling(denoiser, few, NamedTable(EXACT, 1), frames, dropped)
         exact = reference.as_threads()
     plans = []
-    for word in words or (EXACT, *names("sampling-table")):
-        named = NamedTable(word, ranks)
+    asked = product(words or (EXACT, *names("sampling-table")), ways)
+    for word, split in asked:
+        named = NamedTable(word, ranks // (1 + split))
         try:
-            whole = TableSampling(denoiser, request, named, frames, dropped)
+            whole = TableSampling(denoiser, request, named, frames, dropped, split)
         except UsageError as error:
-            plans.append(PlannedTable(word, refused=str(error)))
+            plans.append(PlannedTable(word, refused=str(error), split=split))
             continue
         if whole.mix is not None:
             larger = " x ".join(map(str, whole.mix.size))
             line = f"makes other images, of {larger} pixels; ask for it by name"
-            plans.append(PlannedTable(word, refused=line))
+            plans.append(PlannedTable(word, refused=line, split=split))
             continue
+        between = exchanged_bytes(whole) if split else 0.0
         simulation = simulated_sampling(whole.runnable, sampled_sizes(whole), device)
         lost = float("nan")
         if exact is not None:
@@ -90,14 +98,38 @@ def planned_tables(
         plans.append(
             PlannedTable(
                 word,
-                simulation.elapsed,
-                sum(bytes_between(whole.runnable, sampled_sizes(whole)).values()),
+                simulation.elapsed + split * exchange_seconds(whole, device),
+                sum(bytes_between(whole.runnable, sampled_sizes(whole)).values())
+                * (1 + split)
+                + 2 * between,
                 max(simulation.peaks),
                 whole.runnable.source.synchronous(),
                 lost,
+                split=split,
             )
         )
     return sorted(plans, key=lambda plan: (bool(plan.refused), plan.seconds))
+
+
+def exchanged_bytes(sampling: TableSampling) -> float:
+    """Return the bytes of predictions that one half of the ranks sends to the other, in all steps."""
+    sizes = sampled_sizes(sampling)
+    source = sampling.runnable.source
+    last = [row for row in source.rows if row.layers.end == source.layers]
+    tokens = sum(denoised_tokens(sampling.runnable, row) for row in last)
+    return float(tokens * sizes.values * sizes.rows * sizes.bytes)
+
+
+def exchange_seconds(sampling: TableSampling, device: SamplingDevice) -> float:
+    """Return the seconds that a rank waits for predictions of the other half, in all steps.
+
+    Each waits for them before it can update its latents. The ranks of a half send at the same time, each what it has
+    predicted.
+    """
+    last = [r for r in sampling.runnable.source.rows if r.layers.end == sampling.runnable.source.layers]  # fmt: skip
+    senders = len({row.rank for row in last})
+    sent = exchanged_bytes(sampling) / senders
+    return len(last) / senders * device.latency + sent / device.bandwidth
 
 
 def chosen_table(plans: list[PlannedTable], most: float) -> PlannedTable | None:

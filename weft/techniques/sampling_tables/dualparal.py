@@ -33,7 +33,10 @@ class DualparalSettings(Section):
     paper="Wang et al. 2025",
     recipe="weft sample --checkpoint RUN --layout cp=4 --table dualparal",
     proof="tests/diffusion/test_sampling_tables.py",
-    figure="the same memory for 8 and 24 blocks; without context equal to each block alone",
+    figure=(
+        "the same memory for 8 and 24 blocks; without context equal to each block alone; simulated on 8 GPUs 6.02x and "
+        "7.14x by context, published up to 6.54x (`bench/sampling_tables.py`)"
+    ),
 )
 class Dualparal(SamplingScheme):
     """Denoises a long video as a queue of blocks of frames, in memory that does not depend on its length.
