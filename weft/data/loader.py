@@ -295,9 +295,7 @@ class Loader:
 
     @property
     def over(self) -> str:
-        """Why samples have ended before the run's last step: always an empty text, because this loader cannot end
-        early.
-        """
+        """Why samples have ended early: always an empty text, because the samples of all steps are known."""
         return ""
 
     def is_ready(self, position: int) -> bool:

@@ -23,7 +23,7 @@ DOWN, UP, PRODUCT = ".a", ".b", ".product"
 class AdapterProducts:
     """Converts between an adapter's two factors and their product, so that products of clients can be averaged.
 
-    ``stems``: names of the adapters, without the ends of their factors' names.
+    ``stems``: common beginnings of the names of each adapter's two factors.
     """
 
     stems: tuple[str, ...]
@@ -48,7 +48,8 @@ class AdapterProducts:
     def product_difference(
         self, difference: Mapping[str, T], base: Mapping[str, T]
     ) -> dict[str, T]:
-        """Return ``difference`` with the difference of each product, ``[out, in]``, in the place of its factors.
+        """Return ``difference`` with the two factors of each adapter replaced by the difference of their product,
+        ``[out, in]``.
 
         ``difference``: a client's differences of all parameters. ``base``: the parameters with which it began.
         """
@@ -63,9 +64,10 @@ class AdapterProducts:
     def factor_difference(
         self, change: Mapping[str, T], present: Mapping[str, T]
     ) -> dict[str, T]:
-        """Return a change of the factors that changes each product as ``change`` says, as nearly as its rank allows.
+        """Convert a change of products to a change of the factors, as exactly as the adapter's rank allows.
 
-        ``change``: a change of products and of other parameters. ``present``: the parameters that it is added to.
+        ``change``: changes of products and of other parameters. ``present``: the parameters that the result is added
+        to.
         """
         result = dict(change)
         for stem in self.stems:

@@ -17,7 +17,10 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 
 class CarriedSum(NamedTuple):
-    """A weighted sum of updates, the sum of their weights, and their number."""
+    """A weighted sum of updates that a node of the tree passes on.
+
+    ``tensors``: the sum by name. ``weight``: sum of the updates' weights. ``updates``: number of updates.
+    """
 
     tensors: dict[str, torch.Tensor]
     weight: float
@@ -25,11 +28,13 @@ class CarriedSum(NamedTuple):
 
 
 class TreeAggregator:
-    """One node of an aggregation tree. ``fan_in``: number of additions after which its sum goes to the node above.
+    """One node of an aggregation tree, which adds up updates or the sums of other nodes.
+
+    ``fan_in``: number of additions after which the node passes its sum to the node above.
 
     Attributes:
         ``above``: the aggregator above; None until it is needed.
-        ``total``: the sum so far; None while the aggregator is free.
+        ``total``: the sum so far; None before the first addition.
     """
 
     def __init__(self, fan_in: int) -> None:
@@ -41,7 +46,7 @@ class TreeAggregator:
         self._spare: dict[str, torch.Tensor] | None = None
 
     def add_update(self, update: Tensors, weight: float) -> None:
-        """Add ``weight`` times an update, in place. The update is not kept, and not changed."""
+        """Add ``weight`` times an update to the sum. The update is not kept, and not changed."""
         total = self.total
         if total is None:
             self.total = CarriedSum(self._scaled(update, weight), weight, 1)

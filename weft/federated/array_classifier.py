@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class ArrayClassifier(nn.Module):
-    """Calls a model of arrays with rows ``[rows, values]``, and returns its logits ``[rows, classes]``."""
+    """Wraps the model of a recipe for arrays so that it maps rows ``[rows, values]`` to logits ``[rows, classes]``.
+
+    ``recipe``: its model must have one input and one output.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()

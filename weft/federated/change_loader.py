@@ -43,18 +43,19 @@ class ChangeOfStep:
 
 @dataclass
 class ChangeLoader:
-    """Loader of a federated server: its "batches" are changes of the model, which clients' updates make up.
+    """Loader of a federated server: in place of a batch, each step gets a change of the model, computed from clients'
+    updates.
 
     Attributes:
         ``server``: drives the policy, on the first rank; None on others.
-        ``mesh``, ``state``: the ranks of the server, and what this rank holds.
+        ``mesh``, ``state``: the ranks of the server, and the part of the model that this rank holds.
         ``shapes``: the shape of each learning parameter.
         ``budget``: adds noise for differential privacy; None without noise.
         ``recorder``: writes the run's records.
         ``interrupted``: function that returns whether this rank is asked to end the run.
         ``kept``: JSON values that checkpoints keep.
         ``keep_steps``: returns the versions of which checkpoints exist.
-        ``batch``: number by which the run's samples are counted at a step.
+        ``batch``: number by which a step increases the run's count of samples.
     """
 
     server: FederationServer | None
@@ -73,11 +74,13 @@ class ChangeLoader:
     places: dict[int, int] = field(default_factory=dict)
 
     def island_samples(self, position: int) -> range:
-        """Return numbers in the place of the samples' own, which only clients know."""
+        """Return ``batch`` numbers from ``position`` on as sample numbers, because only clients know which samples they
+        read.
+        """
         return range(position, position + self.batch)
 
     def questions(self) -> Mapping[str, AskedQuestions]:
-        """Return no questions."""
+        """Return held-out questions to evaluate the model on, by task: an empty dict, because this loader has none."""
         return {}
 
     def is_ready(self, position: int) -> bool:
@@ -202,9 +205,10 @@ def server_memory(folder: Path, version: int) -> dict[str, Any]:
 
 
 def spent_budgets(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield what was counted of privacy at each change that the run in ``folder`` remembers.
+    """Yield the privacy counts (``PrivacyBudget.state_dict``) that the run in ``folder`` has stored at each change.
 
-    Models after a checkpoint were sent to clients as well, although a killed server goes back to the checkpoint.
+    Counts after the newest checkpoint are included: those models were sent to clients too, although a killed server
+    goes back to the checkpoint.
     """
     for path in sorted((folder / MEMORY).glob("*.safetensors")):
         try:

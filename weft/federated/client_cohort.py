@@ -20,7 +20,7 @@ class LocalResult:
         ``samples``: number of samples that the client holds.
         ``rates``: sum of the learning rates of its steps.
         ``loss``: mean loss of its steps.
-        ``extra``: further differences by name.
+        ``extra``: further differences by name, such as the change of its control variate.
     """
 
     difference: Differences
@@ -34,8 +34,8 @@ class LocalResult:
 class ClientCohort(Protocol):
     """Interface of simulated clients: their data, their optimizers, and their state between two rounds of local steps.
 
-    The samples of local steps are a function of the seed, the client and the version of the model. So steps that are
-    lost and repeated use the same samples, on a virtual clock and in a process of its own.
+    The samples of local steps depend only on the seed, the client and the version of the model. So steps that are lost
+    and repeated use the same samples, and so do simulated clients and clients in processes of their own.
     """
 
     def names(self) -> Sequence[str]:
@@ -54,13 +54,15 @@ class ClientCohort(Protocol):
     ) -> list[LocalResult]:
         """Take the local steps of several clients that begin with the same model, and return a result for each.
 
-        ``work``: which clients, and how many steps. ``version``: version of the model ``parameters``. ``sent``: further
-        vectors of the policy, by name. ``step``: how gradients are corrected. The arguments are not changed.
+        ``work``: the clients, and how many steps each takes. ``version``: version of the model ``parameters``.
+        ``sent``: further vectors of the policy, by name. ``step``: how gradients are corrected. The arguments are not
+        changed.
         """
 
     def settle(self, client: str, accepted: bool) -> None:
-        """Keep the client's new control variate and compression error if the server ``accepted`` its update; else drop
-        both.
+        """Tell a client whether the server ``accepted`` its last update.
+
+        If so, it keeps its new control variate and compression error; otherwise it goes back to the ones before.
         """
 
     def state_dict(self) -> dict[str, Any]:

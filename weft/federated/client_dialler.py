@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 
 def dialler(where: str, encrypt: Any) -> Callable[[Head], SealedConnection]:
-    """Return a function that connects to the federated server of an invitation; it takes the first message to send.
+    """Return a function that connects to the federated server of an invitation; its argument is the first message to
+    send.
 
     ``where``: the server's invitation, or a file with it. ``encrypt``: which connections are encrypted, "auto",
     "always" or "never"; an invitation that asks for encryption makes it "always". If the server's address begins with
-    ``peer:``, this process first joins the peers, by their own invitation in ``WEFT_INVITATION``.
+    ``peer:``, this process first joins the peers, with a separate invitation from ``WEFT_INVITATION``.
     """
     from weft.net.endpoint import Endpoint, process_endpoint
     from weft.net.sockets import own_address

@@ -35,17 +35,17 @@ Opener = Callable[[ClientState, Callable[[str], object]], WorkSource]
 
 @dataclass
 class PresentVersion:
-    """Holder of the model version that a client trains on at present. ``number``: that version."""
+    """Holder of the version ``number`` of the model that a client trains on at present, shared by parts of its run."""
 
     number: int = 0
 
 
 @dataclass(frozen=True)
 class ClientJob(Job):
-    """A checked recipe with ``federated.join``.
+    """A checked recipe with ``federated.join``, whose run trains as a client of a federated server.
 
     Attributes:
-        ``open_source``: connects to the server; None: as the invitation says.
+        ``open_source``: connects to the server; None: connect as the invitation says.
         ``present``: the model version that the client trains on.
     """
 
@@ -128,7 +128,7 @@ class ClientJob(Job):
 def prepare_client(recipe: Recipe) -> ClientJob:
     """Check a recipe with ``federated.join``, and open the client's data.
 
-    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if something does not fit.
+    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if settings or data cannot be used.
     """
     if federation_of(recipe).listen:
         raise UsageError(

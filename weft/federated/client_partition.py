@@ -37,7 +37,7 @@ class Partition:
 
     @property
     def digest(self) -> str:
-        """Text that identifies the partition."""
+        """Hash that identifies the partition, so that a resumed run can check that it has the same."""
         return digest(self.kind, [rows.tolist() for rows in self.rows])
 
     def to_json(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Partition:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Partition:
-        """Return the partition that :meth:`to_json` has written."""
+        """Build a partition from the JSON values that :meth:`to_json` returned."""
         rows = tuple(np.array(rows, np.int64) for rows in values["rows"])
         return cls(values["kind"], rows)
 
@@ -64,11 +64,15 @@ def draw_partition(
 ) -> Partition:
     """Divide samples among clients.
 
-    ``kind``: "even" (at random, equally many for each), "dirichlet" (of each class, shares that a Dirichlet
-    distribution with parameter ``alpha`` draws; Hsu et al. 2019), "classes" (``classes`` classes for each client), or
-    "natural" (whole groups, such as authors or packages, the largest first to the client with the fewest samples).
-    ``labels``: the class of each sample. ``groups``: the group of each sample, for "natural". Raises
-    :class:`UsageError` if a client would have no sample.
+    Arguments:
+        ``kind``: "even": at random, equally many for each client. "dirichlet": the shares of each class follow a
+            Dirichlet distribution with parameter ``alpha`` (Hsu et al. 2019). "classes": ``classes`` classes for each
+            client. "natural": whole groups, such as authors or packages, the largest first, to the client with the
+            fewest samples.
+        ``labels``: the class of each sample.
+        ``groups``: the group of each sample, for "natural".
+
+    Raises :class:`UsageError` if a client would have no sample.
     """
     count = len(labels)
     if clients > count:

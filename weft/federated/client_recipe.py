@@ -31,7 +31,7 @@ class ClientPlace:
         ``folder``: the client's folder.
         ``recipe``: its recipe.
         ``run``: the folder of its run.
-        ``offer``: what the server has offered.
+        ``offer``: the server's message with its recipe.
     """
 
     folder: Path

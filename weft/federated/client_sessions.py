@@ -31,12 +31,12 @@ class ClientSession:
 
     Attributes:
         ``name``: the client's name.
-        ``key``: text by which the server knows the client again.
+        ``key``: secret text by which the server recognises the client after a new connection.
         ``hello``: the client's first message, about itself.
         ``working``: token of the work order that the client works on, empty if there is none.
         ``traffic``: counts the bytes of all connections.
-        ``patience``: seconds in which the client may read what was sent last.
-        ``over``: is set when the connection has ended.
+        ``patience``: seconds that the client may take to read the last frame.
+        ``over``: event that is set when the connection has ended.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ClientSession:
         self._outbox.put((head, views))
 
     def close(self, patience: float = DRAIN_S) -> None:
-        """End the connection after the queued frames. ``patience``: seconds in which the client may read them."""
+        """End the connection after the queued frames. ``patience``: seconds that the client may take to read them."""
         self.patience = patience
         self._outbox.put(None)
 
@@ -81,17 +81,17 @@ class ClientSession:
 
 @dataclass
 class SessionTraffic:
-    """Bytes that have travelled to clients (``down``) and come from them (``up``), of all connections so far."""
+    """Bytes sent to clients (``down``) and received from them (``up``), over all connections so far."""
 
     down: int = 0
     up: int = 0
 
 
 class SessionEvent(NamedTuple):
-    """Event of a connection: a client has joined, sent a frame, or gone.
+    """Event of a connection: a client has joined, has sent a frame, or is gone.
 
-    ``kind``: "joined", "frame" or "gone". ``head`` and ``payload``: those of the frame. ``why``: why the client is
-    gone.
+    ``kind``: "joined", "frame" or "gone". ``head`` and ``payload``: the content of the frame. ``why``: why the client
+    is gone.
     """
 
     kind: Literal["joined", "frame", "gone"]
@@ -102,11 +102,11 @@ class SessionEvent(NamedTuple):
 
 
 class ClientSessions:
-    """Accepts clients at ``endpoint``, and queues what they send as ``events``.
+    """Accepts clients at ``endpoint``, and queues their messages in ``events``.
 
     ``secret``: text that a client must know to connect. ``most``: bytes of the largest frame that a client may send.
-    ``offer``: answer to a client that asks for the run's recipe: a head and bytes. ``check``: returns why the client
-    with a given hello cannot take part, empty if it can.
+    ``offer``: answer to a client that asks for the run's recipe: a head and bytes. ``check``: called with a client's
+    hello; returns why the client cannot take part, or an empty text if it can.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class WorkOrder:
         ``steps``: number of local steps.
         ``parameters``: the server's learning parameters.
         ``sent``: further vectors of the policy, by name.
-        ``beta``: weight of the client's gradient against the direction that the server sends.
+        ``beta``: weight of the client's own gradient, from 0 to 1; the rest is the weight of the server's direction.
         ``control``: whether gradients are corrected by control variates.
         ``secure``: the client's part in a secure sum; None if the server may see the update.
     """
@@ -100,7 +100,10 @@ class ServerEnded(Exception):
 
 
 class WorkSource(Protocol):
-    """Interface of a client to its server: it brings work orders and takes answers. The client's first rank has it."""
+    """Interface of a client's connection to its server: it receives work orders and sends answers.
+
+    Only the client's first rank has it.
+    """
 
     def join(self, about: Mapping[str, Any]) -> None:
         """Announce this client to the server. ``about``: the client's hello, as JSON values."""
@@ -113,7 +116,7 @@ class WorkSource(Protocol):
         """
 
     def answer(self, answer: WorkAnswer) -> None:
-        """Send the answer to a work order. Returns at once; the answer is sent again until the server confirms it."""
+        """Queue the answer to a work order, and return at once. It is sent again until the server confirms it."""
 
     def settled(self, limit: float) -> bool | None:
         """Return whether the server has accepted the last answer; None without a reply within ``limit`` seconds."""
@@ -132,7 +135,7 @@ class PresentWork:
         ``mean_gradient``: the sum so far of the order's gradients, by parameter; empty without control variates.
         ``losses``: the losses of the order's steps.
         ``context``: what the phases of the run's steps work on; None before the step is built.
-        ``before_change``: returns when parameters may change.
+        ``before_change``: function to call before parameters are changed; it waits until that is safe.
     """
 
     order: WorkOrder | None = None

@@ -19,9 +19,9 @@ Tensors = Mapping[str, "torch.Tensor"]
 class RobustSum:
     """Robust weighted sum: a rule of ``resilience.aggregate`` that tolerates some wrong updates.
 
-    The rule combines the updates, each scaled by its weight against the mean weight, and the result counts as much as
-    all weights together. With the rule "mean" this would be the weighted sum itself. An update with a value that is not
-    finite is left out. With fewer updates than the rule needs, it tolerates fewer wrong ones.
+    Each update is first scaled by its weight relative to the mean weight. The rule combines the scaled updates to one,
+    which is multiplied by the sum of all weights. With the rule "mean" this is the weighted sum itself. An update with
+    a value that is not finite is left out. With fewer updates than the rule needs, it tolerates fewer wrong ones.
 
     ``name``: the rule; ``faulty``: number of wrong updates that it tolerates.
     """
@@ -66,7 +66,10 @@ class RobustSum:
 def combine_as_asked(
     policy: FederationPolicy, settings: Federated
 ) -> Callable[[], None]:
-    """Set how ``policy`` sums updates. Returns a function that ends the process of the aggregator, if it has one."""
+    """Set how ``policy`` sums updates, as ``settings`` say: by a robust rule, or by a tree of aggregators.
+
+    Returns a function that ends the aggregator's process, and does nothing without one.
+    """
     combine: Any
     if settings.aggregate != "mean":
         policy.combine = RobustSum(settings.aggregate, settings.faulty)

@@ -42,7 +42,7 @@ def travel_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def agreed_facts(job: Job) -> dict[str, str]:
-    """Return digests of the settings on which server and clients must agree, by the name that a refusal gives each."""
+    """Return digests of the settings on which server and clients must agree, by the names that error lines use."""
     recipe, shape = job.recipe, job.shape
     shapes = learning_shapes(recipe, shape)
     facts = {
@@ -72,7 +72,10 @@ def _model_facts(shape: ModelShape) -> dict[str, Any]:
 
 
 def disagreement(own: Mapping[str, str], hello: Head) -> str:
-    """Return why a client that says ``hello`` cannot take part in a run with the facts ``own``; empty if it can."""
+    """Return why a client cannot take part in a run whose facts are ``own``; an empty text if it can.
+
+    ``hello``: the client's first message, with its own facts (:func:`agreed_facts`).
+    """
     theirs = hello.get("facts")
     if not isinstance(theirs, dict):
         return (
@@ -130,7 +133,11 @@ def offered_files(payload: memoryview) -> dict[str, bytes]:
 
 
 def check_rounds(recipe: Recipe) -> None:
-    """Refuse ``federated.secure`` with a policy whose updates are not summed in rounds."""
+    """Check that the updates of a recipe with ``federated.secure`` can be summed without being shown to the server.
+
+    Raises :class:`UsageError` for a policy that does not work in rounds, for a sum over one client, and for a policy
+    whose clients also send control variates.
+    """
     from weft.federated.round_policy import RoundPolicy
     from weft.registry import find
 

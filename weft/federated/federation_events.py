@@ -17,7 +17,7 @@ EVENTS_FILE = "federation.jsonl"
 class EventLog:
     """Appends a server's events to a file in ``folder``.
 
-    ``keep``: number of bytes to keep of the file that an earlier process has written; later events are cut off.
+    ``keep``: number of bytes to keep of the file that an earlier process has written; events after them are deleted.
     """
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
@@ -41,7 +41,7 @@ class EventLog:
         self._file.flush()
 
     def cut(self, keep: int) -> None:
-        """Forget all but the first ``keep`` bytes."""
+        """Delete all but the first ``keep`` bytes of the file."""
         self._file.truncate(keep)
 
     def close(self) -> None:

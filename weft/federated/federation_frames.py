@@ -33,12 +33,12 @@ VECTORS = ("direction", "control")
 
 @dataclass(frozen=True)
 class FederationForms:
-    """Forms in which a run's tensors travel.
+    """Encodings of the tensors that a run's server and clients exchange.
 
     Attributes:
-        ``up``: of clients' differences.
-        ``down``: of the model's changes to clients that have an earlier one.
-        ``whole``: of the whole model, and of vectors of policies.
+        ``up``: encoding of clients' differences.
+        ``down``: encoding of the model's changes, for clients that have an earlier version.
+        ``whole``: encoding of the whole model, and of vectors of policies.
     """
 
     up: TensorForm
@@ -53,7 +53,7 @@ class FederationForms:
         compress: str = "none",
         compress_back: str = "none",
     ) -> FederationForms:
-        """Return the forms of a run.
+        """Return the encodings of a run. ``shapes``, ``dtype``: those of the learning parameters.
 
         ``compress``: compressor of differences. ``compress_back``: compressor of changes of the model.
         """
@@ -66,7 +66,7 @@ class FederationForms:
 
     @property
     def most(self) -> int:
-        """Size limit of a frame in bytes: of the model and the policy's vectors, or of masked integers."""
+        """Largest number of bytes of a frame: the model, or its masked integers, with all vectors of the policy."""
         return (1 + len(VECTORS)) * max(
             self.whole.nbytes, self.up.nbytes, 8 * self.elements
         )
@@ -78,15 +78,19 @@ class FederationForms:
 
 
 def travel_seed(client: str, version: int, down: bool = False) -> int:
-    """Return the seed of a compressor's random choices for what ``client`` and server exchange about ``version``.
+    """Return the seed of a compressor's random choices for messages between ``client`` and server about ``version``.
 
-    Successive versions have successive seeds, and masks to clients (``down``) differ from masks to the server (CELLM).
+    Successive versions have successive seeds. ``down``: whether the message goes to the client; the two directions have
+    different masks (CELLM).
     """
     return zlib.crc32(f"{client} {'down' if down else 'up'}".encode()) + version
 
 
 def order_head(order: WorkOrder, base: str, last: bool = False) -> Head:
-    """Return the head of a frame with a work order. ``base``: whether the model is sent "whole" or as a "change"."""
+    """Return the head of a frame with a work order.
+
+    ``base``: whether the model is sent "whole" or as a "change". ``last``: whether the frame ends the run.
+    """
     secure = None
     if order.secure is not None:
         secure = {
@@ -109,7 +113,8 @@ def read_order(
 ) -> WorkOrder:
     """Return the work order in a frame. ``before``: the client's model, to which a sent change is added.
 
-    Raises :class:`WeftError` for a malformed frame.
+    ``name``: the client's name, from which the seed of the compressor follows. Raises :class:`WeftError` for a
+    malformed frame.
     """
     version = whole_number(head, "version")
     base = text_under(head, "base", ("whole", "change"))
@@ -157,7 +162,10 @@ def answer_head(answer: WorkAnswer) -> Head:
 
 @dataclass(frozen=True)
 class AnswerNumbers:
-    """The numbers in the head of an update, with the names that :class:`WorkAnswer` gives them."""
+    """The numbers in the head of an update.
+
+    The fields have the same names and meanings as those of :class:`WorkAnswer`.
+    """
 
     version: int
     steps: int

@@ -22,7 +22,7 @@ MOST_LANES = 40
 
 
 class CurveTick(NamedTuple):
-    """A mark at an axis: its place and its text."""
+    """A mark at an axis of a curve: its position on the page, and its text."""
 
     place: float
     text: str
@@ -47,7 +47,7 @@ class WorkBar(NamedTuple):
 
 
 class ClientLane(NamedTuple):
-    """A client's work orders over time, as bars."""
+    """A client's work orders over time, as bars at the height ``y`` of the page."""
 
     client: str
     y: float
@@ -55,7 +55,7 @@ class ClientLane(NamedTuple):
 
 
 class ClientRow(NamedTuple):
-    """A row of the table of clients."""
+    """A row of the table of clients, as texts."""
 
     client: str
     samples: str

@@ -61,9 +61,9 @@ class GivenWork:
         ``token``: name of the order.
         ``version``: version of the model that was sent.
         ``steps``: number of local steps.
-        ``since``: time at which the order was sent.
+        ``since``: time at which the order was sent, in seconds of the server's clock.
         ``cohort``: the secure sum that the answer belongs to; None if there is none.
-        ``base``: the parameters that were sent, as the client has them.
+        ``base``: the parameters that were sent, as the client has decoded them.
     """
 
     token: str
@@ -84,7 +84,7 @@ class ClientRecord:
         ``lost_at``: time at which its connection broke; None while it is connected or was given up.
         ``answered``: token of its last answer, and whether the answer was accepted.
         ``refused``: how many of its updates in a row were refused.
-        ``view``: the model as this client has it, if changes of the model are compressed.
+        ``view``: the model as this client has decoded it, if changes of the model are compressed.
         ``present``: whether the policy counts the client as present.
     """
 
@@ -100,8 +100,9 @@ class ClientRecord:
 class WorkReport(NamedTuple):
     """The server's record of a client's last answered work order.
 
-    ``loss``: mean loss of its steps. ``staleness``: that of the update. ``seconds``: duration that the client measured.
-    ``steps``: number of its steps. ``began`` and ``arrived``: times of the order and of the answer.
+    ``loss``: mean loss of its steps. ``staleness``: number of changes of the model while the client worked.
+    ``seconds``: duration that the client measured. ``steps``: number of its steps. ``began`` and ``arrived``: times of
+    the order and of the answer.
     """
 
     loss: float = math.nan
@@ -130,12 +131,19 @@ class ServedChange:
 class FederationServer:
     """Server of a federated run: drives ``policy`` with the clients of ``sessions``.
 
-    ``forms``: how tensors travel. ``judge``: refuses updates. ``say``: prints a line. ``patience``: longest time in
-    seconds of a work order, and of the wait for a first client. ``grace``: seconds in which a client whose connection
-    broke may come back to its work. ``secure``: whether updates are masked. ``log``: records all events.
-    ``began``: seconds of the run before this process. ``products``: averages products of adapters; None: their factors.
-    ``journal``: keeps updates that no checkpoint holds yet; None: their work is done again. ``follow``: events since
-    the checkpoint that happen once more. ``answered``: each client's last answer by its token, and whether it counts.
+    Arguments:
+        ``forms``: encodings of tensors.
+        ``judge``: refuses updates that would damage the model.
+        ``say``: prints a line.
+        ``patience``: longest time in seconds of a work order, and of the wait for a first client.
+        ``grace``: seconds in which a client whose connection broke may come back to its work.
+        ``secure``: whether updates are masked.
+        ``log``: records all events.
+        ``began``: duration of the run before this process, in seconds.
+        ``products``: averages products of adapters; None: their factors are averaged.
+        ``journal``: keeps updates that no checkpoint holds yet; None: their work is done again after a crash.
+        ``follow``: events since the checkpoint, which a restarted server repeats.
+        ``answered``: by client, the token of the last answer and whether it counts.
     """
 
     def __init__(
@@ -189,7 +197,7 @@ class FederationServer:
     def next_change(
         self, parameters: Named, interrupted: Callable[[], bool]
     ) -> ServedChange | None:
-        """Send work orders on ``parameters``, the present model, and return the next change of it.
+        """Send work orders for the present model ``parameters``, and return the next change of the model.
 
         Returns None if this process is asked to end. Raises :class:`WeftError` if no client comes for too long.
         """

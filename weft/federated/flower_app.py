@@ -74,7 +74,7 @@ def serve_over_flower(grid: FlowerGrid, recipe: Recipe, out: Path) -> Outcome:
 
 
 class FlowerClient:
-    """A Weft client behind Flower: answers Flower's messages by ordinary training.
+    """A Weft client behind Flower: it trains in the ordinary way when a message of Flower orders it.
 
     ``recipe``: the client's recipe, with its data. ``name``: its name. ``folder``: its folder.
     """
@@ -87,7 +87,7 @@ class FlowerClient:
         self.before: dict[str, torch.Tensor] = {}
 
     def hello(self) -> Head:
-        """Return the client's hello."""
+        """Return the client's first message to the server, which says what it trains and how many samples it has."""
         job = self.trained.job
         return {
             "kind": "hello", "client": self.name, "key": self.source.kept.key(), "facts": agreed_facts(job),
@@ -125,7 +125,7 @@ def serve(grid: Grid, context: Context) -> None:
 
 @client.query()
 def introduce_client(message: Message, context: Context) -> Message:
-    """Answer a Flower query with this client's hello."""
+    """Answer a Flower query message with this client's hello (its first message to the server)."""
     return reply_message(_client(context).hello(), b"", message)
 
 

@@ -88,7 +88,10 @@ class FlowerSession:
     said: list[Head] = field(default_factory=list)
 
     def send(self, head: Head, views: Sequence[memoryview] = ()) -> None:
-        """Send work orders, refusals and the end of the run at once; keep other frames for the next of these."""
+        """Send a frame to the client. Work orders, refusals and the end of the run are sent at once.
+
+        Other frames are kept, and sent with the next one of these.
+        """
         if head.get("kind") in ("work", "end", "refused"):
             self.push(self, {**head, "said": self.said}, b"".join(views))
             self.said = []
@@ -103,7 +106,8 @@ class FlowerSession:
 class FlowerSessions:
     """Connections of the server to the clients of a Flower ``grid``, in the place of :class:`ClientSessions`.
 
-    ``most``: bytes of the largest update. ``check``: returns why the client with a given hello cannot take part.
+    ``most``: bytes of the largest update. ``check``: called with a client's hello; returns why the client cannot take
+    part, or an empty text if it can.
     """
 
     def __init__(
@@ -124,7 +128,7 @@ class FlowerSessions:
         self._thread.start()
 
     def close(self) -> None:
-        """Look for no further clients."""
+        """Stop looking for further clients."""
         self._closed = True
         self._thread.join(10)
 

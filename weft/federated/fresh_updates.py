@@ -29,8 +29,9 @@ GIVES_UP = 0.9
 
 
 class DummyData(NamedTuple):
-    """Synthetic samples in the place of a client's: ``inputs`` ``[dummies, values]``, and the ``logits`` of their soft
-    labels ``[dummies, classes]``.
+    """Synthetic samples in place of a client's own samples.
+
+    ``inputs``: ``[dummies, values]``. ``logits``: logits of their soft labels, ``[dummies, classes]``.
     """
 
     inputs: T
@@ -110,7 +111,7 @@ def _values(net: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class EstimatedUpdate:
-    """A stale update, and the estimate of what the client would have sent for the model of ``version``."""
+    """A stale update, and an estimate of the update that the client would have sent for the model of ``version``."""
 
     version: int
     stale: Differences
@@ -118,14 +119,14 @@ class EstimatedUpdate:
 
 
 class FreshUpdates:
-    """Replaces stale updates by estimates of what their clients would send now.
+    """Replaces stale updates by estimates of the updates that their clients would send now.
 
-    The last estimate of each client is compared with the client's true update for the same version of the model, once
-    that arrives. If the stale update was closer to the true one than the estimate, the client gets no more estimates.
+    When a client's true update for the same version arrives later, its last estimate is compared with that. If the
+    stale update was closer to the true one than the estimate, the client gets no more estimates.
 
     Attributes:
         ``errors``: by client, pairs of L1 distances to the true update: of the stale update and of the estimate.
-        ``given_up``: clients whose updates are taken as they are.
+        ``given_up``: clients whose updates are no longer replaced.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from weft.section import Section
 
 
 class MomentumSettings(Section):
-    """Setting of policies with momentum."""
+    """Settings of federation policies with momentum."""
 
     beta: float = Field(
         0.1,

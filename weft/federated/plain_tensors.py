@@ -16,7 +16,7 @@ TENSOR, TUPLE, SET, PAIRS = "tensor!", "tuple!", "set!", "pairs!"
 
 
 def save_values(path: Path, value: Any) -> None:
-    """Write ``value``: dictionaries, lists, tuples, sets, tensors and plain values, in any nesting.
+    """Write ``value`` to a file: dictionaries, lists, tuples, sets, tensors and plain values, in any nesting.
 
     The file is replaced atomically: readers see the old file or the complete new one.
     """
@@ -31,7 +31,10 @@ def save_values(path: Path, value: Any) -> None:
 
 
 def load_values(path: Path) -> Any:
-    """Return what :func:`save_values` has written. Raises :class:`WeftError` if the file is missing or damaged."""
+    """Read a value that :func:`save_values` has written.
+
+    Raises :class:`WeftError` if the file is missing or damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:

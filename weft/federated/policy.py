@@ -51,7 +51,7 @@ class ClientUpdate:
 
 
 class AssignedWork(NamedTuple):
-    """Work for one client: ``steps`` local steps, which begin with the server's present model."""
+    """Work for one client: ``steps`` local steps, beginning with the server's present model."""
 
     client: str
     steps: int
@@ -62,7 +62,7 @@ class ModelChange:
     """Change of the server's model.
 
     Attributes:
-        ``difference``: what to add to the server's parameters.
+        ``difference``: tensors to add to the server's parameters, by name.
         ``clients``: the clients whose updates are part of it.
         ``weights``: the weight of each of these updates.
     """
@@ -102,7 +102,7 @@ class JoinedClient:
         ``samples``: number of samples that it holds; 0 if unknown.
         ``version``: version of the model that it trains; None while it is idle.
         ``began``: time at which its local steps were ordered.
-        ``given_up``: whether the policy no longer waits for their result.
+        ``given_up``: whether the policy no longer waits for the result of its work.
         ``present``: whether the client is connected.
     """
 
@@ -188,7 +188,7 @@ class FederationPolicy:
         return self._counted(self.time_up(now))
 
     def next_tick(self) -> float | None:
-        """Return the time at which :meth:`on_tick` is to be called; None while the policy waits for updates alone."""
+        """Return the time at which :meth:`on_tick` has to be called; None if the policy only waits for updates."""
         if self._begun:
             return self.next_time()
         return (
@@ -200,8 +200,8 @@ class FederationPolicy:
     def ready(self, now: float) -> Sequence[AssignedWork]:
         """Return the work that begins now, on the server's present model.
 
-        No work begins before ``federated.clients`` clients have joined or, ``federated.patience`` seconds after the
-        first, those that have.
+        No work begins before ``federated.clients`` clients have joined, or ``federated.patience`` seconds have passed
+        since the first has. After that time, work begins with the clients that have joined.
         """
         if not self._begun:
             late = self._first_join is not None and now >= self._first_join + self.settings.patience  # fmt: skip
@@ -294,7 +294,7 @@ class FederationPolicy:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned. A driver then calls :meth:`leave` for clients that are gone."""
+        """Restore what :meth:`state_dict` returned. The caller then calls :meth:`leave` for clients that are gone."""
         self.version = state["version"]
         self._first_join = state["first_join"]
         self._begun = state["begun"]

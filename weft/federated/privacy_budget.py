@@ -38,9 +38,10 @@ def clipped_difference(difference: Named, most: float) -> dict[str, T]:
 
 
 def spent_epsilon(multiplier: float, times: int, delta: float) -> float:
-    """Return the epsilon of ``times`` Gaussian mechanisms of this noise ``multiplier`` at ``delta``.
+    """Return the epsilon of (epsilon, delta) differential privacy after ``times`` Gaussian mechanisms.
 
-    Infinite without noise, 0 if there was no mechanism. Raises :class:`UsageError` if Opacus is not installed.
+    ``multiplier``: standard deviation of the noise relative to the sensitivity. The result is infinite without noise,
+    and 0 if there was no mechanism. Raises :class:`UsageError` if Opacus is not installed.
     """
     if not times:
         return 0.0
@@ -87,7 +88,7 @@ class PrivacyBudget:
     ) -> dict[str, T]:
         """Return ``change`` with noise added to every element, and count that ``clients`` took part.
 
-        ``weights``: the factor by which each client's difference stands in ``change``.
+        ``weights``: the factor of each client's difference in ``change``.
         """
         self.taken.update(clients)
         self.changes += 1
@@ -116,6 +117,8 @@ class PrivacyBudget:
         return {"taken": dict(self.taken), "changes": self.changes}
 
     def count(self, state: Mapping[str, Any]) -> None:
-        """Count at least what :meth:`state_dict` returned. Of each client the larger number holds."""
+        """Take over the counts of ``state``, which :meth:`state_dict` returned, where they are larger than the present
+        ones.
+        """
         self.taken |= Counter(state["taken"])
         self.changes = max(self.changes, int(state["changes"]))

@@ -46,7 +46,7 @@ REAL: Mapping[str, Sequence[Any]] = {"federated.tick": (0.05, 1.0)}
 
 @dataclass(frozen=True)
 class FederatedCases:
-    """A campaign of random cases of the recipe in the file ``path``.
+    """Random test cases of federated runs, drawn as variations of the recipe in the file ``path``.
 
     ``fixed``: texts ``section.key=value`` that hold in every case, whatever is drawn.
     """
@@ -55,7 +55,7 @@ class FederatedCases:
     fixed: Sequence[str] = ()
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
-        """Return the settings of a case by their full names. The same numbers of ``rng`` give the same case."""
+        """Draw the settings of a case, by their full names. An equal state of ``rng`` gives the same case."""
         policy = rng.choice(names("federation-policy"))
         case: dict[str, Any] = {"federated.policy": policy}
         for name, values in SETTINGS.items():
@@ -69,7 +69,7 @@ class FederatedCases:
         return case
 
     def verdict_of(self, case: Mapping[str, Any]) -> CaseResult:
-        """Run a case. Errors become its result."""
+        """Run a case, and return its result. An error of the run becomes part of the result."""
         kept = {text.partition("=")[0].strip() for text in self.fixed}
         drawn = {n: value for n, value in case.items() if n not in kept}
         own = [f"{n}={value!r}" for n, value in drawn.items() if n.startswith("federated.")]  # fmt: skip
@@ -86,7 +86,10 @@ class FederatedCases:
     def campaign(
         self, count: int, seed: int, ranks: int, minutes: float | None, first: int = 0
     ) -> Iterator[tuple[dict[str, Any], CaseResult]]:
-        """Run random cases, and yield each with its result. The arguments are those of a campaign of layouts."""
+        """Run ``count`` random cases, from number ``first`` on, and yield each with its result.
+
+        ``seed``: seed of the cases. ``minutes``: limit of the time; None: no limit. ``ranks`` has no effect here.
+        """
         end = time.monotonic() + 60 * minutes if minutes else float("inf")
         load_recipe(self.path, self.fixed)  # whose mistakes are no results of cases
         for number in range(first, first + count):
@@ -96,7 +99,7 @@ class FederatedCases:
             yield {**case, "number": number, "seed": seed}, self.verdict_of(case)
 
     def command_of(self, case: Mapping[str, Any]) -> str:
-        """Return the command line that repeats a case of :meth:`campaign`, with the settings that it draws."""
+        """Return the command line that repeats a ``case`` of :meth:`campaign`."""
         drawn = " ".join(f"{n}={value}" for n, value in case.items() if "." in n)
         more = "".join(f" --set {shlex.quote(text)}" for text in self.fixed)
         return (

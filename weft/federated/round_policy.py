@@ -91,7 +91,10 @@ class RoundPolicy(FederationPolicy):
     def round_change(
         self, change: ModelChange, answers: Sequence[ClientUpdate]
     ) -> ModelChange:
-        """Return the change of a round. ``change``: the weighted mean; ``answers``: the updates of the round."""
+        """Return the change of the model at the end of a round; a subclass may modify it.
+
+        ``change``: the weighted mean of the differences. ``answers``: the updates of the round.
+        """
         return change
 
     def own_state(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ T = torch.Tensor
 
 @dataclass
 class SecureCohort:
-    """Clients whose updates are summed together.
+    """Clients whose updates are summed together, so that the server learns only the sum.
 
     Attributes:
         ``name``: name of the sum.
@@ -66,7 +66,7 @@ class SecureCohort:
         )
 
     def mean(self) -> T:
-        """Return the mean of the differences that have arrived, weighted by their shares. Float64, flat.
+        """Return the mean of the differences that have arrived, weighted by their shares, as a flat float64 tensor.
 
         Raises :class:`WeftError` if the result cannot be a mean of updates, because a seed or an update was false.
         """
@@ -85,10 +85,11 @@ def new_cohort(
     public: Callable[[str], str],
     sizes: Mapping[str, float],
 ) -> SecureCohort:
-    """Create a cohort of ``clients``.
+    """Create a cohort of ``clients`` for one secure sum.
 
     ``public``: function that returns a client's public key. ``sizes``: the weight of each client; shares are
-    proportional to it. Raises :class:`WeftError` if there are fewer than two clients, as their sum would hide nothing.
+    proportional to it. Raises :class:`WeftError` if there are fewer than two clients, because their sum would hide
+    nothing.
     """
     if len(clients) < 2:
         raise WeftError(

@@ -42,10 +42,10 @@ class MaskKey:
     private: Any = field(repr=False)
 
     def seed(self, other: str, cohort: str) -> bytes:
-        """Return the seed that this client shares with the client of the public key ``other``, for one cohort.
+        """Return the secret seed for one cohort that this client has in common with another client.
 
-        ``cohort``: name of the cohort, new for every sum, so that a seed says nothing of other sums.
-        Raises :class:`WeftError` if ``other`` is no public key.
+        ``other``: the other client's public key. ``cohort``: name of the cohort, new for every sum, so that a seed
+        tells nothing about other sums. Raises :class:`WeftError` if ``other`` is not a public key.
         """
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -62,7 +62,10 @@ class MaskKey:
 
 
 def new_mask_key() -> MaskKey:
-    """Create a key for secure sums. Raises :class:`weft.net.wire.CipherMissing` without the package."""
+    """Create a key for secure sums.
+
+    Raises :class:`weft.net.wire.CipherMissing` if the package ``cryptography`` is not installed.
+    """
     private = require_cipher().private_key.generate()
     return MaskKey(private.public_key().public_bytes_raw().hex(), private)
 
@@ -93,10 +96,10 @@ def rounded_integers(values: T, clients: int) -> T:
 
 
 def masked(values: T, name: str, seeds: Mapping[str, bytes]) -> T:
-    """Return the masked integers of a client, int64 ``[values.numel()]``.
+    """Return the integers that a client sends: its values, rounded, plus masks that cancel in the sum of all clients.
 
-    ``values``: the client's tensor. ``name``: the client's name. ``seeds``: its seeds with each other client of the
-    cohort, by that client's name.
+    The result is int64 ``[values.numel()]``. ``values``: the client's tensor. ``name``: the client's name. ``seeds``:
+    its seeds with each other client of the cohort, by that client's name.
     """
     sent = rounded_integers(values, len(seeds) + 1)
     for other, seed in seeds.items():

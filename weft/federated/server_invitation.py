@@ -23,7 +23,7 @@ class ServerInvitation:
         ``host``: host of the server as clients reach it.
         ``port``: port of the server.
         ``secret``: text that only the server and invited clients have.
-        ``encrypted``: whether the server accepts encrypted connections alone.
+        ``encrypted``: whether the server accepts only encrypted connections.
     """
 
     host: str

@@ -57,7 +57,7 @@ FAR = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
 
 @dataclass(frozen=True)
 class ServerJob(Job):
-    """A checked recipe with ``federated.listen``: each step of its run adds a change from clients' updates.
+    """A checked recipe with ``federated.listen``: each step of its run adds a change, computed from clients' updates.
 
     Attributes:
         ``open_sessions``: opens the connections to clients; None: clients connect to ``federated.listen``.

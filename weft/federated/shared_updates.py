@@ -148,7 +148,7 @@ class SharedUpdates:
         return {name: tensor.clone() for name, tensor in total.items()}
 
     def peak(self) -> int:
-        """Return the largest number of updates and sums that were in memory at once."""
+        """Return the largest number of updates and sums that were in memory at the same time."""
         self._send(["peak", 0.0])
         return int(self._answer()) + self.slots
 

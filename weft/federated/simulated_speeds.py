@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 class SimulatedSpeeds:
-    """Durations by ``federated.speeds``, with random deviations (``jitter``) and losses (``drops``).
+    """Simulated durations of clients' work by ``federated.speeds``, with random deviations (``jitter``) and losses
+    (``drops``).
 
-    A duration is a function of the seed, the client, and how often this client has worked, so that a resumed run
+    A duration depends only on the seed, the client, and how often this client has worked, so that a resumed run
     continues as it would have without a break.
     """
 

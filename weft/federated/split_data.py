@@ -20,7 +20,7 @@ FOLDER = "folder"
 
 
 class ClientShare(NamedTuple):
-    """A client's share of the data: its file, the number of its samples, and how many it has of each class."""
+    """A client's share of the data: its file, the number of its samples, and the number of samples of each class."""
 
     file: Path
     samples: int
@@ -47,10 +47,11 @@ def split_data(
 ) -> list[ClientShare]:  # fmt: skip
     """Divide the samples at ``path`` among ``clients`` clients, and write a file for each into the folder ``out``.
 
-    ``path``: "sklearn:NAME" or an .npz file of labelled arrays, whose clients get .npz files; a .jsonl file of records,
-    or a folder of texts, whose clients get .jsonl files. ``kind``: as in ``federated.partition``. ``label``, ``group``:
-    fields of a record that name its class and its group; the group "folder" of a text is the folder that it is in.
-    Returns what each client got. Raises :class:`UsageError` or :class:`WeftError` if that is not possible.
+    ``path``: "sklearn:NAME" or an .npz file of labelled arrays, from which clients get .npz files; or a .jsonl file of
+    records or a folder of texts, from which clients get .jsonl files. ``kind``: as in ``federated.partition``.
+    ``label``, ``group``: fields of a record that name its class and its group; the group "folder" of a text is the
+    folder that it is in. Returns the share of each client. Raises :class:`UsageError` or :class:`WeftError` if the data
+    cannot be read or divided.
     """
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"--out {out} is not empty; name another folder")

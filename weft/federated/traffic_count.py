@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 class TrafficCount:
     """Counts the bytes of tensors that a simulated federation sends; names and headers are not counted.
 
-    Clients receive the model and the policy's further vectors. They send the difference and, with control variates,
-    a second one of the same size. ``parameters``: the model.
+    Clients receive the model and the policy's further vectors. They send the difference and, with control variates, a
+    second one of the same size. ``parameters``: the model.
 
     Attributes:
-        ``down``, ``up``: bytes from and to the server so far.
+        ``down``: bytes that the server has sent so far.
+        ``up``: bytes that clients have sent so far.
         ``by_client``: bytes in both directions by client.
     """
 
@@ -49,7 +50,7 @@ class TrafficCount:
                 self.by_client[event.client] = self.by_client.get(event.client, 0) + bytes_sent  # fmt: skip
 
     def state_dict(self) -> dict[str, object]:
-        """Return the counts."""
+        """Return the counts so far, for a checkpoint."""
         return {"down": self.down, "up": self.up, "by_client": dict(self.by_client)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

@@ -55,7 +55,7 @@ class HandedWork:
 
     Attributes:
         ``name``: the client's name.
-        ``forms``: encodings of tensors; they lose as much here as on a network.
+        ``forms``: encodings of tensors. Tensors are encoded and decoded, to lose as much as on a network.
         ``kept``: the client's state between work orders.
         ``clip``: largest norm of a difference; 0: none.
         ``order``: the next work order.

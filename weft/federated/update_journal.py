@@ -24,7 +24,11 @@ JOURNAL = "federation/taken"
 
 
 class TakenUpdate(NamedTuple):
-    """An update as the policy gets it, the mean ``loss`` of its steps, when its work ``began``, and its ``token``."""
+    """An update that a policy has accepted, as the journal stores it.
+
+    ``update``: the update as the policy gets it. ``loss``: mean loss of its steps. ``began``: time at which its work
+    began. ``token``: token of its work order.
+    """
 
     update: ClientUpdate
     loss: float
@@ -33,9 +37,10 @@ class TakenUpdate(NamedTuple):
 
 
 class FollowedEvent(NamedTuple):
-    """An event since the checkpoint, and the update that was ``taken`` with it; None if none was.
+    """An event since the last checkpoint, which a restarted server repeats.
 
-    ``begin`` and ``end``: its place in the record of events, in bytes.
+    ``taken``: the update that arrived with the event; None if it brought no accepted update. ``begin`` and ``end``:
+    position of the event in the record of events, in bytes.
     """
 
     event: FederationEvent
@@ -46,24 +51,32 @@ class FollowedEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateJournal:
-    """Files of updates in the ``folder`` of a run."""
+    """Files with accepted updates in the ``folder`` of a run, so that a restarted server need not have them computed
+    again.
+    """
 
     folder: Path
 
     def write(self, place: int, taken: TakenUpdate) -> None:
-        """Keep an update. ``place``: number of bytes before its event in the record of events."""
+        """Store an accepted update.
+
+        ``place``: position of its event in the record of events, in bytes.
+        """
         values = taken._asdict() | {"update": update_state(taken.update)}
         save_values(self._file(place), values)
 
     def forget(self, before: int) -> None:
-        """Remove the updates of events before this place."""
+        """Delete the updates of events before the position ``before`` (in bytes) in the record of events."""
         for path in (self.folder / JOURNAL).glob("*.safetensors"):
             with suppress(ValueError, FileNotFoundError):
                 if int(path.stem) < before:
                     path.unlink()
 
     def since(self, place: int) -> list[FollowedEvent]:
-        """Return the events from ``place`` on, up to the first whose update is not there."""
+        """Return the recorded events from the position ``place`` (in bytes) on.
+
+        The list ends before the first event whose update is not stored.
+        """
         events = list[FollowedEvent]()
         try:
             text = (self.folder / EVENTS_FILE).read_bytes()[place:]

@@ -23,8 +23,8 @@ class UpdateJudge:
 
     Attributes:
         ``clip``: norm to which differences are scaled down; 0: none.
-        ``largest``: largest norm per step of an update, as a multiple of the median of the last accepted ones; an
-            update beyond it is refused. 0: no limit.
+        ``largest``: an update is refused if its norm per step is more than this multiple of the median of the last
+            accepted ones; 0: no limit.
         ``norms``: norms per step of the last accepted updates.
     """
 

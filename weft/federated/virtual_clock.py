@@ -30,13 +30,13 @@ EventKind = Literal["join", "leave", "start", "update", "tick"]
 
 @dataclass(frozen=True)
 class FederationEvent:
-    """Event at a server, with its time. The list of all events determines a run; a real server records it.
+    """Event at a federated server, with its time. The list of all events determines a run, so a real server records it.
 
     Attributes:
         ``time``: seconds since the run began, as the policy saw them.
         ``kind``: "join", "leave", "start" (work was given out), "update" (an update arrived) or "tick".
         ``client``: the client; empty for a tick.
-        ``version``: version of the model with which the work began; of a tick the server's.
+        ``version``: version of the model with which the work began; for a tick, the server's version.
         ``steps``: number of local steps.
         ``samples``: number of the client's samples.
         ``seconds``: duration of the work as the client measured it.
@@ -56,8 +56,9 @@ class FederationEvent:
 
 
 class WorkTime(NamedTuple):
-    """Duration of a client's local steps in seconds, and whether the client is lost at their end instead of answering;
-    it then comes back ``away`` seconds later.
+    """Duration of a client's local steps in seconds, and whether the client is lost at their end instead of answering.
+
+    ``away``: seconds after which a lost client comes back.
     """
 
     seconds: float
@@ -95,17 +96,17 @@ class _Doing(NamedTuple):
 
 
 class VirtualClock:
-    """Drives a policy with simulated clients.
+    """Simulates a federated run: drives a policy with simulated clients on a virtual time.
 
     Attributes:
         ``policy``: the policy.
         ``parameters``: the server's model; changed in place.
         ``cohort``: the clients.
         ``now``: the virtual time in seconds.
-        ``events``: all that has happened.
+        ``events``: all past events, in order.
         ``last``: the last accepted update of each client.
         ``fresh``: replaces stale updates by estimates; None: stale updates are used as they are.
-        ``on_change``: is called after every change of the model.
+        ``on_change``: function that is called after every change of the model.
     """
 
     def __init__(
@@ -132,10 +133,10 @@ class VirtualClock:
         self.fresh: FreshUpdates | None = None
 
     def run(self, changes: int, seconds: float = 0.0) -> None:
-        """Run until the model has been changed ``changes`` times in all, or ``seconds`` of virtual time are over.
+        """Run until the model has been changed ``changes`` times in all, or ``seconds`` of virtual time have passed.
 
         ``seconds = 0`` sets no limit. All clients join at the beginning. Raises :class:`WeftError` if no event is left,
-        because all clients are idle and the policy waits for none.
+        because all clients are idle and the policy does not give them work.
         """
         if not self._joined:
             self._joined = True

@@ -96,5 +96,5 @@ def scatter_parts(
 
 
 def zeros_like_held(held: Held) -> Part:
-    """Return a part of zeros with the shape and box of the parameter ``held``."""
+    """Return a part (tensor and box) of zeros that has the shape and box of the parameter ``held``."""
     return held.part(torch.zeros_like(held.local.detach()))

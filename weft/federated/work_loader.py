@@ -94,7 +94,7 @@ class WorkLoader:
         return range(first, first + self.batch)
 
     def questions(self) -> Mapping[str, AskedQuestions]:
-        """Return no questions: the server asks the model, if anybody does."""
+        """Return held-out questions to evaluate the model on, by task: an empty dict, because the server evaluates."""
         return {}
 
     def is_ready(self, position: int) -> bool:

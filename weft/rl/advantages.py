@@ -145,7 +145,10 @@ def generalised_advantages(
 
 
 def discounted(rewards: np.ndarray, discount: float) -> np.ndarray:
-    """Return for each token the sum of the rewards from there on, each discounted by its distance. ``[tokens]``."""
+    """Return the discounted sum of rewards from each token on, float64 ``[tokens]``.
+
+    ``rewards``: reward after each token, ``[tokens]``. ``discount``: factor for each token of distance.
+    """
     sums = np.zeros(len(rewards))
     later = 0.0
     for i in reversed(range(len(rewards))):

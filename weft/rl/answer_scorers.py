@@ -16,8 +16,10 @@ LONGEST_NUMBER, TAIL = 60, 10_000
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number among the last :data:`TAIL` characters of a text; None if there is none, or if it is
-    longer than :data:`LONGEST_NUMBER` characters."""
+    """Return the last number in the last :data:`TAIL` characters of a text.
+
+    Returns None if there is no number, or if it is longer than :data:`LONGEST_NUMBER` characters.
+    """
     last = ""
     for match in NUMBER.finditer(text[-TAIL:]):
         last = match.group()

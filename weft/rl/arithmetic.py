@@ -34,10 +34,10 @@ def parsed_arithmetic(text: str) -> ast.expr:
 
 
 def arithmetic_value(tree: ast.expr, signed: bool = True) -> Fraction:
-    """Return the exact value of a tree of :func:`parsed_arithmetic`.
+    """Return the exact value of an expression's tree, which :func:`parsed_arithmetic` returned.
 
-    ``signed``: whether a number may have a sign of its own. Raises :class:`ValueError` for any other node than numbers
-    and the four operations, and :class:`ZeroDivisionError`.
+    ``signed``: whether a number may have a sign of its own. Raises :class:`ValueError` if the tree contains anything
+    but numbers and the four operations, and :class:`ZeroDivisionError` for a division by 0.
     """
     if isinstance(tree, ast.Constant) and type(tree.value) in (int, float):
         return Fraction(str(tree.value))
@@ -51,7 +51,10 @@ def arithmetic_value(tree: ast.expr, signed: bool = True) -> Fraction:
 
 
 def combined(sign: str, first: Fraction, second: Fraction) -> Fraction:
-    """Return the result of the operation ``sign``: one of + - * /."""
+    """Return the result of the arithmetic operation ``sign``, one of + - * /, on two numbers.
+
+    Raises :class:`ZeroDivisionError` for a division by 0.
+    """
     if sign == "+":
         return first + second
     if sign == "-":
@@ -60,7 +63,7 @@ def combined(sign: str, first: Fraction, second: Fraction) -> Fraction:
 
 
 def numbers_in(tree: ast.expr) -> Iterator[Fraction]:
-    """Yield all numbers in a tree of :func:`parsed_arithmetic`, in any order."""
+    """Yield all numbers in an expression's tree, which :func:`parsed_arithmetic` returned, in any order."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant):
             yield Fraction(str(node.value))

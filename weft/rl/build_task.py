@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def reward_task(settings: Task, seed: int = 0) -> RewardTask:
     """Build the task that ``settings``, a table ``[[tasks]]`` of a recipe, names as ``reward``.
 
-    ``seed``: seed of its questions. Raises :class:`UsageError` if there is no such task, and :class:`WeftError` if a
-    plugin gives what is no task.
+    ``seed``: seed of its questions. Raises :class:`UsageError` if there is no task of this name, and :class:`WeftError`
+    if a plugin has registered an object under it that is not a task.
     """
     if ".py:" in settings.reward:
         return FunctionTask(settings, seed)

@@ -31,7 +31,8 @@ class CodeSandbox:
     def passes(self, code: str, tests: Sequence[str], setup: str = "") -> list[bool]:
         """Run ``code``, then ``setup``, then each of ``tests``; return for each test whether it raises no error.
 
-        If the code does not end in time, or ends its process, no test passes.
+        If the code does not end in time, or ends its process, no test passes. Raises :class:`WeftError` if the
+        sandbox's own process ends twice.
         """
         request = {
             "code": encodable(code),
@@ -50,7 +51,7 @@ class CodeSandbox:
         raise WeftError("the process that runs code ended twice; see its lines above")
 
     def close(self) -> None:
-        """End the process."""
+        """End the sandbox's process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

@@ -19,7 +19,10 @@ PRIOR = 1.0
 
 
 class LevelResult(NamedTuple):
-    """Rewards of answers to questions of one level: their sum, each from 0 to 1, and their number."""
+    """Rewards of a number of ``answers`` to questions of one ``level``.
+
+    ``passed``: sum of the rewards, each from 0 to 1.
+    """
 
     level: int
     passed: float
@@ -28,15 +31,15 @@ class LevelResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Pass rates by level of difficulty, and the level of each question that follows from them.
+    """Chooses the difficulty of questions by pass rates: levels whose answers are neither all right nor all wrong come
+    most.
 
-    All values follow from the results so far alone, so that ranks that see the same results agree.
+    All values depend only on the results so far, so that ranks with the same results agree.
 
     Attributes:
-        ``passed``, ``answers``: for each level, the sum of rewards and the number of answers, of which older ones
-            count less.
+        ``passed``, ``answers``: for each level, the sum of rewards and the number of answers; older results weigh less.
         ``memory``: number of later answers on a level after which the weight of a result has fallen to 1/e.
-        ``floor``: least chance of a level beside that of an even choice, from 0 to 1.
+        ``floor``: share of the questions, from 0 to 1, that is spread evenly over all levels.
     """
 
     passed: tuple[float, ...]
@@ -46,7 +49,10 @@ class Curriculum:
 
     @classmethod
     def of_levels(cls, levels: int, **settings: float) -> Curriculum:
-        """Return the curriculum of a run that begins. ``settings``: values of ``memory`` and ``floor``."""
+        """Return the curriculum at the start of a run.
+
+        ``levels``: number of levels. ``settings``: ``memory`` and ``floor``.
+        """
         return cls((0.0,) * levels, (0.0,) * levels, **settings)
 
     @property
@@ -63,12 +69,18 @@ class Curriculum:
         return tuple(even + (1 - self.floor) * v / total for v in variances)
 
     def level(self, index: int, seed: int = 0) -> int:
-        """Return the level of question number ``index``, which follows from the seed and the results so far."""
+        """Return the level of question number ``index``.
+
+        It depends only on ``index``, the seed and the results so far.
+        """
         levels = range(len(self.answers))
         return Random(f"level {seed}/{index}").choices(levels, self.chances)[0]
 
     def after(self, results: Iterable[LevelResult]) -> Curriculum:
-        """Return the curriculum after more results, in their order. Raises :class:`WeftError` for an unknown level."""
+        """Return the curriculum with more results added, in their order.
+
+        Raises :class:`WeftError` for an unknown level.
+        """
         passed, answers = [*self.passed], [*self.answers]
         for result in results:
             if not 0 <= result.level < len(answers):
@@ -81,7 +93,7 @@ class Curriculum:
         return replace(self, passed=tuple(passed), answers=tuple(answers))
 
     def to_json(self) -> dict[str, Any]:
-        """Return all values as JSON, from which :meth:`from_json` makes the same curriculum."""
+        """Return all values as JSON, from which :meth:`from_json` builds an equal curriculum."""
         return {
             "passed": [*self.passed],
             "answers": [*self.answers],
@@ -91,9 +103,10 @@ class Curriculum:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], levels: int) -> Curriculum:
-        """Return the curriculum of saved ``values``. ``levels``: number of levels that the task has now.
+        """Build a curriculum from saved ``values``. ``levels``: number of levels that the task has now.
 
-        Levels that the task has gained have no results yet. Raises :class:`WeftError` if it has lost levels.
+        Levels that were added to the task since begin without results. Raises :class:`WeftError` if levels were
+        removed.
         """
         saved = len(values["answers"])
         if saved > levels:

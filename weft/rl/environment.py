@@ -25,14 +25,14 @@ class EnvironmentStep(NamedTuple):
 
 
 class ReadAction(NamedTuple):
-    """The meaning of an agent's text: its ``message``, and the ``calls`` of tools in it."""
+    """An agent's text after parsing: its ``message``, and the ``calls`` of tools in it."""
 
     message: str
     calls: tuple[ToolUse, ...]
 
 
 class Environment:
-    """Base of environments. An environment serves a single trajectory: a new one is made for each.
+    """Base class of environments, which answer an agent's actions. Each trajectory has a new environment of its own.
 
     ``tools``: JSON schemas of the tools that the agent may call.
     """
@@ -47,12 +47,15 @@ class Environment:
         return [*prompt]
 
     def read(self, action: str) -> ReadAction:
-        """Return the meaning of the text ``action``, without acting. :meth:`step` reads it in the same way."""
+        """Parse the text ``action`` into a message and tool calls, without acting.
+
+        :meth:`step` parses it in the same way.
+        """
         return ReadAction(action, ())
 
     def step(self, action: str) -> EnvironmentStep:
-        """Take the action in the text ``action``, and return its result. Never executes the text as code."""
+        """Carry out the action in the text ``action``, and return its result. The text is never executed as code."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Free what the environment holds."""
+        """Free the environment's resources, such as processes."""

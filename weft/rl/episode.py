@@ -36,7 +36,7 @@ class TurnEncoder(Protocol):
         """
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of a turn of the policy."""
+        """Decode the token ids of a turn of the policy to text."""
 
 
 class PlainTurns:
@@ -78,10 +78,10 @@ class ChatTurns:
         return [int(i) for i in self.encoder.prompt(messages, tools or None)]
 
     def following(self, messages: Messages, last: int) -> list[int]:
-        """Return the ids that the template writes after the text of an assistant's turn.
+        """Return the token ids of ``messages`` after an assistant's turn, up to the beginning of its next turn.
 
-        The template renders a placeholder conversation, of which only the part after the placeholder is used. The token
-        that ends the turn is left out if the policy has written it already.
+        The template renders a placeholder conversation, and the part after the placeholder is used. The token that ends
+        the turn is left out if it is ``last``, the last token that the policy has written.
         """
         before = [
             {"role": "user", "content": _ASKED},
@@ -111,13 +111,13 @@ class Episode:
 
     Arguments:
         ``environment``: environment of this episode alone.
-        ``question``: the question that it begins with.
+        ``question``: the question that the episode begins with.
         ``encoder``: encodes the environment's messages.
-        ``turns``: most turns of the policy.
+        ``turns``: largest number of turns of the policy.
         ``room``: largest number of tokens of the whole text before a turn.
         ``name``: name of the trajectory.
         ``seed``: seed from which the seeds of all turns follow.
-        ``seconds``: longest time of the environment for a turn; 0: no limit.
+        ``seconds``: most seconds that the environment may take for a turn; 0: no limit.
 
     Raises :class:`UsageError` if the first turn begins after more tokens than ``room``, and :class:`WeftError` if the
     environment takes too long to begin.
@@ -125,7 +125,7 @@ class Episode:
     Attributes:
         ``ids``: all token ids so far.
         ``done``: whether the episode is over.
-        ``why``: reason of an end that the environment did not decide; empty otherwise.
+        ``why``: reason why the episode ended, if the environment did not end it itself; empty otherwise.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Episode:
             self.ids += following
 
     def close(self) -> None:
-        """Free what the environment holds, if that does not take too long."""
+        """Close the environment. If that takes too long, it is given up."""
         with suppress(OutOfTime):
             call_within(self._seconds, self._environment.close)
 
@@ -241,10 +241,9 @@ def _source(message: dict[str, object]) -> str:
 
 
 def write_episodes(episodes: Sequence[Episode], source: RolloutSource) -> list[Trajectory]:  # fmt: skip
-    """Play all ``episodes`` to their end, and return the trajectories. The next turns of all unfinished episodes are
-    generated as one batch.
+    """Play all ``episodes`` to their end, and return the trajectories.
 
-    ``source``: generates the policy's turns.
+    The next turns of all unfinished episodes are generated as one batch. ``source``: generates the policy's turns.
     """
     while going := [episode for episode in episodes if not episode.done]:
         requests = [

@@ -23,8 +23,8 @@ EnvironmentMaker = Callable[[], "Environment | None"]
 class TurnLimits:
     """Limits of answers in several turns.
 
-    ``turns``: most turns; ``room``: most tokens before a turn; ``seconds``: longest time of the environment for a turn,
-    0: no limit.
+    ``turns``: largest number of turns. ``room``: largest number of tokens before a turn. ``seconds``: most seconds that
+    the environment may take for a turn; 0: no limit.
     """
 
     turns: int
@@ -39,12 +39,13 @@ def written_groups(
     encoder: TurnEncoder,
     limits: Sequence[TurnLimits],
 ) -> list[AnswerGroup]:
-    """Let a policy answer all ``requests``, and return the groups in their order.
+    """Let a policy write all answers to ``requests``, and return the groups in the order of the requests.
 
     Arguments:
-        ``source``: writes what the policy writes.
-        ``makers``: for each request, what makes the environments of its answers.
-        ``encoder``: encodes what environments say.
+        ``source``: generates the policy's tokens.
+        ``makers``: for each request, a function that creates an environment for one answer, or returns None if answers
+            have a single turn.
+        ``encoder``: encodes messages of environments.
         ``limits``: for each request, the limits of its answers.
     """
     several = {i: made_for for i in range(len(requests)) if (made_for := makers[i]())}
@@ -76,7 +77,7 @@ def written_groups(
 
 
 def episode_answer(episode: Episode, start: int) -> WrittenAnswer:
-    """Return everything after the first ``start`` tokens of an episode as one answer, with its reward."""
+    """Return all tokens of an episode after the first ``start`` as one answer, with its reward."""
     trajectory = episode.trajectory
     text = trajectory.sequence()
     failed = episode.why if trajectory.turns[-1].reward is None else ""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FunctionTask(PromptTask):
-    """Rewards an answer by what a user's function returns for ``(answer, question)``: the text, and its question."""
+    """Task whose rewards come from a user's function: it is called with the answer's text and the question."""
 
     def __init__(self, settings: Task, seed: int = 0) -> None:
         super().__init__(settings, seed)

@@ -28,10 +28,11 @@ from weft.rl.weight_moves import Boxes
 
 
 class GenerationGroups(NamedTuple):
-    """Groups of ranks for generation.
+    """Division of the training ranks into groups, each of which generates with a model of its own.
 
     ``layout``: layout of a group, with the order of axes by which its ranks are numbered. ``members``: for each group
-    its ranks, ascending. ``kept``: elements that ranks generate with and have trained themselves, over all ranks.
+    its ranks, ascending. ``kept``: number of elements, over all ranks, that a rank needs for generation and holds in
+    training already, so that they need not be sent.
     """
 
     layout: Layout
@@ -40,8 +41,9 @@ class GenerationGroups(NamedTuple):
 
 
 def computed_boxes(shape: ModelShape, layout: Layout, rank: int) -> dict[str, Box]:
-    """Return the boxes of the parameters with which ``rank`` of ``layout`` computes, by name. No process group is
-    needed.
+    """Return the boxes of the parameters that ``rank`` of ``layout`` computes with, by name. It needs no process group.
+
+    A box is the part of a whole tensor that a rank holds.
     """
     return {name: box for name, (box, _) in _boxes(shape, layout, rank).items()}
 
@@ -49,10 +51,9 @@ def computed_boxes(shape: ModelShape, layout: Layout, rank: int) -> dict[str, Bo
 def trained_boxes(
     shape: ModelShape, layout: Layout, rank: int, seq_len: int = 1024
 ) -> dict[str, Box]:
-    """Return the boxes of the parameters whose state ``rank`` of ``layout`` holds in training, by name. No process
-    group is needed.
+    """Return the boxes of the parameters whose state ``rank`` of ``layout`` holds in training, by name.
 
-    ``seq_len``: tokens of a sequence, by which layers are assigned to pipeline stages.
+    It needs no process group. ``seq_len``: tokens of a sequence, by which layers are assigned to pipeline stages.
     """
     return {
         name: box for name, (_, box) in _boxes(shape, layout, rank, seq_len).items()
@@ -81,13 +82,14 @@ def _boxes(
 def generation_groups(
     layout: Layout, held: Sequence[Boxes], needed: Sequence[Mapping[str, Box]]
 ) -> GenerationGroups:
-    """Divide ranks into groups that generate under ``layout``, so that ranks keep as many elements as possible.
+    """Divide the training ranks into groups that generate under ``layout``, so that few weights have to be sent.
 
-    ``held``: for each rank that trains the boxes that it holds, by name. ``needed``: for each rank of ``layout`` the
-    boxes that it computes with. The number of ranks is a multiple of those of ``layout``, whose order of axes may
-    change. Of the ways in which ranks follow each other at equal intervals along every axis, ascending as in any
-    process group, that with the most kept elements is chosen, and among equal ones that whose groups have the nearest
-    neighbours.
+    Among all divisions that a process group permits, the one with the most kept elements is chosen; among equal ones,
+    the one whose groups consist of the nearest neighbours. Ranks follow each other at equal intervals along every axis,
+    and the order of the axes may change.
+
+    ``held``: for each training rank, the boxes that it holds, by name; their number is a multiple of the ranks of
+    ``layout``. ``needed``: for each rank of ``layout``, the box of each parameter that it computes with.
     """
     world, size = len(held), layout.world
     kept = common_elements(held, needed)
@@ -110,11 +112,10 @@ def generation_groups(
 def mesh_of_members(
     layout: Layout, device: torch.device, members: Sequence[Sequence[int]]
 ) -> Mesh:
-    """Return the mesh of ``layout`` over one of several groups of ranks, that of this rank. All ranks of the default
-    process group must call it.
+    """Return the mesh of ``layout`` over the group of ranks that this rank belongs to.
 
-    ``members``: for each group the world ranks that are its ranks 0, 1 and so on, ascending. Each rank of the default
-    process group is in one group.
+    All ranks of the default process group must call it. ``members``: for each group, ascending, the world ranks that
+    are its ranks 0, 1 and so on. Each rank of the default process group is in exactly one group.
     """
     # [group, pp, dp, shard, cp, tp]
     table = np.asarray(members)[:, rank_table(layout)[0]]
@@ -124,7 +125,11 @@ def mesh_of_members(
 def common_elements(
     held: Sequence[Boxes], needed: Sequence[Mapping[str, Box]]
 ) -> np.ndarray:
-    """Return how many elements a rank has in ``held`` that a place of ``needed`` needs: ``[ranks, places]``."""
+    """Count the elements that a training rank holds and a place of the generation layout needs, int ``[ranks,
+    places]``.
+
+    ``held``: for each rank, the boxes that it holds. ``needed``: for each place, the boxes that it needs.
+    """
     common = np.zeros((len(held), len(needed)), dtype=np.int64)
     for name in {name for place in needed for name in place}:
         known: dict[tuple[Box, Box], int] = {}

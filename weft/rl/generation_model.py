@@ -33,26 +33,32 @@ WEIGHTS = ("float", NARROW)
 class GenerationModel:
     """Copy of the policy for generation, beside the training state on the same ranks. Collective over these ranks.
 
-    Every ``layout.world`` ranks generate with a model of their own, under ``layout``. A tensor that a rank holds whole
-    in the training state, in the same type and not in a file, is shared: its memory is that of the state. All other
-    elements are copied, those that a rank lacks from other ranks (:mod:`weft.rl.weight_moves`). After an update of the
-    state, no step may be generated before :meth:`refresh`, because shared tensors have changed already and copied ones
-    have not.
+    Every ``layout.world`` ranks generate with a model of their own, under ``layout``. A tensor shares its memory with
+    the training state if the rank holds it as a whole there, in the same type and not in a file. All other elements are
+    copied, from other ranks if necessary (:mod:`weft.rl.weight_moves`). After an update of the state, call
+    :meth:`refresh` before the next generation step, because shared tensors have changed already and copied ones have
+    not.
 
-    ``shape``: the policy's shape. ``mesh``: the ranks that train. ``layout``: layout of the ranks that generate
-    together. ``state``: the training state. ``train``: section of the recipe, for its data type. ``weights``:
-    "bfloat16" to generate with all weights and the cache in bfloat16, or "float" for the type of the training state.
-    ``bucket``: most bytes of messages that a rank holds at a time. Raises :class:`UsageError` for a layout under which
-    the model cannot generate.
+    Arguments:
+        ``shape``: the policy's shape.
+        ``mesh``: the ranks that train.
+        ``layout``: layout of the ranks that generate together.
+        ``state``: the training state.
+        ``train``: section of the recipe, for its data type.
+        ``weights``: "bfloat16" to generate with all weights and the cache in bfloat16, or "float" for the type of the
+            training state.
+        ``bucket``: largest number of bytes of messages that a rank holds at a time.
+
+    Raises :class:`UsageError` for a layout under which the model cannot generate.
 
     Attributes:
-        ``model``: the model that :class:`weft.generate.engine.Engine` takes. Its parameters have no values before the
-            first :meth:`refresh`.
+        ``model``: the model for :class:`weft.generate.engine.Engine`. Its parameters have no values before the first
+            :meth:`refresh`.
         ``mesh``: the ranks that generate together with this rank.
-        ``leads``: whether this rank holds the engine of its group; the others call
-            :func:`weft.generate.leader.follow_leader`. When the engine rests, they return, and all can train.
-        ``group``, ``groups``: number of this rank's group, and of all groups.
-        ``version``: number of the weights that the model has; -1: none yet.
+        ``leads``: whether this rank runs the engine of its group; the others call
+            :func:`weft.generate.leader.follow_leader`, which returns when the engine rests, so that all can train.
+        ``group``, ``groups``: number of this rank's group, and number of groups.
+        ``version``: version of the model's weights; -1: it has none yet.
         ``shared``: names of the parameters that share their memory with the state.
     """
 
@@ -77,11 +83,12 @@ class GenerationModel:
         self._movers: dict[bool, WeightMover] = {}
 
     def refresh(self, version: int) -> WeightsMoved:
-        """Give the model the newest weights of the training state, which are number ``version``. Collective.
+        """Give the model the newest weights of the training state, which are version ``version``. Collective.
 
-        Postponed updates are run first, and experts that have moved come home. Only the first call moves frozen
-        parameters; later calls move what changes in training, with an adapter the adapter alone. The engine's
-        :meth:`weft.generate.engine.Engine.weights_changed` must be called afterwards. Returns what was moved.
+        Postponed updates are run first, and experts that were moved to other ranks are moved back. Only the first call
+        moves frozen parameters; later calls move the parameters that learn, which with an adapter are the adapter
+        alone. The caller must call :meth:`weft.generate.engine.Engine.weights_changed` afterwards. Returns the bytes
+        and seconds of the move.
         """
         self.state.bring_home()
         self.state.settle()
@@ -98,8 +105,8 @@ class GenerationModel:
     def fingerprint(self) -> str:
         """Return a hash of all weights that the model has now. Collective over the ranks that generate together.
 
-        It is the hash for :meth:`weft.generate.engine.Engine.weights_changed`, by which blocks outside the engine's
-        cache are found by engines with the same weights alone. Reading all weights takes about as long as copying them.
+        Pass it to :meth:`weft.generate.engine.Engine.weights_changed`. Cache blocks that are kept outside the engine
+        are then used only by engines with the same weights. Reading all weights takes about as long as copying them.
         """
         whole = xxhash.xxh3_128(f"{self.mesh.layout}".encode())
         for h in sorted(self.held, key=lambda held: held.name):
@@ -146,7 +153,7 @@ class GenerationModel:
 
 
 class ModelToFill(NamedTuple):
-    """A model whose parameters have no values yet, and its parameters with their boxes in the whole tensors."""
+    """A model whose parameters have no values yet, and the box of each parameter in its whole tensor."""
 
     model: Transformer
     held: list[Held]
@@ -155,12 +162,12 @@ class ModelToFill(NamedTuple):
 def model_to_fill(
     shape: ModelShape, mesh: Mesh, train: Train, weights: str = "float"
 ) -> ModelToFill:
-    """Build the part of a policy with which this rank of ``mesh`` generates. Its parameters are zero until they are
-    filled (:func:`targets_of`).
+    """Build this rank's part of a policy for generation, with parameters of zero, which :func:`targets_of` gives to
+    fill.
 
-    ``shape``: the policy's shape. ``train``: section of the recipe, for the type of the trained parameters.
-    ``weights``: "float" for this type (float64 or float32), or "bfloat16". Raises :class:`UsageError` for a model that
-    does not generate in bfloat16.
+    ``shape``: the policy's shape. ``mesh``: the ranks that generate together. ``train``: section of the recipe, for the
+    type of the trained parameters. ``weights``: "float" for this type (float64 or float32), or "bfloat16". Raises
+    :class:`UsageError` for a model that does not generate in bfloat16.
     """
     _check_weights(weights, shape, mesh)
     dtype = "float64" if train.dtype == "float64" else "float32"
@@ -173,20 +180,20 @@ def model_to_fill(
 
 
 def targets_of(held: Sequence[Held]) -> dict[str, dict[Box, T]]:
-    """Return the tensors of the parameters ``held`` by name and box, to be filled in place."""
+    """Return the tensors of the parameters ``held`` by name and box, so that the caller can fill them in place."""
     return {h.name: {h.box: h.parameter.data} for h in held}
 
 
 def changes(held: Held) -> bool:
-    """Return whether a training step may change the parameter ``held``: by its gradient, or as a statistic, such as a
-    router's bias.
-    """
+    """Return whether a training step may change ``held``, by its gradient or as a statistic such as a router's bias."""
     return held.learns or held.logical.everywhere
 
 
 def is_shareable(trained: Held, own: Held) -> bool:
-    """Return whether the tensor of ``trained``, in the training state, can be the memory of ``own``, a parameter that
-    generates: both are the same elements, in the same type, on the same device.
+    """Return whether a parameter of the generation model can use the memory of a tensor in the training state.
+
+    It can if ``trained``, in the state, and ``own``, of the model, are the same elements of the same type on the same
+    device.
     """
     local, parameter = trained.local, own.parameter
     alike = (trained.box, local.dtype, local.device) == (
@@ -212,8 +219,10 @@ class GenerationPlace(NamedTuple):
 def generation_place(
     shape: ModelShape, mesh: Mesh, layout: Layout, state: State
 ) -> GenerationPlace:
-    """Return with which ranks this rank generates under ``layout``. Collective over the ranks of ``mesh``, which train
-    ``state``. Raises :class:`UsageError` if they cannot be divided into such groups.
+    """Return the mesh of the ranks with which this rank generates under ``layout``, and the number of their group.
+
+    Collective over the ranks of ``mesh``, which train ``state``. Raises :class:`UsageError` if they cannot be divided
+    into groups of this layout.
     """
     if mesh.layout.world % layout.world:
         raise UsageError(

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class FollowingEngine:
-    """Takes the engine's place on a rank that only follows the engine on the first rank of its group.
+    """Takes the place of the engine on ranks other than the first of a group that generates together.
 
-    ``generation``: the model that generates. Its methods are those of :class:`weft.generate.engine.Engine` that all
-    ranks call; requests are made on the first rank alone.
+    Only the first rank has an engine and takes requests; this object computes along with it. It has the methods of
+    :class:`weft.generate.engine.Engine` that all ranks of the group call. ``generation``: the model that generates.
     """
 
     def __init__(self, generation: GenerationModel) -> None:
@@ -31,8 +31,9 @@ class FollowingEngine:
         self.reader = follow_leader(self.model, self.reader)
 
     def weights_changed(self, version: int, fingerprint: str = "") -> list[Written]:
-        """Return an empty list, as the first rank alone has texts. ``version``, ``fingerprint``: those of the new
-        weights.
+        """Return an empty list: the texts in progress, which only the first rank has.
+
+        ``version``, ``fingerprint``: those of the new weights, which only the first rank needs.
         """
         return []
 
@@ -46,8 +47,8 @@ def open_turns(
 ) -> GenerationTurns:
     """Open the engine of this rank's group. All ranks of the group must call it.
 
-    ``tokens``: capacity of the engine's cache. ``limit``: most answers that are written at a time. ``alike``: whether
-    log-probabilities are those of training to the last bit.
+    ``tokens``: number of tokens that the engine's cache holds. ``limit``: largest number of answers that are written at
+    a time. ``alike``: whether log-probabilities equal those of training to the last bit.
     """
     several = generation.mesh.layout.world > 1
     if several and not generation.leads:
@@ -70,7 +71,7 @@ class GenerationTurns:
         self.generation, self.engine = generation, engine
 
     def own(self, numbers: Sequence[int]) -> list[int]:
-        """Return those of ``numbers``, of questions, that this rank writes answers to."""
+        """Return those of the question ``numbers`` whose answers this rank writes."""
         if not self.generation.leads:
             return []
         group, groups = self.generation.group, self.generation.groups
@@ -78,8 +79,10 @@ class GenerationTurns:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Return a context in which the first rank of each group writes. Collective over a group: on its other ranks
-        the context begins when all is written.
+        """Return a context in which the first rank of each group generates. Collective over a group.
+
+        The other ranks compute along when they enter the context, and its body runs on them only after the first rank
+        has finished.
         """
         if isinstance(self.engine, FollowingEngine):
             self.engine.follow()

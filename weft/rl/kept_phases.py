@@ -27,11 +27,11 @@ def keep_phase(
     text_of: Callable[[Sequence[int]], str],
     most: int,
 ) -> Path:
-    """Write all answers of rollout phase ``phase`` to a file of JSON lines, which ``data.kind = "chat"`` reads, and
-    remove the files of all phases but the newest ``most``. Returns the file.
+    """Write all answers of rollout phase ``phase`` to a file of JSON lines, and return the file.
 
-    ``run``: the run's folder. ``text_of``: returns the text of an answer's token ids. Raises :class:`WeftError` if the
-    file cannot be written.
+    ``data.kind = "chat"`` reads such a file. Only the files of the newest ``most`` phases are kept. ``run``: the run's
+    folder. ``text_of``: returns the text of an answer's token ids. Raises :class:`WeftError` if the file cannot be
+    written.
     """
     folder = run / FOLDER
     file = folder / f"{phase:06d}.jsonl"
@@ -64,10 +64,10 @@ def answer_record(
     answer: WrittenAnswer,
     text_of: Callable[[Sequence[int]], str],
 ) -> dict[str, Any]:
-    """Return an answer as a conversation of JSON values; an answer of several turns as a record of ATIF.
+    """Return an answer as the JSON values of a conversation. An answer of several turns becomes a record of ATIF.
 
-    ``versions`` are pairs of the index of a token and the number of updates of the weights that wrote it and what
-    follows.
+    The entry ``versions`` has pairs: the index of a token, and the version of the weights that wrote the tokens from
+    there on, counted in updates.
     """
     question = request.question
     about = {

@@ -26,9 +26,9 @@ class LocalRollouts:
 
     Attributes:
         ``engine``: the engine.
-        ``sampling``: settings of sampling; the seed is that of each request.
-        ``most``: most tokens of an answer.
-        ``stops``: ids that end an answer.
+        ``sampling``: settings of sampling, without the seed, which each request brings.
+        ``most``: largest number of tokens of an answer.
+        ``stops``: token ids that end an answer.
         ``interrupted``: function that returns whether this rank is asked to end the run.
     """
 
@@ -84,11 +84,11 @@ class LocalRollouts:
         return WrittenAnswer(tuple(ids), tuple(chances), spans, generation.finished)
 
     def take_weights(self, version: int) -> None:
-        """Tell the engine that its weights have changed, and are now those of ``version``."""
+        """Tell the engine that its weights have changed, and are version ``version`` now."""
         self.engine.weights_changed(version)
 
     def sent_weights(self) -> SentWeights:
-        """Return that no other process was sent weights."""
+        """Return the bytes of weights sent to other processes: none, because the engine is in this process."""
         return SentWeights()
 
     def close(self) -> None:

@@ -21,10 +21,10 @@ from weft.train.step import loss_sum, sum_over_passes
 
 @dataclass
 class TokenRecorder(TokenObjective):
-    """Takes the place of a loss, and records numbers of each label in a table.
+    """Objective that computes no loss, but records numbers of each label in a table.
 
-    ``table``: float64 ``[tokens of all texts, 3]``: log-probability, entropy of the distribution, a critic's value. The
-    ``advantage`` of a token in the rows holds its index in the table.
+    ``table``: float64 ``[tokens of all texts, 3]``: log-probability, entropy of the distribution, and a critic's value.
+    The field ``advantage`` of each token in the batch must hold the token's index in the table.
     """
 
     table: torch.Tensor
@@ -54,10 +54,10 @@ class TokenRecorder(TokenObjective):
 
 
 class TokenReadings(NamedTuple):
-    """Numbers of the marked tokens of texts, for each text float64 ``[n]``, 0 for tokens that are not marked.
+    """Numbers of the marked tokens of texts. Each is a list with float64 ``[n]`` for each text, 0 for unmarked tokens.
 
-    ``log_probabilities``: log-probability of each token. ``entropies``: entropy of the distribution from which it would
-    be drawn. ``values``: a critic's prediction before it; zeros without a critic.
+    ``log_probabilities``: log-probability of each token. ``entropies``: entropy of the distribution of the token.
+    ``values``: a critic's prediction before the token; zeros without a critic.
     """
 
     log_probabilities: list[np.ndarray]
@@ -78,12 +78,12 @@ def token_readings(
 ) -> TokenReadings:
     """Compute log-probabilities, entropies and values of every marked token of ``texts``, under any layout.
 
-    Collective; the result is the same on all ranks. A critic with a trunk of its own has values alone, and zeros for
-    the rest.
+    Collective; the result is the same on all ranks. A critic that is a model of its own gives values only, and zeros
+    for the rest.
 
     Arguments:
         ``state``: state of the model; None on one device.
-        ``texts``: token ids of each text, and which of them are marked; never the first one.
+        ``texts``: token ids of each text, and which of them are marked. The first token of a text cannot be marked.
         ``rows``: number of rows that a rank computes in a forward pass.
         ``passes``: number of forward passes of a rank in a step.
         ``room``: number of tokens in a row. If the longest text has more, rows are as long as that text.

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class PhaseCurricula:
-    """The curricula of those tasks that have one.
+    """The curricula of all tasks that have one, over the rollout phases of a run.
 
     A checkpoint may lie within a rollout phase, whose answers are then written again. Therefore the curricula before
     the phase are kept beside those after it.
 
     Attributes:
-        ``kept``: JSON values that checkpoints keep, by the task's index as a text: the curriculum ``before`` the phase
-            with the number ``phase``, and ``after`` it.
+        ``kept``: JSON values that checkpoints keep, by the task's index as a text. Each holds the number of a
+            ``phase``, and the curriculum ``before`` and ``after`` it.
         ``levels``: number of levels of each task with a curriculum, by the task's index.
         ``now``: the curricula for the questions of the present phase, by the task's index.
     """
@@ -35,7 +35,10 @@ class PhaseCurricula:
 
     @classmethod
     def of_job(cls, job: RlPhases, kept: dict[str, Any]) -> Self:
-        """Return the curricula of a job, as the checkpoint from which it goes on has left them in ``kept``."""
+        """Return the curricula of a job.
+
+        ``kept``: JSON values of a checkpoint, empty for a new run; they are updated in place.
+        """
         levels = {
             i: job.questions.tasks[i].levels
             for i, table in enumerate(job.rewarded)
@@ -44,7 +47,7 @@ class PhaseCurricula:
         return cls(kept, levels, {})
 
     def begin(self, phase: int) -> None:
-        """Set :attr:`now` to the curricula before rollout phase ``phase``."""
+        """Set :attr:`now` to the curricula with which rollout phase ``phase`` chooses its questions."""
         for task, levels in self.levels.items():
             saved = self.kept.get(str(task))
             if saved is None:
@@ -56,7 +59,10 @@ class PhaseCurricula:
     def end(
         self, phase: int, answered: Iterable[tuple[TaskQuestion, ScoredGroup]]
     ) -> None:
-        """Update the curricula by all answers of rollout phase ``phase``, given with their questions."""
+        """Update the curricula with the answers of rollout phase ``phase``.
+
+        ``answered``: pairs of a question, and its answers with their rewards.
+        """
         results: dict[int, list[LevelResult]] = {task: [] for task in self.levels}
         for question, group in answered:
             if question.level is not None:

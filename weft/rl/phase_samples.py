@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnswerArrays:
-    """Token ids of a prompt and its answer, with a number for each of them, all ``[n]``.
+    """Token ids of a prompt and its answer, as one sequence of ``n`` tokens, with further numbers for each token,
+    ``[n]``.
 
-    ``ids``: token ids. ``learns``: which of them the policy has written. ``sampler``: log-probability of each written
-    token when it was drawn, 0 elsewhere.
+    ``ids``: token ids. ``learns``: whether the policy has written the token. ``sampler``: log-probability with which a
+    written token was sampled; 0 for other tokens.
     """
 
     ids: np.ndarray
@@ -36,7 +37,7 @@ class AnswerArrays:
 def phase_samples(
     groups: Sequence[ScoredGroup], job: RlPhases, built: Built, mesh: Mesh
 ) -> list[PolicySample]:
-    """Return the samples of all answers of a rollout phase, group by group. Collective.
+    """Return the training samples of all answers of a rollout phase, group by group. Collective.
 
     Computes the advantages, and the log-probabilities that the loss needs: under the weights before the first update,
     and under the reference model. ``built``: the model that is trained, and its state.
@@ -84,7 +85,7 @@ def phase_samples(
 
 
 def needs_old(job: RlPhases) -> bool:
-    """Return whether log-probabilities or values by the weights before the first update of a phase are needed."""
+    """Return whether the job needs log-probabilities or values under the weights before the first update of a phase."""
     loss = job.loss
     in_reward = loss.needs_reference and loss.kl_in == "reward"
     late = job.rl.staleness > 0

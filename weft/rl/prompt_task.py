@@ -20,17 +20,17 @@ ANSWERS = ("answer", "solution", "completion")
 
 
 class SplitQuestions(NamedTuple):
-    """Questions of a file: those for ``training``, and those for evaluation, ``held_out``."""
+    """Questions of a task's file, divided into those for ``training`` and those for evaluation (``held_out``)."""
 
     training: list[RewardQuestion]
     held_out: list[RewardQuestion]
 
 
 class PromptTask(RewardTask):
-    """Base of tasks that take their questions from the file ``path`` of the recipe.
+    """Base class of tasks that take their questions from the file ``path`` of the recipe.
 
-    Training goes through all questions in a new random order again and again. Questions for evaluation are those of the
-    file ``held_out``, or else an eighth, which a hash of the prompt chooses.
+    Training goes through all questions again and again, each time in a new random order. Questions for evaluation come
+    from the file ``held_out``; without that, a hash of the prompt chooses an eighth of all questions.
     """
 
     def __init__(self, settings: Task, seed: int = 0) -> None:
@@ -39,7 +39,10 @@ class PromptTask(RewardTask):
 
     @cached_property
     def prompts(self) -> SplitQuestions:
-        """The questions. Raises :class:`WeftError` if they cannot be read, or if there are none for training."""
+        """The task's questions, read from its files.
+
+        Raises :class:`WeftError` if they cannot be read, or if there are none for training.
+        """
         path, held_out = self.settings.path, self.common.held_out
         if not path:
             raise UsageError(

@@ -32,8 +32,8 @@ class TaskQuestion:
     """A question with its number in the run and the task that scores it.
 
     ``number``: index of the question in the run. ``task``: index of the task among those of the recipe. ``question``:
-    the question. ``text``: token ids of its prompt and of the reference answer, which is empty if none is known.
-    ``level``: level of difficulty that a curriculum has chosen; None: the task's settings say it.
+    the question. ``text``: token ids of its prompt, and of the reference answer, which is empty if none is known.
+    ``level``: level of difficulty that a curriculum has chosen; None: the level in the task's settings.
     """
 
     number: int
@@ -45,14 +45,14 @@ class TaskQuestion:
 
 @dataclass(frozen=True)
 class QuestionStream:
-    """The questions of all tasks in turn.
+    """Sequence of the training questions of all tasks, which take turns.
 
     Attributes:
-        ``tasks``: the tasks; question ``n`` of the run is of task ``n % len(tasks)``.
+        ``tasks``: the tasks; question ``n`` of the run comes from task ``n % len(tasks)``.
         ``tokenizer``: the model's tokenizer.
         ``encoder``: renders conversations; None for a model without a chat template, whose prompts are plain texts.
         ``seed``: seed from which the seeds of all answers follow.
-        ``room``: most tokens of prompt and answer together.
+        ``room``: largest number of tokens of prompt and answer together.
     """
 
     tasks: Sequence[RewardTask]
@@ -64,9 +64,9 @@ class QuestionStream:
     def question(
         self, number: int, curricula: Mapping[int, Curriculum] = {}
     ) -> TaskQuestion:
-        """Return the question with this ``number`` of those that are trained on.
+        """Return training question ``number`` of the run.
 
-        ``curricula``: for the index of a task, what chooses the level of its questions.
+        ``curricula``: for the index of a task, the curriculum that chooses the level of its questions.
         """
         index, task = divmod(number, len(self.tasks))
         chooser = curricula.get(task)
@@ -84,22 +84,21 @@ class QuestionStream:
     def evaluation_request(
         self, asked: TaskQuestion, answers: int, most: int
     ) -> GroupRequest:
-        """Return the request for answers to the held-out question ``asked``; the arguments are those of
-        :meth:`request`.
-        """
+        """Return the request for ``answers`` answers of up to ``most`` tokens to the held-out question ``asked``."""
         return self._request(asked, answers, most, _EVALUATION)
 
     @cached_property
     def turn_encoder(self) -> TurnEncoder:
-        """Encodes what environments say between two turns of the policy."""
+        """Encoder of the messages with which environments answer the turns of the policy."""
         if self.encoder is None:
             return PlainTurns(self.tokenizer)
         return ChatTurns(self.encoder)
 
     def check(self, supervised: bool) -> None:
-        """Ask each task for its first questions, and raise :class:`UsageError` if the model cannot read them.
+        """Ask each task for its first questions, to find mistakes before training starts.
 
-        ``supervised``: whether each of them needs a right answer.
+        ``supervised``: whether each question needs a reference answer. Raises :class:`UsageError` if the model cannot
+        read a question, or an answer is missing.
         """
         for task in range(len(self.tasks)):
             self.held_out(task, 0)
@@ -156,7 +155,7 @@ class QuestionStream:
 
 
 def supervised_row(asked: TaskQuestion) -> Row:
-    """Return a row that teaches the reference answer to a question. Raises :class:`UsageError` if none is known."""
+    """Return a row to train on the reference answer of a question. Raises :class:`UsageError` if no answer is known."""
     given, following = asked.text
     if not following:
         raise UsageError(

@@ -42,10 +42,10 @@ def row_batches(
 
 @dataclass(frozen=True)
 class RecordedLoader:
-    """Loader of right answers with made-up advantages, by which layouts are compared (``weft verify``).
+    """Loader of reference answers with artificial advantages, for comparing layouts (``weft verify``).
 
-    The answers of ``job``'s own questions stand in for those that a policy would write. ``mesh``: this rank's position
-    among the ranks.
+    A comparison needs the same answers under all layouts, so the questions' reference answers of ``job`` take the place
+    of sampled ones. ``mesh``: this rank's position among the ranks.
     """
 
     job: RlPhases
@@ -53,23 +53,25 @@ class RecordedLoader:
 
     @property
     def over(self) -> str:
-        """An empty text, as samples do not end before the run expects it."""
+        """Why samples have ended early: always an empty text, because the answers of all steps are known."""
         return ""
 
     def is_ready(self, position: int) -> bool:
-        """Return True: nothing has to be written."""
+        """Return True: the answers for the step at ``position`` are known from the beginning."""
         return True
 
     def make_ready(self, position: int) -> bool:
-        """Return True: nothing has to be written."""
+        """Return True without doing anything, because the answers of every step are known from the beginning."""
         return True
 
     def questions(self) -> dict[str, Any]:
-        """Return an empty dict: nothing is asked."""
+        """Return held-out questions to evaluate the model on, by task: an empty dict, because this loader has none."""
         return {}
 
     def island_samples(self, position: int) -> range:
-        """Return the numbers of the samples of the step that starts at sample ``position``."""
+        """Return the numbers of the samples of this rank's island (here all ranks) in the step that starts at
+        ``position``.
+        """
         return range(position, position + self.job.recipe.train.batch)
 
     def step(self, position: int) -> list[Batch]:

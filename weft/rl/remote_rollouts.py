@@ -54,21 +54,21 @@ class RemoteSettings:
 
     Attributes:
         ``bound``: largest number of policy updates between the weights that begin an answer and those that it trains.
-        ``batch``: groups of an update.
+        ``batch``: number of groups of an update.
         ``group``: largest number of answers of a group.
-        ``spare``: groups that an update may take beside these, for a bound of 0.
+        ``spare``: number of further groups that an update may take beyond ``batch``, for a bound of 0.
         ``most``: largest number of tokens of an answer.
         ``stops``: token ids that end an answer.
         ``how``: settings of sampling.
-        ``requests``: answers that an engine writes at the same time.
-        ``cache``: tokens that an engine's cache holds.
-        ``budget``: most tokens of an engine's step.
+        ``requests``: number of answers that an engine writes at the same time.
+        ``cache``: number of tokens that an engine's cache holds.
+        ``budget``: largest number of tokens of an engine's step.
         ``dtype``: type of the weights, as the recipe's section ``train`` has it.
         ``weights``: "bfloat16" to generate with all weights in bfloat16, else "float".
-        ``delta``: whether elements of the weights that have not changed are not sent again.
+        ``delta``: whether elements of the weights that have not changed are left out when weights are sent.
         ``invariant``: whether log-probabilities do not depend on other requests.
         ``patience``: seconds that an answer waits for an engine when there is none.
-        ``stall``: seconds without any new token until the run gives up.
+        ``stall``: seconds without any new token after which the run gives up.
     """
 
     bound: int
@@ -90,16 +90,21 @@ class RemoteSettings:
 
 
 class RemoteRollouts:
-    """Has engines that join at ``endpoint`` write the rollouts of a training run. It belongs to the first rank that
-    trains; the other ranks have :class:`FollowingRollouts`.
+    """Source of rollouts that are written by engines in other processes, which join at ``endpoint``.
 
-    ``secret``: known to the run and its engines. ``shape``: the policy's shape. ``sender``: sends this rank's parts of
-    its weights. ``say`` prints a line. ``started``: called once the first weights can be had, to wait for the engines
-    that the run itself has started. ``ended``: called at the end with the names of the engines that have joined.
-    ``interrupted``: returns whether this rank is asked to end the run.
+    It belongs to the first rank that trains; the other ranks have :class:`FollowingRollouts`. Groups are returned in
+    the order in which they were asked for. :meth:`take_weights` counts groups as trained that :meth:`finished` has
+    returned before. All methods are called in one thread.
 
-    Groups are returned in the order in which they were asked for. :meth:`take_weights` counts as trained what
-    :meth:`finished` has returned before. All methods are called in one thread.
+    Arguments:
+        ``secret``: secret that only the run and its engines know.
+        ``shape``: the policy's shape.
+        ``sender``: sends this rank's parts of the weights.
+        ``say``: prints a line.
+        ``started``: called once the first weights can be fetched, to wait for the engines that the run itself has
+            started.
+        ``ended``: called at the end with the names of the engines that have joined.
+        ``interrupted``: returns whether this rank is asked to end the run.
     """
 
     def __init__(
@@ -166,7 +171,10 @@ class RemoteRollouts:
         return self.ledger.lags
 
     def request(self, groups: Sequence[GroupRequest]) -> None:
-        """Ask for the answers of ``groups``, which are begun as soon as their staleness is sure to be in bounds."""
+        """Ask for the answers of ``groups``.
+
+        They are begun as soon as their staleness is certain to stay within the bound.
+        """
         with self._changed:
             self._queue += groups
             self._admit()
@@ -201,13 +209,12 @@ class RemoteRollouts:
             return [self._written.pop(place) for place in places]
 
     def take_weights(self, version: int) -> None:
-        """Send the engines the newest weights, which are version ``version``; they take them while they write.
-        Collective over the ranks that train.
+        """Send the newest weights, version ``version``, to the engines. Collective over the ranks that train.
 
-        An answer that is begun from now on is written by weights that are new enough for the bound on staleness, which
-        are these for a bound of 0. Answers under way go on with these weights from their next tokens. The first call
-        also waits for the engines. Raises :class:`WeftError` if these do not come, and :class:`ValueError` for a
-        version that is not newer than the last.
+        Answers in progress go on with these weights from their next token. Answers that begin from now on are written
+        by weights that are new enough for the bound on staleness; for a bound of 0 these are the new weights
+        themselves. The first call also waits for the engines. Raises :class:`WeftError` if they do not come, and
+        :class:`ValueError` for a version that is not newer than the last.
         """
         if self._versions and version <= max(self._versions):
             raise ValueError(f"version {version} of the weights is not newer than {max(self._versions)}")  # fmt: skip
@@ -228,11 +235,11 @@ class RemoteRollouts:
             self._admit()
 
     def sent_weights(self) -> SentWeights:
-        """Return what this rank has sent of the weights to engines so far."""
+        """Return the bytes of weights that this rank has sent to engines so far."""
         return self.sender.sent_weights()
 
     def close(self) -> None:
-        """End the engines, as far as they have joined, and all that waits for them."""
+        """End the engines that have joined, and the threads that serve them."""
         self._loop.call_soon_threadsafe(self._cancel)
         self._thread.join()
         names = [*self.router.links]
@@ -358,19 +365,20 @@ class RemoteRollouts:
 
 
 class FollowingRollouts:
-    """Part of a rank other than the first in rollouts by other processes: it sends its parts of the weights.
+    """Source of rollouts on training ranks other than the first: it only sends the rank's parts of the weights to
+    engines.
 
-    ``sender``: sends them.
+    ``sender``: sends the parts.
     """
 
     def __init__(self, sender: WeightSender) -> None:
         self.sender = sender
 
     def request(self, groups: Sequence[GroupRequest]) -> None:
-        """Do nothing, as the first rank asks for all groups."""
+        """Do nothing, because the first rank asks for all groups."""
 
     def finished(self, count: int) -> list[AnswerGroup]:
-        """Return no groups, as the first rank gets all of them."""
+        """Return no groups, because the first rank gets all of them."""
         return []
 
     def take_weights(self, version: int) -> None:
@@ -378,7 +386,7 @@ class FollowingRollouts:
         self.sender.publish(version)
 
     def sent_weights(self) -> SentWeights:
-        """Return what this rank has sent of the weights to engines so far."""
+        """Return the bytes of weights that this rank has sent to engines so far."""
         return self.sender.sent_weights()
 
     def close(self) -> None:

@@ -29,7 +29,11 @@ LONG = 300
 
 
 def run_reward_process() -> None:
-    """Build the task that the first line names, then score the answers of all further lines, until the input ends."""
+    """Run a process that scores answers: the first line of standard input names the task, and each further line an
+    answer.
+
+    The process ends when its input ends.
+    """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     requests = os.fdopen(os.dup(0), "r")

@@ -25,10 +25,10 @@ TRIES = 2000
 
 
 class RewardTask:
-    """Base of tasks whose answers get a reward.
+    """Base class of tasks whose answers get a reward.
 
     ``settings``: the table ``[[tasks]]`` of the recipe, with the settings of this task. ``seed``: seed of the
-    questions. ``levels``: number of levels of difficulty, from 0; a curriculum chooses among them.
+    questions. ``levels``: number of levels of difficulty, counted from 0; a curriculum chooses among them.
     """
 
     levels = 1
@@ -47,35 +47,35 @@ class RewardTask:
         raise NotImplementedError
 
     def score(self, question: RewardQuestion, answer: str) -> float:
-        """Return the reward of an answer, as a rule from 0 to 1. Never executes text of the answer in this process."""
+        """Return the reward of an answer, usually from 0 to 1. Text of the answer is never executed in this process."""
         raise NotImplementedError
 
     @property
     def common(self) -> RewardSettings:
-        """The settings that every task has."""
+        """The settings that every task with a reward has."""
         return self.settings.own(RewardSettings)
 
     def prepare(self) -> None:
-        """Load what :meth:`score` needs, such as a model. Called once, in the process that scores."""
+        """Load whatever :meth:`score` needs, such as a model. Called once, in the process that scores."""
 
     def reward(self, question: RewardQuestion, text: str) -> float:
         """Return the reward of a text that answers ``question``.
 
-        If the recipe's table has a ``tag``, the answer is what stands between the last two tags, and a text without
-        them gets 0.
+        If the recipe's table sets ``tag``, only the text inside the last ``<tag>`` is scored, and a text without the
+        tag gets 0.
         """
         answer = tagged(text, self.common.tag) if self.common.tag else text
         return 0.0 if answer is None else self.score(question, answer)
 
     def environment(self) -> Environment | None:
-        """Return a new environment for a trajectory of several turns; None if a single answer is all there is."""
+        """Return a new environment for an answer of several turns; None if answers to this task have a single turn."""
         return None
 
     def close(self) -> None:
-        """Free what the task holds, such as a loaded model."""
+        """Free the task's resources, such as a loaded model."""
 
     def asked(self, question: RewardQuestion) -> RewardQuestion:
-        """Return ``question`` with the words of ``ask`` around its prompt, if the recipe's table has such words."""
+        """Return ``question`` with its prompt put into the text ``ask`` of the recipe's table, if the table has one."""
         if not self.common.ask or not isinstance(question.prompt, str):
             return question
         prompt = self.common.ask.replace("{question}", question.prompt)
@@ -84,11 +84,11 @@ class RewardTask:
     def draw(
         self, index: int, held_out: bool, make: Callable[[Random], RewardQuestion]
     ) -> RewardQuestion:
-        """Return a random question of ``make`` that is for training, or, with ``held_out``, for evaluation.
+        """Return a random question from ``make``, for training or, with ``held_out``, for evaluation.
 
-        ``index``: number of the question, which determines the random numbers together with the seed. Which questions
-        are held out follows from their text, so that they are so under every seed. Raises :class:`UsageError` if the
-        task has too few different questions.
+        ``index``: number of the question, which determines the random numbers together with the seed. Whether a
+        question is held out depends on its text only, and so is the same under every seed. Raises :class:`UsageError`
+        if the task has too few different questions.
         """
         random = Random(f"{self.seed}/{index}/{held_out}")
         for _ in range(TRIES):
@@ -102,14 +102,14 @@ class RewardTask:
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """Return what stands between the last ``<tag>`` of a text and the ``</tag>`` behind it; None if there is none."""
+    """Return the text between the last ``<tag>`` and the ``</tag>`` after it; None if there is no such pair."""
     _, opening, rest = text.rpartition(f"<{tag}>")
     answer, closing, _ = rest.partition(f"</{tag}>")
     return answer if opening and closing else None
 
 
 def is_held_out(prompt: str | Messages) -> bool:
-    """Whether a question is for evaluation alone, by a hash of its prompt."""
+    """Return whether a question is for evaluation only, which a hash of its prompt decides."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
     digest = blake2b(text.encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT == 0

@@ -38,7 +38,7 @@ OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 class Scored(NamedTuple):
-    """The reward of an answer.
+    """The reward of an answer, or why it has none.
 
     ``value``: the reward; None if there is none. ``why``: why there is none, for example "took longer than 10 s".
     """
@@ -50,7 +50,7 @@ class Scored(NamedTuple):
 def reward_workers(
     settings: Task, seed: int = 0, modules: Sequence[str] = ()
 ) -> RewardWorkers:
-    """Start the processes that score answers by the task of ``settings``, a table ``[[tasks]]``, with its limits.
+    """Start the processes that score answers to the task of ``settings``, a table ``[[tasks]]`` with the task's limits.
 
     The other arguments are those of :func:`task_words`.
     """
@@ -148,7 +148,7 @@ class RewardWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the processes."""
+        """System ids of the processes."""
         return [worker.process.pid for worker in self._workers]
 
     def close(self) -> None:
@@ -160,11 +160,11 @@ class RewardWorkers:
     def scores(
         self, questions: Sequence[RewardQuestion], answers: Sequence[str]
     ) -> list[Scored]:
-        """Score answer i as one to question i, for all i, and return the scores in this order.
+        """Score ``answers[i]`` as an answer to ``questions[i]``, for all i, and return the scores in this order.
 
-        An answer whose reward raises an error, is no finite number, takes too long or too much memory has the value
-        None. If a process is killed from outside, another one scores its answer again. Raises :class:`WeftError` if the
-        task cannot be built, or if the processes have been closed.
+        The value is None if the reward of an answer raises an error, is not a finite number, or takes too much time or
+        memory. If a process is killed from outside, another one scores its answer again. Raises :class:`WeftError` if
+        the task cannot be built, or if the processes have been closed.
         """
         if not self._workers:
             raise WeftError(f"the processes of the task {self._name} have been closed")

@@ -35,21 +35,21 @@ MANY = 1 << 20
 
 @dataclass(frozen=True)
 class RlJob(RlPhases):
-    """A checked recipe of reinforcement learning with its tasks opened, from which its loaders are made."""
+    """A checked recipe of reinforcement learning with its tasks opened; it creates the loaders of a run."""
 
     def loader(self, order: Order, mesh: Mesh) -> RecordedLoader:  # type: ignore[override]
-        """Return a loader of known answers, for proofs that compare layouts. ``order`` is not read."""
+        """Return a loader of reference answers, for proofs that compare layouts. ``order`` is not used."""
         return RecordedLoader(self, mesh)
 
     def training_loader(
         self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,
         kept: dict[str, Any],
     ) -> RlLoader:  # fmt: skip
-        """Return the loader whose batches are answers of ``built``, the model that is trained. Collective.
+        """Return the loader whose batches are answers that the policy writes. Collective.
 
-        ``recorder``: writes the run's records. ``interrupted``: function that returns whether this rank is asked to end
-        the run. ``stack``: closes what the loader has started, when the run ends. ``kept``: JSON values that the
-        loader changes in place, and that checkpoints keep.
+        ``built``: the model that is trained, and its state. ``recorder``: writes the run's records. ``interrupted``:
+        function that returns whether this rank is asked to end the run. ``stack``: closes the loader's processes when
+        the run ends. ``kept``: JSON values that checkpoints keep, and that the loader changes in place.
         """
         recipe, rl = self.recipe, self.rl
         layout = recipe.roles.rollout.layout

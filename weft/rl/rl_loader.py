@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 
 
 class OwnScores(NamedTuple):
-    """What one rank has collected: its ``groups``, and whether it is asked to end the run (``interrupted``)."""
+    """Scored answers that one rank has collected: its ``groups``, and whether it is asked to end the run
+    (``interrupted``).
+    """
 
     groups: list[ScoredGroup]
     interrupted: bool
@@ -61,15 +63,15 @@ class RlLoader:
         ``mesh``: this rank's position among the ranks of the run.
         ``built``: the model that is trained, and its state.
         ``recorder``: writes the run's records, and prints.
-        ``turns``: the model that writes, and what this rank does while it writes.
-        ``local``: writes answers with that model.
-        ``rollouts``: writes the answers that are learned from: ``local``, or engines in other processes, which the
-            first rank asks for all answers.
+        ``turns``: the model that generates, and this rank's part in generation.
+        ``local``: source of answers that generates them with that model.
+        ``rollouts``: source of the answers to learn from: ``local``, or engines in other processes, which only the
+            first rank asks.
         ``rewards``: scores answers, for each task.
         ``interrupted``: function that returns whether this rank is asked to end the run.
         ``updates``: function that returns how many updates the weights have had.
         ``curricula``: choose the levels of questions.
-        ``lines``: what engines in other processes have said since the last phase, to be printed.
+        ``lines``: lines to print that engines in other processes have sent since the last phase.
     """
 
     job: RlPhases
@@ -104,12 +106,14 @@ class RlLoader:
     # --- what the training loop calls ---
 
     def island_samples(self, position: int) -> range:
-        """Return the numbers of the samples of the step that starts at sample ``position``."""
+        """Return the numbers of the samples of this rank's island (here all ranks) in the step that starts at
+        ``position``.
+        """
         return range(position, position + self.batch)
 
     @property
     def over(self) -> str:
-        """An empty text, as samples do not end before the run expects it."""
+        """Why samples have ended early: always an empty text, because new answers can always be written."""
         return ""
 
     def is_ready(self, position: int) -> bool:
@@ -120,7 +124,8 @@ class RlLoader:
         )
 
     def make_ready(self, position: int) -> bool:
-        """Collect the answers for the step that starts at sample ``position``.
+        """Let the policy write and score the answers of the rollout phase of the step that starts at sample
+        ``position``.
 
         Returns False if a rank is asked to end the run meanwhile.
         """
@@ -133,7 +138,10 @@ class RlLoader:
         return True
 
     def step(self, position: int) -> list[Batch]:
-        """Return the batches of this rank, one per pass, of the step that starts at sample ``position``."""
+        """Return the batches of this rank, one per pass, of the step that starts at sample ``position``.
+
+        :meth:`make_ready` must have been called for this step, unless :meth:`is_ready` returns True.
+        """
         if position < self.job.supervised:
             questions = map(
                 self.job.questions.question, range(position, position + self.batch)
@@ -279,7 +287,7 @@ class RlLoader:
 
     @property
     def writes_all(self) -> bool:
-        """Whether this rank is the one that asks engines in other processes."""
+        """Whether this rank is the first, which alone asks engines in other processes for answers."""
         group = self.mesh.step_group
         return group is None or group.rank() == 0
 
@@ -411,14 +419,14 @@ class RlLoader:
     # --- evaluation ---
 
     def questions(self) -> dict[str, AskedQuestions]:
-        """Return the tasks with rewards, whose held-out questions the model is asked."""
+        """Return, for each task with rewards by name, a function that evaluates the model on held-out questions."""
         return {
             settings.title: AskedQuestions(settings.every, partial(self.ask, task))
             for task, settings in enumerate(self.job.rewarded)
         }
 
     def ask(self, task: int) -> Answered | None:
-        """Let the newest weights answer the held-out questions of the task with the index ``task``.
+        """Evaluate the newest weights on the held-out questions of task number ``task``, and return the result.
 
         Returns None if a rank is asked to end the run meanwhile.
         """

@@ -28,10 +28,10 @@ WITHIN_GROUPS = ("group", "batch", "none", "leave-one-out")
 
 
 class PhasePlace(NamedTuple):
-    """Where a step stands among rollout phases.
+    """Position of a step among rollout phases.
 
-    ``phase``: number of the rollout phase. ``first``: index of the step's first sample among those that the phase
-    trains on, which repeat in every epoch.
+    ``phase``: number of the rollout phase. ``first``: index of the step's first sample among all samples that the phase
+    trains on; an answer counts once for each epoch.
     """
 
     phase: int
@@ -40,7 +40,9 @@ class PhasePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class RlPhases(Job):
-    """A checked recipe of reinforcement learning with its tasks opened.
+    """A checked recipe of reinforcement learning with its tasks opened, divided into rollout phases.
+
+    In each phase the policy writes answers, and then learns from them.
 
     Attributes:
         ``rewarded``: the tables ``[[tasks]]`` with a reward.
@@ -55,8 +57,8 @@ class RlPhases(Job):
     ) -> Self:
         """Return this job with the tables ``[[tasks]]`` that have a reward, and their questions.
 
-        Raises :class:`UsageError` for a model whose tokens draw, by the samples of known data, their feed-forwards or
-        what is dropped.
+        Raises :class:`UsageError` for a model with dropout or randomly chosen feed-forwards, whose random numbers
+        belong to samples of fixed data and do not exist for written answers.
         """
         adapter = self.shape.adapter
         dropouts = {
@@ -89,7 +91,7 @@ class RlPhases(Job):
 
     @property
     def supervised(self) -> int:
-        """Number of samples of the supervised start."""
+        """Number of samples of the supervised start, which trains on reference answers before the first phase."""
         return self.rl.start.steps * self.recipe.train.batch
 
     @property
@@ -108,7 +110,10 @@ class RlPhases(Job):
         return self.answers * self.rl.epochs // self.recipe.train.batch
 
     def place(self, position: int) -> PhasePlace:
-        """Return where the step that starts at sample ``position``, after the supervised start, stands among phases."""
+        """Return the rollout phase of the step that starts at sample ``position``, and the step's place in it.
+
+        The step must come after the supervised start.
+        """
         return PhasePlace(
             *divmod(position - self.supervised, self.answers * self.rl.epochs)
         )
@@ -132,7 +137,7 @@ class RlPhases(Job):
     ) -> list[TaskQuestion]:
         """Return the questions of rollout phase ``phase``.
 
-        ``curricula``: for the index of a task, what chooses the level of its questions.
+        ``curricula``: for the index of a task, the curriculum that chooses the level of its questions.
         """
         first = self._first_of(phase)
         numbers = range(first, first + self.asked)
@@ -141,7 +146,11 @@ class RlPhases(Job):
     def spare_questions(
         self, phase: int, curricula: Mapping[int, Curriculum] = {}
     ) -> Iterable[TaskQuestion]:
-        """Yield the questions that may replace those of rollout phase ``phase`` from which nothing is learned."""
+        """Yield further questions for rollout phase ``phase``, to replace questions whose answers all have the same
+        reward.
+
+        ``curricula``: for the index of a task, the curriculum that chooses the level of its questions.
+        """
         first = self._first_of(phase) + self.asked
         return (
             self.questions.question(first + i, curricula)
@@ -152,10 +161,9 @@ class RlPhases(Job):
         return self.supervised + phase * self.asked * (1 + self.rl.redraw)
 
     def judged(self, values: Mapping[str, float]) -> float | None:
-        """Return the share of held-out questions that are answered wrong, the mean over tasks; None if a task of
-        ``values`` is missing.
+        """Return the share of held-out questions that are answered wrong, as the mean over tasks.
 
-        ``values``: the share of right answers by the name of the task.
+        ``values``: the share of right answers by the name of the task. Returns None if a task is missing in it.
         """
         shares = [values.get(task.title) for task in self.rewarded]
         known = [share for share in shares if share is not None]
@@ -164,7 +172,7 @@ class RlPhases(Job):
     def learning_rate(self, step: int, steps: int) -> float:
         """Return the learning rate of step ``step`` of ``steps``.
 
-        In the supervised start it rises to ``rl.start.lr``, and falls to a tenth of it.
+        In the supervised start it rises to ``rl.start.lr``, and then falls to a tenth of that.
         """
         start = self.rl.start
         if step < start.steps:
@@ -178,7 +186,10 @@ class RlPhases(Job):
 
 
 def check_alike(recipe: Recipe) -> None:
-    """Raise :class:`UsageError` if writing and training cannot compute the same bits (``roles.rollout.invariant``)."""
+    """Check that generation and training can compute the same bits, as ``roles.rollout.invariant`` asks.
+
+    Raises :class:`UsageError` if the recipe's layout, type or sequence length does not allow it.
+    """
     role, layout = recipe.roles.rollout, recipe.layout
     cut = layout.size("tp", "cp", "pp") > 1 or role.layout.world > 1 or role.elsewhere
     if cut or recipe.train.dtype == "bfloat16" or recipe.data.seq_len % TILE:
@@ -189,7 +200,10 @@ def check_alike(recipe: Recipe) -> None:
 
 
 def check_rl(job: RlPhases) -> None:
-    """Raise :class:`UsageError` if numbers of ``[rl]`` and ``[train]`` do not go together."""
+    """Check that settings of ``[rl]``, ``[train]``, ``[[tasks]]`` and ``[roles]`` fit together.
+
+    Raises :class:`UsageError` for the first contradiction, such as a batch that is not a multiple of the group size.
+    """
     recipe, rl = job.recipe, job.rl
     batch = recipe.train.batch
     if rl.group == 1 and job.loss.advantage in WITHIN_GROUPS:

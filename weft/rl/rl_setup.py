@@ -26,9 +26,9 @@ _APART: Any = {"keep": True, "loss": {"vespo_positive", "vespo_negative"}}
 
 
 def prepare_rl(recipe: Recipe) -> RlJob:
-    """Complete the model's shape, open the tasks with rewards, and check that all goes together.
+    """Prepare a recipe of reinforcement learning: complete the model's shape, open the tasks, and check all settings.
 
-    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if it does not.
+    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if a setting or a task is wrong.
     """
     job = completed_job(recipe, lambda own: _corpus(recipe, own), RlJob)
     rewarded = tuple(task for task in recipe.tasks if task.reward)

@@ -32,13 +32,13 @@ class WrittenAnswer:
     """An answer that a policy has written.
 
     Attributes:
-        ``ids``: token ids behind the prompt, with the stop token if it was written.
-        ``log_probabilities``: log-probability of each of these tokens, when it was drawn.
+        ``ids``: token ids after the prompt, with the stop token if it was written.
+        ``log_probabilities``: log-probability with which each token of ``ids`` was sampled.
         ``versions``: spans of tokens in order, each with the version of the weights that have written it.
         ``finished``: why the answer ended: "stop" or "length".
         ``learns``: for each token, whether the policy has written it, and not an environment between two turns; None:
             the policy has written all.
-        ``reward``: sum of the rewards that an environment gave in the turns; None: the task has yet to score the
+        ``reward``: sum of the rewards that an environment gave in the turns; None: the task still has to score the
             answer.
         ``failed``: error of an environment that failed, and therefore gave no reward; "" if none has failed.
         ``trajectory``: the turns of an answer in several turns, without their tokens; None: it has a single turn.
@@ -77,7 +77,7 @@ class GroupRequest:
 class AnswerGroup:
     """All answers to one question, which are compared with each other.
 
-    ``request``: what was asked for. ``answers``: what was written, in the order of seeds.
+    ``request``: the request for them. ``answers``: the answers, in the order of their seeds.
     """
 
     request: GroupRequest
@@ -85,9 +85,9 @@ class AnswerGroup:
 
 
 class SentWeights(NamedTuple):
-    """Bytes of the policy's weights that a rank has sent so far, and bytes that it was spared.
+    """Bytes of the policy's weights that a rank has sent so far, and bytes that it did not have to send.
 
-    ``sent``: bytes that the rank has sent. ``spared``: bytes that it did not have to send, as they had not changed.
+    ``sent``: bytes that the rank has sent. ``spared``: bytes that were left out because they had not changed.
     """
 
     sent: int = 0
@@ -95,7 +95,7 @@ class SentWeights(NamedTuple):
 
 
 class RolloutSource(Protocol):
-    """Interface of sources of answers for training, on the same ranks as training or on others."""
+    """Interface of sources of answers to learn from. Answers may be written on the ranks that train or elsewhere."""
 
     def request(self, groups: Sequence[GroupRequest]) -> None:
         """Ask for the answers of ``groups``, and return at once."""
@@ -107,10 +107,10 @@ class RolloutSource(Protocol):
         """
 
     def take_weights(self, version: int) -> None:
-        """Let all tokens that are drawn from now on come from the newest weights, which are version ``version``."""
+        """Use the newest weights, which are version ``version``, for all tokens that are sampled from now on."""
 
     def sent_weights(self) -> SentWeights:
-        """Return what this rank has sent of the weights to other processes so far."""
+        """Return the bytes of weights that this rank has sent to other processes so far."""
 
     def close(self) -> None:
-        """End the generation, and free what it holds."""
+        """End the generation, and free its resources."""

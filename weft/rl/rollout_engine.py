@@ -33,9 +33,10 @@ SECRET = "WEFT_ROLLOUT_SECRET"
 def reach_run(
     endpoint: Endpoint, run: Address, secret: str, patience: float
 ) -> WeightReceiver:
-    """Connect with the training run at the address ``run``, and try again for ``patience`` seconds.
+    """Connect to the training run at the address ``run``, trying again for up to ``patience`` seconds.
 
-    Raises :class:`WeftError` if it cannot be reached, or sends no weights.
+    ``endpoint``: this process's endpoint. ``secret``: secret that only the run and its engines know. Returns the
+    receiver of the run's weights. Raises :class:`WeftError` if the run cannot be reached, or sends no weights.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -48,11 +49,16 @@ def reach_run(
 
 
 class RolloutEngine:
-    """An engine that joins the router of the training run at ``run``, and takes each new version of its weights.
+    """An engine that writes answers for the training run at ``run``, and takes each new version of the policy's
+    weights.
 
-    ``endpoint``: this process's endpoint. ``secret``: known to the run and its engines. ``name``: the engine's name for
-    the router. ``say`` prints a line. ``cache``: tokens that its cache holds; 0: as many as the run says. ``patience``:
-    seconds for which it tries to reach the run.
+    Arguments:
+        ``endpoint``: this process's endpoint.
+        ``secret``: secret that only the run and its engines know.
+        ``name``: name under which the run's router knows the engine.
+        ``say``: prints a line.
+        ``cache``: number of tokens that its cache holds; 0: the number that the run asks for.
+        ``patience``: seconds for which it tries to reach the run.
 
     Raises :class:`WeftError` if the run cannot be reached.
     """
@@ -112,9 +118,9 @@ class RolloutEngine:
         )
 
     def work(self, redial: float) -> None:
-        """Wait for weights, then write answers until the run ends, or cannot be reached for ``redial`` seconds.
+        """Wait for weights, then write answers until the run ends.
 
-        Raises :class:`WeftError` if it cannot be reached, or if its weights cannot be used.
+        Raises :class:`WeftError` if the run cannot be reached for ``redial`` seconds, or if its weights cannot be used.
         """
         self.weights.start(self._take, self._fail)
         try:
@@ -138,7 +144,10 @@ class RolloutEngine:
         self.engine.close()
 
     def drain(self, move: bool = False) -> None:
-        """Ask the router for no more requests. ``move``: other engines go on with the present ones at once."""
+        """Tell the router to send no more requests to this engine.
+
+        ``move``: whether other engines take over the present requests at once; otherwise they are finished here.
+        """
         self.member.drain(move)
 
     def _take(self, version: VersionFrames) -> None:
@@ -168,7 +177,10 @@ def run_rollout_engine(
     cache: int = 0,
     device: str = "cpu",
 ) -> None:
-    """Run a :class:`RolloutEngine` in this process until its training run lets it go, or a signal ends it."""
+    """Run a :class:`RolloutEngine` in this process until its training run dismisses it, or a signal ends it.
+
+    The arguments are those of :class:`RolloutEngine` and :meth:`RolloutEngine.work`. ``device``: "cpu" or "cuda".
+    """
     engine = RolloutEngine(endpoint, run, secret, name, say, cache, redial, device)
 
     def ask_to_end(number: int, frame: object) -> None:

@@ -23,15 +23,18 @@ from weft.run.rank_variables import environment_without_ranks
 
 
 def rollout_secret() -> str:
-    """Return the secret of the channel between a run and its engines: "" if ``WEFT_SECRET`` protects it, else a new
-    one, which only engines know that the run starts itself.
+    """Return the secret of the channel between a run and its engines.
+
+    It is "" if ``WEFT_SECRET`` protects the channel already. Otherwise it is a new secret, which only engines get that
+    the run itself starts.
     """
     return "" if os.environ.get("WEFT_SECRET") else secrets.token_hex(32)
 
 
 def engine_environment(secret: str, threads: int) -> Mapping[str, str]:
-    """Return the environment variables of an engine that a rank starts. ``secret``: secret of the channel. ``threads``:
-    number of threads of each engine; 0: an equal share of the cores.
+    """Return the environment variables of an engine that a rank starts.
+
+    ``secret``: secret of the channel. ``threads``: number of threads of each engine; 0: an equal share of the cores.
     """
     own = environment_without_ranks()
     own.pop("OMP_NUM_THREADS", None)
@@ -73,14 +76,18 @@ def open_remote_rollouts(
     interrupted: Callable[[], bool] = lambda: False,
     listen: Address | None = None,
 ) -> RolloutSource:
-    """Return the rollouts of engines in other processes, for a run that trains ``state`` on the ranks of ``mesh``.
-    Collective over these ranks.
+    """Return a source of rollouts that engines in other processes write. Collective over the ranks of ``mesh``.
 
-    ``shape``: the policy's shape. ``engines``: how many engines the first rank starts on its host, with ``threads``
-    threads each (0: an equal share of the cores). ``listen``: address of the first rank at which others join with
-    ``weft engine --checkpoint policy:``, for which the run must have ``WEFT_SECRET``; None: those of this host alone.
-    Without ``engines``, the run waits until one has joined. ``wait``: seconds that the first weights wait for engines.
-    ``say`` prints a line. ``interrupted``: returns whether this rank is asked to end the run.
+    Arguments:
+        ``mesh``, ``state``, ``shape``: the ranks that train, the training state, and the policy's shape.
+        ``engines``: number of engines that the first rank starts on its host. With 0, the run waits until one has
+            joined.
+        ``say``: prints a line.
+        ``threads``: number of threads of each of these engines; 0: an equal share of the cores.
+        ``wait``: seconds that the first weights wait for engines.
+        ``interrupted``: returns whether this rank is asked to end the run.
+        ``listen``: address of the first rank at which other engines join with ``weft engine --checkpoint policy:``; the
+            run must then have ``WEFT_SECRET``. None: only engines of this host can join.
     """
     group = mesh.step_group
     rank = 0 if group is None else group.rank()
@@ -111,10 +118,11 @@ def open_remote_rollouts(
 
 
 def rollout_endpoint(rank: int, listen: Address | None) -> Endpoint:
-    """Return the endpoint at which engines reach the training rank ``rank``. ``listen``: address that the recipe gives
-    for the first rank; others listen on the same host, if it is theirs, or where the ranks of the run reach them.
+    """Return the endpoint at which engines reach the training rank ``rank``.
 
-    Raises :class:`UsageError` if the first rank cannot listen there.
+    ``listen``: address that the recipe gives for the first rank. Other ranks listen on the same host if they run there,
+    and otherwise where the ranks of the run reach them. Raises :class:`UsageError` if the first rank cannot listen
+    there.
     """
     if listen is None:
         return process_endpoint(own_address())

@@ -37,7 +37,7 @@ def _is_number(value: Any) -> bool:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two values are equal in JSON, where 1 is 1.0 but not true."""
+    """Return whether two values are equal in JSON, where 1 equals 1.0 but not true."""
     if _is_number(first) and _is_number(second):
         return bool(first == second)
     if type(first) is not type(second):
@@ -52,7 +52,10 @@ def same(first: Any, second: Any) -> bool:
 
 
 def check_schema(schema: Any, place: str = "schema") -> None:
-    """Raise :class:`UsageError`, which names the ``place``, for a schema that :func:`matches` cannot check."""
+    """Check that :func:`matches` can handle a JSON schema.
+
+    Raises :class:`UsageError`, which names the ``place``, if not.
+    """
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
@@ -87,7 +90,10 @@ def check_schema(schema: Any, place: str = "schema") -> None:
 
 
 def matches(value: Any, schema: Schema, root: Schema) -> bool:
-    """Return whether ``value``, as read from JSON, follows ``schema``; ``root``: the whole schema, for references."""
+    """Return whether ``value``, as parsed from JSON, conforms to ``schema``.
+
+    ``root``: the whole schema, in which references (``$ref``) are looked up.
+    """
     if isinstance(schema, bool):
         return schema
     return all(

@@ -40,14 +40,14 @@ class ScoredGroup:
 
     @property
     def teaches(self) -> bool:
-        """Whether some rewards differ, so that the group says which answers are better."""
+        """Whether some rewards in the group differ, so that there is something to learn from it."""
         return len(set(self.scored)) > 1
 
 
 def check_scored(groups: Sequence[ScoredGroup], most: float) -> str:
     """Return a line about the answers that have no reward; "" if all have one.
 
-    Raises :class:`WeftError` if their share is more than ``most``, or if there are no others.
+    Raises :class:`WeftError` if their share is more than ``most``, or if no answer has a reward.
     """
     whys = [why for group in groups for why in group.whys if why]
     answers = sum(len(group.rewards) for group in groups)
@@ -75,8 +75,8 @@ def pass_at(k: int, right: int, answers: int) -> float:
 def phase_figures(groups: Sequence[ScoredGroup], version: int) -> dict[str, Any]:
     """Return the metrics of a rollout phase, as numbers by name.
 
-    ``version``: number of updates of the weights that are about to learn. An answer's lag is the number of updates
-    between the weights that began it and ``version``.
+    ``version``: number of updates of the weights that are going to learn from the answers. The lag of an answer is the
+    number of updates between the weights that began it and ``version``.
     """
     rewards = [reward for group in groups for reward in group.scored]
     answers = [answer for group in groups for answer in group.group.answers]

@@ -20,7 +20,7 @@ WARM = 2
 
 
 def sparse_policy(share: float) -> CachePolicy | None:
-    """Return the cache policy that reads ``share`` of the blocks; None for all."""
+    """Return the cache policy with which attention reads the given ``share`` of the cache's blocks; None for 1."""
     return cache_policy_of("none" if share == 1 else f"blocks:{share}")
 
 
@@ -30,9 +30,10 @@ def time_thinking(
     prompt: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the seconds in which ``how`` writes its tokens after a prompt of ``prompt`` tokens, without the prompt.
+    """Measure the seconds in which a model writes its texts as ``how`` says: their number, tokens and share of keys
+    read.
 
-    ``clock``: returns seconds.
+    The time of the prompt, which has ``prompt`` tokens, is not included. ``clock``: returns the time in seconds.
     """
     engine = Engine(model, cache_policy=sparse_policy(how.share))
     ids = [(7 * i + 3) % model.shape.vocab for i in range(prompt)]
@@ -46,8 +47,10 @@ def time_thinking(
 
 
 def solved_before(task: RewardTask, count: int) -> str:
-    """Return ``count`` questions of ``task`` with their answers, a line each, to stand before a question; "" if the
-    task does not know its answers.
+    """Return ``count`` solved questions of ``task``, a line each, to put before a question as examples (few-shot
+    prompt).
+
+    Returns "" if the task has no reference answers.
     """
     solved = [task.question(i) for i in range(count)]
     if not all(isinstance(each.prompt, str) and each.answer for each in solved):
@@ -59,10 +62,11 @@ def try_questions(
     model: Transformer, tokenizer: Tokenizer, task: RewardTask, questions: Sequence[RewardQuestion], texts: int,
     most: int, share: float, shots: str = "", temperature: float = 0.8,
 ) -> list[list[TriedText]]:  # fmt: skip
-    """Return, for each question, ``texts`` texts that the model has tried: their lengths, and whether they are right.
+    """Let the model write ``texts`` texts for each question; return the length of each, and whether it is right.
 
-    ``most``: most tokens of a text; ``share``: of the keys that are read; ``shots``: what stands before each question,
-    such as other questions with their answers. A text ends with its line if ``shots`` are given.
+    ``most``: largest number of tokens of a text. ``share``: share of the keys that attention reads. ``shots``: text to
+    put before each question, such as solved questions; a text then ends with its first line. Raises :class:`UsageError`
+    for questions that are not plain texts.
     """
     engine = Engine(model, cache_policy=sparse_policy(share))
     asked = []

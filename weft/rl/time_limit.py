@@ -16,14 +16,17 @@ AGAIN_S = 0.5
 
 
 class OutOfTime(BaseException):
-    """Raised in a call that takes too long. It is no :class:`Exception`, so that few calls catch it."""
+    """Raised in a call that takes too long.
+
+    It is not an :class:`Exception`, so that ``except Exception`` in the call does not catch it.
+    """
 
 
 def call_within(seconds: float, call: Callable[[], R]) -> R:
-    """Return what ``call`` returns, or raise :class:`OutOfTime` after ``seconds`` seconds; 0: without a limit.
+    """Return the result of ``call``, or raise :class:`OutOfTime` after ``seconds`` seconds; 0: no limit.
 
-    In the main thread the call is interrupted by a signal, wherever Python code runs or waits. In another thread the
-    call is left alone in a thread of its own, which may go on.
+    In the main thread a signal interrupts the call, wherever Python code runs or waits. In another thread the call runs
+    in a thread of its own, which is abandoned after the limit and may go on.
     """
     if not seconds:
         return call()

@@ -34,7 +34,7 @@ class AgentTool:
     """A tool that an agent can call.
 
     ``schema``: the tool as chat templates show it to the model. ``work``: function that is called with the arguments as
-    keywords, and returns a text; an exception that it raises is told to the agent in a line.
+    keywords, and returns a text. If it raises an exception, the agent gets the error as a line.
     """
 
     schema: dict[str, Any]
@@ -42,7 +42,7 @@ class AgentTool:
 
     @property
     def name(self) -> str:
-        """Its name, by which the agent calls it."""
+        """Name by which the agent calls the tool."""
         name: str = self.schema["function"]["name"]
         return name
 

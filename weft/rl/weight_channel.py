@@ -42,8 +42,9 @@ AGAIN_S = 0.25
 
 
 class PolicyVersion(NamedTuple):
-    """This rank's part of a version of the policy's weights. ``number``: the version. ``sources``: a copy of the part
-    on the host.
+    """This rank's part of a version of the policy's weights.
+
+    ``number``: number of the version. ``sources``: a copy of the part in host memory, by name and box.
     """
 
     number: int
@@ -51,16 +52,20 @@ class PolicyVersion(NamedTuple):
 
 
 class WeightSender:
-    """Sends this rank's parts of the policy to all engines that connect to ``endpoint``. Collective over the ranks of
-    ``mesh``, each of which has one.
+    """Sends this rank's parts of the policy to all engines that connect to ``endpoint``.
 
-    ``state``: the training state. ``secret``: known to the run and its engines. ``weights``: "bfloat16" if the engines
-    generate with all weights in bfloat16, or "float" for the type of the training state. ``delta``: whether an engine
-    that has the version before gets the elements alone whose bytes have changed, where these are fewer bytes. A copy
-    of the version before is kept for it.
+    Every rank of ``mesh`` has one, and all methods are collective over these ranks.
+
+    Arguments:
+        ``state``: the training state.
+        ``secret``: secret that only the run and its engines know.
+        ``weights``: "bfloat16" if the engines generate with all weights in bfloat16, or "float" for the type of the
+            training state.
+        ``delta``: whether an engine that has the version before gets only elements whose bytes have changed, if that is
+            shorter. A copy of the version before is kept for this.
 
     Attributes:
-        ``about``: what an engine learns of the model from the first rank, as JSON values. Engines wait until it is set.
+        ``about``: JSON values about the model that the first rank tells engines. Engines wait until it is set.
         ``senders``: addresses of the ranks from which an engine gets weights, by the rank's number.
         ``sent``: bytes sent to all engines so far.
         ``spared``: bytes that were not sent so far, because the elements had not changed.
@@ -103,8 +108,9 @@ class WeightSender:
         self._channel = endpoint.open(WEIGHTS, secret, self._serve)
 
     def publish(self, version: int) -> None:
-        """Copy this rank's newest weights, which are number ``version``, and send the copy to all engines meanwhile.
-        Collective.
+        """Copy this rank's newest weights, version ``version``.
+
+        Threads then send the copy while training goes on. Collective.
         """
         self.state.bring_home()
         self.state.settle()
@@ -119,7 +125,7 @@ class WeightSender:
             self._changed.notify_all()
 
     def sent_weights(self) -> SentWeights:
-        """Return what this rank has sent to all engines so far."""
+        """Return the bytes that this rank has sent to all engines so far."""
         return SentWeights(self.sent, self.spared)
 
     def close(self) -> None:
@@ -175,10 +181,10 @@ class WeightSender:
 
 
 class VersionFrames(NamedTuple):
-    """All frames of a version of the weights, for an engine that has an earlier one.
+    """All frames (messages with weights) that an engine needs to get to a version of the weights from the one it has.
 
-    ``number``: the version. ``frames``: pairs of the rank that has sent a frame, and the frame, each rank's in order.
-    Changes of a version that was never complete come behind that rank's frames of that version.
+    ``number``: the version. ``frames``: pairs of the rank that sent a frame, and the frame. The frames of each rank are
+    in order. If a version in between was never complete, its frames come before those of the version that builds on it.
     """
 
     number: int
@@ -188,9 +194,9 @@ class VersionFrames(NamedTuple):
 class WeightReceiver:
     """Receives the policy's weights at an engine, in one thread for each rank that sends parts of them.
 
-    ``endpoint``: this process's endpoint. ``run``: address of the training run's first rank. ``secret``: known to the
-    run and its engines. The constructor connects with the first rank alone; ``about`` is what the run has said of the
-    model. Raises OSError if nobody there sends weights.
+    ``endpoint``: this process's endpoint. ``run``: address of the training run's first rank. ``secret``: secret that
+    only the run and its engines know. The constructor connects to the first rank only; the attribute ``about`` then
+    holds what the run has told about the model. Raises :class:`OSError` if no run sends weights at that address.
     """
 
     def __init__(self, endpoint: Endpoint, run: Address, secret: str) -> None:
@@ -207,10 +213,11 @@ class WeightReceiver:
     def start(
         self, take: Callable[[VersionFrames], None], failed: Callable[[Exception], None]
     ) -> None:
-        """Receive all versions, and call ``take`` with each that is complete, unless a later one is complete already.
+        """Receive all versions, and call ``take`` with each complete one; a version is skipped if a later one is
+        complete.
 
-        A connection that is lost is made again until :meth:`close` is called. ``failed``: called with an error after
-        which no more versions come.
+        A lost connection is restored until :meth:`close` is called. ``failed``: called with an error after which no
+        more versions come.
         """
         for rank in self.senders:
             work = partial(self._watch, rank, take, failed)
@@ -219,11 +226,11 @@ class WeightReceiver:
 
     @property
     def silent(self) -> float:
-        """Seconds since any of the ranks has said anything."""
+        """Seconds since the last message from any of the ranks."""
         return time.monotonic() - self._heard
 
     def close(self) -> None:
-        """Receive no more."""
+        """Close all connections, so that no more weights are received."""
         self._closed.set()
         self._channel.close()
 

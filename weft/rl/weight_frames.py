@@ -44,8 +44,10 @@ Sources = Mapping[str, Mapping[Box, T]]
 
 
 def said_needs(held: Sequence[Held]) -> dict[str, Any]:
-    """Return what the parameters ``held`` of a model that generates need, as JSON values by name: the shape, the type
-    and the box of each.
+    """Describe the parameters ``held`` that a generating model needs, as JSON values by name: shape, type and box of
+    each.
+
+    A training rank reads this by :func:`read_needs`.
     """
     return {
         h.name: [list(h.logical.shape), NAMES[h.parameter.dtype], [list(e) for e in h.box]]
@@ -56,7 +58,7 @@ def said_needs(held: Sequence[Held]) -> dict[str, Any]:
 def read_needs(
     said: Mapping[str, Any],
 ) -> tuple[dict[str, Tensor], dict[str, list[Box]]]:
-    """Return the tensors and the boxes, by name, of what :func:`said_needs` has returned on another rank."""
+    """Return the tensors and the boxes, by name, from the values that :func:`said_needs` returned on another rank."""
     tensors = {
         name: Tensor(tuple(shape), dtype) for name, (shape, dtype, _) in said.items()
     }
@@ -66,12 +68,17 @@ def read_needs(
 def moves_to_others(
     tensors: Mapping[str, Tensor], held: Sequence[Boxes], needed: Sequence[Boxes]
 ) -> dict[tuple[int, int], list[ElementMove]]:
-    """Return what ranks that train send to ranks that generate in other processes, by the pair of both numbers.
+    """Plan which elements each training rank sends to each rank that generates in another process.
 
-    ``tensors``: shapes of the tensors and the types in which they generate, by name. ``held``: for each rank that
-    trains, numbered from 0, the boxes that it has, by name. ``needed``: for each rank that generates, numbered from 0
-    on its own, the boxes that it needs. Each element comes to a rank once; ranks that hold the same ones take turns.
-    Raises :class:`WeftError` if the ranks that train lack an element.
+    Returns the moves for each pair ``(training rank, generating rank)``. An element comes to a generating rank once; if
+    several training ranks hold it, they take turns.
+
+    Arguments:
+        ``tensors``: shapes of the tensors and the types in which they generate, by name.
+        ``held``: for each training rank, numbered from 0, the boxes that it has, by name.
+        ``needed``: for each generating rank, numbered from 0 as well, the boxes that it needs.
+
+    Raises :class:`WeftError` if no training rank has an element.
     """
     ranks = len(held)
     nothing: Boxes = {}
@@ -89,10 +96,9 @@ def moves_to_others(
 def copied_sources(
     moves: Sequence[ElementMove], tensors: Mapping[str, Tensor], sources: Sources
 ) -> Sources:
-    """Return a copy in host memory, in the types of ``tensors``, of the boxes of ``sources`` that ``moves`` take
-    elements from.
+    """Copy the boxes of ``sources`` that ``moves`` read to host memory, in the types of ``tensors``.
 
-    Frames are written from the copy while training changes the weights. The copy of the version before says which
+    Frames are written from the copy while training changes the weights. A copy of the version before shows which
     elements have changed.
     """
     copies: dict[str, dict[Box, T]] = {}
@@ -116,12 +122,17 @@ def weight_frames(
 ) -> Iterator[Frame]:
     """Yield the frames that bring the weights of ``version`` to one rank that generates.
 
-    ``moves``: what this rank sends to that one, of :func:`moves_to_others`. ``tensors``: shapes and types, by name.
-    ``sources``: the weights, from :func:`copied_sources`. ``before``: the same of the version ``base`` that the other
-    rank has; None: all elements are sent. With it, each piece is sent in the shortest of three forms: all elements, a
-    bit for each element and those that have changed, or their places and values. ``most``: bytes of weights in a frame.
-    There is at least one frame, so that the other rank knows that nothing else comes. With an adapter, later versions
-    need only those moves whose parameters learn.
+    There is at least one frame, so that the receiver knows when it has all. With an adapter, later versions need only
+    moves of parameters that learn.
+
+    Arguments:
+        ``moves``: the elements that this rank sends to the other, from :func:`moves_to_others`.
+        ``tensors``: shapes and types, by name.
+        ``sources``: the weights, from :func:`copied_sources`.
+        ``before``: the same of the version ``base`` that the receiver has; None: all elements are sent. Otherwise each
+            piece is sent in the shortest of three forms: all elements; a bit mask and the changed elements; or indices
+            and values of the changed elements.
+        ``most``: largest number of bytes of weights in a frame.
     """
     frames = buckets(moves, tensors, most) or [[]]
     for number, pieces in enumerate(frames):
@@ -152,13 +163,13 @@ def move_bytes(moves: Sequence[ElementMove], tensors: Mapping[str, Tensor]) -> i
 
 
 class WeightIntake:
-    """Takes the frames that ranks that train have written, and writes the weights in place.
+    """Reads frames from training ranks, and writes the weights in them into a model that generates, in place.
 
-    ``targets``: the tensors of the model that generates, by name and box. ``sources``: numbers of the ranks that send
-    to this one. While frames of a version are missing, the weights are a mixture, with which nothing may be generated.
+    While frames of a version are missing, the weights are a mixture of two versions, and the model must not generate.
+    ``targets``: the tensors of the model, by name and box. ``sources``: numbers of the ranks that send to this one.
 
     Attributes:
-        ``version``: number of the weights that are complete; -1: none, as nothing has come yet or frames are missing.
+        ``version``: version of the weights if they are complete; -1 if none has come yet or frames are missing.
         ``received``: bytes of all payloads so far.
     """
 
@@ -172,19 +183,19 @@ class WeightIntake:
         self._missing: dict[int, set[int] | None] = {}
 
     def restart(self) -> None:
-        """Forget which frames have come. The next version must come with all elements."""
+        """Forget which frames have come. The next version must then be sent with all elements."""
         self.version = self._coming = -1
         self._parts, self._bases = {}, {}
 
     @torch.no_grad()
     def take(self, source: int, frame: Frame) -> bool:
-        """Write the weights of ``frame``, which the rank ``source`` has sent, in place. Return whether the weights of
-        its version are complete now.
+        """Write the weights of ``frame``, sent by rank ``source``, in place; return whether its version is complete
+        now.
 
-        A later version takes the place of one that is incomplete; frames of an earlier one are dropped then. Changes
-        are those of the version of which the part of ``source`` was complete before, whatever others have sent. Raises
-        :class:`WeftError` for a frame that is damaged or does not fit this rank, and for changes of weights that are
-        not here. The weights are incomplete then, and a version must come with all elements.
+        A frame of a later version ends a version that is incomplete, and frames of an earlier version are ignored. A
+        frame with changes must build on the last version that was complete from the same ``source``. Raises
+        :class:`WeftError` for a frame that is damaged, does not fit this rank, or changes weights that are not here.
+        The weights are incomplete then, and a version must come with all elements.
         """
         version, number = frame.head["weights"], frame.head["frame"]
         if version < self._coming:

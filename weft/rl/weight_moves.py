@@ -42,7 +42,7 @@ class WeightsMoved(NamedTuple):
         ``received``: bytes that came from other ranks, without padding.
         ``seconds``: duration of the move.
         ``sent``: bytes that went to other ranks, without padding.
-        ``buffer``: most bytes of messages that were in memory at the same time.
+        ``buffer``: largest number of bytes of messages that were in memory at the same time.
     """
 
     received: int
@@ -57,12 +57,12 @@ def weight_plan(
     needed: Sequence[Boxes],
     rank: int | None = None,
 ) -> list[ElementMove]:
-    """Return which elements of tensors go from which rank to which, so that every rank gets what it needs.
+    """Plan which elements of tensors go from which rank to which, so that every rank gets the elements that it needs.
 
     ``tensors``: shapes of the tensors and the types in which they are needed, by name. ``held``: for each rank the
-    boxes that it has; ``needed``: for each rank the boxes that it needs. An element that a rank has itself comes from
-    that rank. ``rank``: only moves are returned in which this rank sends or receives; None: all. Raises
-    :class:`WeftError` if the ranks together lack an element.
+    boxes that it has. ``needed``: for each rank the boxes that it needs. An element that a rank has itself comes from
+    that rank. ``rank``: only moves in which this rank sends or receives are returned; None: all moves. Raises
+    :class:`WeftError` if no rank has an element.
     """
     wanted = sorted({name for of_rank in needed for name in of_rank})
     return [
@@ -79,9 +79,7 @@ def weight_plan(
 
 
 def cut_box(box: Box, most: int) -> Iterator[Box]:
-    """Cut ``box`` into boxes of at most ``most`` elements, in the order in which the elements lie in memory. Yields
-    these boxes.
-    """
+    """Cut ``box`` into boxes of at most ``most`` elements, and yield them in the order of their elements in memory."""
     if volume(box) <= most:
         yield box
         return
@@ -108,8 +106,8 @@ def buckets(
 ) -> list[list[ElementMove]]:
     """Divide the moves of one pair of ranks into messages of at most ``most`` bytes; larger moves are cut.
 
-    ``tensors``: shapes and types of the tensors, by name. Both ranks of the pair get the same messages. A piece of
-    :data:`ALONE` bytes or more is a message by itself, so that it need not be copied on its way.
+    ``tensors``: shapes and types of the tensors, by name. Both ranks of the pair compute the same messages. A piece of
+    :data:`ALONE` bytes or more is a message by itself, so that it is sent without being copied.
     """
     pieces = [
         replace(move, box=box)
@@ -141,11 +139,11 @@ class _Exchange:
 
 
 class WeightMover:
-    """Moves weights between ranks as a plan says, again and again, whenever they have changed.
+    """Moves weights between ranks by a fixed plan, each time that they have changed.
 
     ``plan``: the moves of this rank (:func:`weight_plan`). ``tensors``: shapes of the tensors and the types in which
-    they travel, by name. ``group``: process group whose ranks the plan numbers; None: all ranks. ``device``: where
-    messages are made. ``bucket``: most bytes of messages that this rank holds at a time.
+    they are sent, by name. ``group``: process group whose ranks the plan numbers; None: all ranks. ``device``: device
+    on which messages are built. ``bucket``: largest number of bytes of messages that this rank holds at a time.
     """
 
     def __init__(
@@ -181,10 +179,10 @@ class WeightMover:
         sources: Mapping[str, Mapping[Box, T]],
         targets: Mapping[str, Mapping[Box, T]],
     ) -> WeightsMoved:
-        """Copy elements from ``sources`` to ``targets`` of this rank and of others. Collective over the group.
+        """Copy elements from ``sources`` to ``targets`` on this rank and on others. Collective over the group.
 
-        Both are tensors by name and box. Elements of sources become those of the target's type before they travel. A
-        message of one piece that lies in one run of memory is sent from there and received there.
+        Both are tensors by name and box. Elements are converted to the target's type before they are sent. A message
+        that is one contiguous piece is sent and received without a copy.
         """
         begin = perf_counter()
         received = sent = buffer = 0

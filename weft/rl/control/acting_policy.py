@@ -15,14 +15,14 @@ LOWEST, HIGHEST = -5.0, 2.0
 
 
 class ActingLayer(NamedTuple):
-    """Linear layer of a network: ``weight``, ``[outputs, inputs]``, and ``bias``."""
+    """Linear layer of a network in NumPy: ``weight`` ``[outputs, inputs]`` and ``bias`` ``[outputs]``."""
 
     weight: np.ndarray
     bias: np.ndarray
 
 
 def split_weights(flat: np.ndarray, sizes: Sequence[int]) -> list[ActingLayer]:
-    """Return the layers of a perceptron whose parameters lie behind each other in ``flat``.
+    """Split ``flat``, which holds all parameters of a perceptron one after another, into its layers.
 
     ``sizes``: widths from the input to the output.
     """
@@ -44,14 +44,18 @@ def network_outputs(layers: Sequence[ActingLayer], rows: np.ndarray) -> np.ndarr
 
 
 class ChosenAction(NamedTuple):
-    """An action as replay keeps it (``kept``: a choice, or numbers from -1 to 1) and as the environment takes it."""
+    """An action in two forms: ``kept`` for the replay buffer, and ``native`` for the environment.
+
+    For choices both are the index. Otherwise ``kept`` are numbers from -1 to 1, and ``native`` the same numbers scaled
+    to the environment's bounds.
+    """
 
     kept: np.ndarray
     native: np.ndarray
 
 
 def scaled_action(form: ActionForm, unit: np.ndarray) -> np.ndarray:
-    """Return numbers between the bounds of ``form`` for numbers ``unit`` from -1 to 1."""
+    """Scale the numbers ``unit`` of an action from -1 to 1 to the bounds of ``form``."""
     low, high = np.array(form.low), np.array(form.high)
     return (low + high) / 2 + (high - low) / 2 * unit
 
@@ -72,10 +76,10 @@ def exploring_action(
     draw: np.random.Generator,
     explore: float,
 ) -> ChosenAction:
-    """Return an action of the policy for one ``observation``, ``[observed]``, with its exploration.
+    """Return the action for one ``observation``, ``[observed]``, with the policy's exploration.
 
     Among choices it is the one with the highest value or, with probability ``explore``, a random one. Continuous
-    actions are drawn from a Gaussian that tanh squashes.
+    actions are drawn from a Gaussian and squashed by tanh.
     """
     dtype = layers[0].weight.dtype
     if form.choices:

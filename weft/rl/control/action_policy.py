@@ -21,16 +21,17 @@ EDGE = 1e-6
 
 
 class JudgedActions(NamedTuple):
-    """Log-probabilities of actions and entropies of their distributions, ``[rows]`` each."""
+    """Log-probabilities of actions under a policy, and entropies of the policy's distributions, each ``[rows]``."""
 
     log_probabilities: T
     entropies: T
 
 
 def policy_kind(word: str, form: ActionForm) -> str:
-    """Return the kind of distribution for ``form`` that ``word`` (``control.policy``) asks for.
+    """Return the kind of the policy's distribution: "categorical", "gaussian" or "beta".
 
-    Raises :class:`UsageError` if this kind does not go with the actions of the environment.
+    ``word``: the setting ``control.policy``; "auto" chooses by ``form``. Raises :class:`UsageError` if the kind does
+    not fit the actions of the environment.
     """
     if word == "auto":
         if form.choices:
@@ -57,8 +58,8 @@ def perceptron(
 ) -> nn.Sequential:
     """Return a multilayer perceptron with orthogonal weights.
 
-    ``sizes``: widths from the input to the output; ``last_gain``: scale of the last layer's weights; ``generator``: of
-    the weights; ``activation``: between layers.
+    ``sizes``: widths from the input to the output. ``last_gain``: scale of the last layer's weights. ``generator``:
+    random generator of the weights. ``activation``: module between two layers.
     """
     layers: list[nn.Module] = []
     for number, (a, b) in enumerate(pairwise(sizes)):
@@ -72,9 +73,9 @@ def perceptron(
 
 
 class ActionPolicy(nn.Module):
-    """Actor and critic, as two separate networks.
+    """Policy for control tasks: an actor and a critic, as two separate networks.
 
-    ``form``: what the environment observes, and how it is acted on; ``kind``: "categorical", "gaussian" or "beta";
+    ``form``: form of the environment's observations and actions; ``kind``: "categorical", "gaussian" or "beta";
     ``hidden``: widths of hidden layers; ``seed``: seed of the initial weights.
     """
 
@@ -105,7 +106,7 @@ class ActionPolicy(nn.Module):
         self.register_buffer("scale", torch.ones(form.observed))
 
     def normalised(self, observations: T) -> T:
-        """Return ``observations``, ``[rows, observed]``, as the networks take them."""
+        """Normalise ``observations``, ``[rows, observed]``, as the input of both networks."""
         return ((observations - self.shift) / self.scale).clamp(-10, 10)
 
     def values(self, observations: T) -> T:
@@ -113,14 +114,14 @@ class ActionPolicy(nn.Module):
         return self.critic(self.normalised(observations)).squeeze(-1)
 
     def outputs(self, observations: T) -> T:
-        """Return the actor's outputs for ``observations``, ``[rows, outputs]``."""
+        """Return the actor's outputs (parameters of its distributions) for ``observations``: ``[rows, outputs]``."""
         return self.actor(self.normalised(observations))
 
     def judge(self, observations: T, actions: T) -> JudgedActions:
-        """Return log-probabilities of ``actions`` and the entropies of the distributions that they come from.
+        """Return the log-probabilities of ``actions`` under the policy, and the entropies of its distributions.
 
-        ``observations``: ``[rows, observed]``; ``actions``: choices ``[rows]``, or numbers ``[rows, numbers]`` as the
-        environment takes them. Log-probabilities are densities over these numbers.
+        ``observations``: ``[rows, observed]``. ``actions``: choices ``[rows]``, or numbers ``[rows, numbers]`` within
+        the environment's bounds. Log-probabilities of numbers are densities in the environment's units.
         """
         out = self.outputs(observations)
         if self.kind == "categorical":
@@ -143,10 +144,11 @@ class ActionPolicy(nn.Module):
     def draw(
         self, outputs: T, generators: Sequence[np.random.Generator] | None
     ) -> np.ndarray:
-        """Draw an action for each row of ``outputs``; each row has a generator of its own.
+        """Draw an action for each row of the actor's ``outputs``. Returns choices ``[rows]``, or numbers ``[rows,
+        numbers]``.
 
-        So a row's action does not depend on the other rows. Without ``generators`` the most likely action is returned
-        (of beta the mean). Returns choices ``[rows]``, or numbers ``[rows, numbers]``.
+        ``generators``: a random generator for each row, so that a row's action does not depend on the other rows. None:
+        return the most likely actions, or the means of beta distributions.
         """
         out = outputs.detach().double().cpu().numpy()
         if self.kind == "categorical":
@@ -174,9 +176,10 @@ class ActionPolicy(nn.Module):
 
 
 def beta_parameters(outputs: T) -> tuple[T, T]:
-    """Return both parameters of beta distributions, each above 1, so that the density has a single peak.
+    """Convert the actor's outputs to both parameters of beta distributions, each ``[rows, numbers]``.
 
-    ``outputs``: the actor's, ``[rows, 2 x numbers]`` (Petrazzini and Antonelo 2021, 2111.02202).
+    The parameters are above 1, so that the density has a single peak. ``outputs``: ``[rows, 2 x numbers]`` (Petrazzini
+    and Antonelo 2021, 2111.02202).
     """
     a, b = (nn.functional.softplus(outputs) + 1).chunk(2, -1)
     return a, b

@@ -16,14 +16,14 @@ TYPES = {"float64", "float32", "int64", "int32", "uint8", "bool"}
 
 
 class ArrayFrame(NamedTuple):
-    """Message: ``head``, a dictionary of plain values, and ``arrays`` by name."""
+    """Message between processes: ``head``, a dictionary of plain values, and ``arrays`` by name."""
 
     head: dict[str, Any]
     arrays: dict[str, np.ndarray]
 
 
 class FramePipe:
-    """End of a pipe between a process and its child. Nothing that arrives is unpickled.
+    """One end of a pipe between a process and its child, which carries plain values and arrays. It unpickles nothing.
 
     ``connection``: the end itself, or the number of an inherited file descriptor.
     """
@@ -34,7 +34,7 @@ class FramePipe:
         )
 
     def fileno(self) -> int:
-        """Return the number of the file descriptor."""
+        """Return the number of this end's file descriptor, so that the end can be passed to ``select``."""
         return self._connection.fileno()
 
     def close(self) -> None:
@@ -42,13 +42,13 @@ class FramePipe:
         self._connection.close()
 
     def poll(self, seconds: float = 0.0) -> bool:
-        """Return whether a message, or the end of the pipe, has arrived; wait up to so many ``seconds`` for it."""
+        """Wait up to ``seconds`` seconds for a message, and return whether one, or the end of the pipe, has arrived."""
         return self._connection.poll(seconds)
 
     def send(
         self, head: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
     ) -> None:
-        """Send a message. ``head``: plain values; ``arrays``: arrays of :data:`TYPES`, by name.
+        """Send a message: the plain values ``head``, and ``arrays`` by name, whose types are among :data:`TYPES`.
 
         Raises :class:`OSError` if the other end is closed.
         """
@@ -86,6 +86,6 @@ def pipe_ends() -> tuple[FramePipe, FramePipe]:
 
 
 def readable_pipes(pipes: Collection[FramePipe], seconds: float) -> list[FramePipe]:
-    """Return the pipes that have something to read; wait up to ``seconds`` for the first."""
+    """Wait up to ``seconds`` seconds until a pipe has something to read, and return all pipes that have."""
     ready = set(wait([pipe.fileno() for pipe in pipes], seconds))
     return [pipe for pipe in pipes if pipe.fileno() in ready]

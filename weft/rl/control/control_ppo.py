@@ -35,8 +35,8 @@ class CollectedSteps:
     Attributes:
         ``observations``, ``actions``, ``log_probabilities``: the observations, the actions taken, and their
             log-probabilities under the policy.
-        ``advantages``, ``returns``: targets of the policy and of the critic.
-        ``learns``: whether a step counts; steps of a dropped episode do not.
+        ``advantages``, ``returns``: advantage of each action, and target of the critic's prediction.
+        ``learns``: whether a step is learned from; steps of a dropped episode are not.
         ``first``: number of the rank's first environment among all environments of the run.
     """
 
@@ -51,7 +51,11 @@ class CollectedSteps:
 
 @dataclass
 class EpisodeCount:
-    """Sums over episodes that have ended: number, returns, the environments' own returns, and steps."""
+    """Sums over episodes that have ended.
+
+    ``episodes``: number of episodes. ``returns``: sum of the returns that are learned from. ``own``: sum of the returns
+    by the environments' own rewards. ``steps``: sum of the lengths.
+    """
 
     episodes: int = 0
     returns: float = 0.0
@@ -59,12 +63,15 @@ class EpisodeCount:
     steps: int = 0
 
     def numbers(self) -> list[float]:
-        """Return the sums, to be added up over ranks."""
+        """Return the four sums as a list, so that they can be added up over ranks."""
         return [self.episodes, self.returns, self.own, self.steps]
 
 
 class RunningEpisodes:
-    """Returns and lengths of the running episodes in ``count`` environments; ``ended`` sums those that ended."""
+    """Returns and lengths of the episodes that run in ``count`` environments.
+
+    ``ended`` sums the episodes that have ended.
+    """
 
     def __init__(self, count: int) -> None:
         self._return, self._own = np.zeros(count), np.zeros(count)
@@ -74,7 +81,11 @@ class RunningEpisodes:
     def add(
         self, rewards: np.ndarray, own: np.ndarray, ended: np.ndarray, lost: np.ndarray
     ) -> None:
-        """Add one step of all environments: rewards, own rewards, and which episodes ended or were lost."""
+        """Add one step of all environments. All arrays are ``[environments]``.
+
+        ``rewards``: rewards to learn from. ``own``: the environments' own rewards. ``ended``: whether the episode ended
+        with the step. ``lost``: whether it was dropped with its process; it is then not counted.
+        """
         self._return += rewards
         self._own += own
         self._steps += 1
@@ -83,7 +94,10 @@ class RunningEpisodes:
             sums[ended | lost] = 0
 
     def add_for(self, number: int, reward: float, own: float, ended: bool) -> None:
-        """Add a step of the environment ``number`` alone: rewards, and whether an episode ended with it."""
+        """Add a step of environment ``number`` alone.
+
+        The arguments are single values in place of the arrays of :meth:`add`.
+        """
         here = np.arange(len(self._steps)) == number
         self._return[number] += reward
         self._own[number] += own
@@ -93,7 +107,7 @@ class RunningEpisodes:
             self.forget(number)
 
     def forget(self, number: int) -> None:
-        """Forget the episode under way in the environment ``number``."""
+        """Discard the running episode of environment ``number``, so that it is never counted."""
         for sums in (self._return, self._own, self._steps):
             sums[number] = 0
 
@@ -104,7 +118,7 @@ class RunningEpisodes:
         self.ended.steps += int(self._steps[ended].sum())
 
     def take(self) -> EpisodeCount:
-        """Return the sums over the episodes that have ended since the last call."""
+        """Return the sums over the episodes that have ended since the last call, and begin new sums."""
         taken, self.ended = self.ended, EpisodeCount()
         return taken
 
@@ -112,7 +126,11 @@ class RunningEpisodes:
 def action_generators(
     seed: int, step: int, numbers: Sequence[int]
 ) -> list[np.random.Generator]:
-    """Return a generator of actions for each environment, which depends on its number and the ``step`` of the run."""
+    """Return a random generator of actions for each environment, which depends on ``seed``, ``step`` and its number
+    only.
+
+    ``step``: number of the run's step. ``numbers``: numbers of the environments.
+    """
     return [
         np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, ACTIONS, step, n])))
         for n in numbers
@@ -130,9 +148,10 @@ def collect_steps(
 ) -> CollectedSteps:
     """Act in all environments of ``pool`` for ``settings.horizon`` steps, and estimate advantages.
 
-    ``generators``: random generators of actions, one for each environment; ``first``: number of the pool's first
-    environment; ``episodes``: where returns are counted. ``stops(taken)`` says after each step, of which ``taken`` have
-    been taken, whether this rank shall stop with what it has, because enough others have all their steps.
+    ``generators``: a random generator of actions for each environment. ``first``: number of the pool's first
+    environment. ``episodes``: counts the returns of episodes. ``stops``: called after each step with the number of
+    steps taken; if it returns True, this rank stops early. That happens when enough other ranks have taken all their
+    steps.
     """
     like = next(policy.parameters())
     rows: list[dict[str, np.ndarray]] = []
@@ -193,8 +212,8 @@ def collect_steps(
 class OwnShare(NamedTuple):
     """One rank's share of a minibatch.
 
-    ``rows``: this rank's transitions in it, as indices ``step x environments + environment`` into its own; ``size``:
-    number of transitions in it over all ranks.
+    ``rows``: indices of the rank's own transitions in it, where transition ``step x environments + environment`` is the
+    given step of the given environment. ``size``: number of transitions in the minibatch over all ranks.
     """
 
     rows: np.ndarray
@@ -210,7 +229,8 @@ def minibatches(
 ) -> Iterator[OwnShare]:
     """Yield the minibatches of all epochs of the run's step ``number``, each as this rank's share. Collective.
 
-    The order is drawn over all transitions of all ranks, so a minibatch does not depend on who holds what.
+    The order is drawn over the transitions of all ranks, so that minibatches do not depend on how many ranks there are.
+    ``add_up``: adds a tensor up over all ranks.
     """
     every, own = settings.environments, collected.learns.shape[1]
     mask = torch.zeros(settings.horizon, every, dtype=torch.int32)

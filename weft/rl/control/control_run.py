@@ -131,7 +131,7 @@ def control_job(
 
 
 def open_method(recipe: Recipe, mesh: Mesh) -> ControlMethod:
-    """Return the method of ``recipe``, with its environments started. Collective.
+    """Build the learning method that ``recipe`` names, such as PPO, and start its environments. Collective.
 
     If the environments cannot be started on one rank, all ranks raise its error.
     """
@@ -159,9 +159,9 @@ def open_method(recipe: Recipe, mesh: Mesh) -> ControlMethod:
 def resume_control(
     run: Run, method: ControlMethod, state: ControlState, mesh: Mesh
 ) -> tuple[Progress, list[str]]:
-    """Load the newest whole checkpoint of ``run``; a new run loads none. Collective.
+    """Load the newest whole checkpoint of ``run`` into ``method`` and ``state``; a new run loads none. Collective.
 
-    Returns the progress, and lines to print.
+    Returns the progress so far, and lines to print.
     """
     notes: list[str] = []
     if run.fresh:

@@ -17,13 +17,13 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class NoTiers:
-    """Tiers of a state that is always in memory."""
+    """Stands in for the tiers of a training state, because all tensors of a control run are always in memory."""
 
     staging: Path | None = None
 
 
 class ControlState:
-    """Tensors of a control run by name; every rank of ``mesh`` has all of them."""
+    """State of a control run for checkpoints: ``tensors`` by name, of which every rank of ``mesh`` has a full copy."""
 
     tiers = NoTiers()
 
@@ -31,7 +31,7 @@ class ControlState:
         self._tensors, self._mesh = tensors, mesh
 
     def saved(self) -> dict[str, Part]:
-        """Return all tensors as parts, of which one rank saves each."""
+        """Return all tensors as parts to be saved. Each tensor is saved by one rank, although all ranks have it."""
         rank, ranks = self._mesh.rank("dp"), self._mesh.layout.dp
         return {
             name: Part(
@@ -48,9 +48,9 @@ class ControlState:
 def adam_tensors(
     optimizer: torch.optim.Adam, names: Mapping[T, str]
 ) -> dict[str, T]:  # fmt: skip
-    """Return Adam's moments and step counts by name, as tensors that the optimizer goes on to use.
+    """Return Adam's moments and step counts by name. The tensors are the optimizer's own, so that loading fills them.
 
-    ``names``: names of the parameters. Moments that the optimizer has not made yet are made, as zeros.
+    ``names``: name of each parameter. Moments that the optimizer has not created yet are created as zeros.
     """
     tensors: dict[str, T] = {}
     for group in optimizer.param_groups:

@@ -35,11 +35,11 @@ class ActionForm:
 
     Attributes:
         ``observed``: number of components of an observation.
-        ``choices``: number of choices of which an action is one; 0: actions are numbers.
+        ``choices``: number of discrete choices, one of which is an action; 0: an action is a vector of numbers.
         ``low``, ``high``: bounds of each number of an action; infinite where there is none.
-        ``first``: number of the first choice.
-        ``labels``: number of labels if an observation is one of several labels, which becomes a vector with a single
-            one; 0: observations are numbers.
+        ``first``: the environment's number for the first choice.
+        ``labels``: number of labels, if an observation is one of several labels and becomes a one-hot vector; 0:
+            observations are numbers.
     """
 
     observed: int
@@ -97,7 +97,7 @@ def action_form(environment: ControlEnvironment) -> ActionForm:
 
 
 def flat_observation(form: ActionForm, observation: Any) -> np.ndarray:
-    """Return an observation as a vector of float64 numbers, ``[form.observed]``."""
+    """Convert an observation to a vector of numbers, float64 ``[form.observed]``."""
     if form.labels:
         vector = np.zeros(form.observed)
         vector[int(observation)] = 1.0
@@ -106,9 +106,9 @@ def flat_observation(form: ActionForm, observation: Any) -> np.ndarray:
 
 
 def native_action(form: ActionForm, action: np.ndarray, space: Any) -> Any:
-    """Return ``action`` as the environment takes it: a choice, or numbers within its bounds.
+    """Convert ``action`` to the form that the environment takes: a choice, or numbers within its bounds.
 
-    ``action``: an integer array without dimensions, or numbers ``[form.numbers]``; ``space``: the environment's space
+    ``action``: an integer array without dimensions, or numbers ``[form.numbers]``. ``space``: the environment's space
     of actions.
     """
     if form.choices:
@@ -171,7 +171,7 @@ def _why_unmade(word: str, error: Exception) -> str:
 
 
 class LimitedEpisodes:
-    """Environment whose episodes are truncated after ``limit`` steps. ``inner``: the environment within."""
+    """Wrapper of the environment ``inner`` that truncates episodes after ``limit`` steps."""
 
     def __init__(self, inner: ControlEnvironment, limit: int) -> None:
         self._inner, self._limit, self._steps = inner, limit, 0
@@ -181,12 +181,15 @@ class LimitedEpisodes:
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode. See :meth:`ControlEnvironment.reset`."""
+        """Begin an episode with the full number of steps. See :meth:`ControlEnvironment.reset`."""
         self._steps = 0
         return self._inner.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> Any:
-        """Act; the last step of the limit is truncated. See :meth:`ControlEnvironment.step`."""
+        """Take an action.
+
+        At the limit of steps the result is marked as truncated. See :meth:`ControlEnvironment.step`.
+        """
         seen, reward, terminated, truncated, facts = self._inner.step(action)
         self._steps += 1
         return seen, reward, terminated, truncated or self._steps >= self._limit, facts
@@ -209,11 +212,11 @@ class NumberRange:
 
 
 class LineWalk:
-    """Walk on a line from a random place to the goal at 1, which needs no Gymnasium.
+    """Small environment without Gymnasium for tests: walk on a line from a random place to the goal at 1.
 
     An observation is ``(place, speed)``. An action pushes left, not at all or right; with ``continuous`` it is the
-    force, from -1 to 1. The reward of a step is the way towards the goal, and 1 more at the goal, which terminates the
-    episode. After ``limit`` steps it is truncated.
+    force, from -1 to 1. The reward of a step is the distance moved towards the goal, and 1 more at the goal, where the
+    episode terminates. After ``limit`` steps it is truncated.
     """
 
     def __init__(self, continuous: bool = False, limit: int = 40) -> None:
@@ -235,7 +238,10 @@ class LineWalk:
         return np.array([self._place, self._speed]), {}
 
     def step(self, action: Any) -> Any:
-        """Push left, right or not at all; return observation, reward, terminated, truncated and an empty dict."""
+        """Push by ``action``; return observation, reward, terminated, truncated and an empty dict.
+
+        ``action``: 0 (left), 1 (not at all) or 2 (right); with ``continuous``, the force.
+        """
         force = float(np.asarray(action).reshape(-1)[0])
         if not self._continuous:
             force -= 1.0
@@ -250,11 +256,11 @@ class LineWalk:
 
 
 def form_from_words(words: Mapping[str, Any]) -> ActionForm:
-    """Restore a form from the plain values that :func:`form_in_words` returned."""
+    """Build a form from the plain values that :func:`form_in_words` returned."""
     bounds = {key: tuple(words[key]) for key in ("low", "high")}
     return ActionForm(**{**words, **bounds})
 
 
 def form_in_words(form: ActionForm) -> dict[str, Any]:
-    """Return ``form`` as plain values."""
+    """Convert ``form`` to plain values, so that it can be sent to another process."""
     return asdict(form)

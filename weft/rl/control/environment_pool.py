@@ -29,7 +29,7 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class PoolStep:
-    """Result of one step of all environments of a pool; arrays are over the environments.
+    """Result of one step of all environments of a pool; the first dimension of all arrays is the environment.
 
     Attributes:
         ``observations``: observations for the next action, ``[environments, observed]``.
@@ -100,7 +100,9 @@ class EnvironmentProcess:
 
     @property
     def name(self) -> str:
-        """The environment that is being stepped, or all of the process, and the process's number."""
+        """The process in words for error lines, with the environment that it is stepping, or the range of all its
+        environments.
+        """
         at = int.from_bytes(self._marker[:8], "little", signed=True)
         first, last = self.numbers[0], self.numbers[-1]
         which = f"environments {first} to {last}" if last > first else f"environment {first}"  # fmt: skip
@@ -109,7 +111,10 @@ class EnvironmentProcess:
         return f"{which} (process {pid})"
 
     def take_answer(self) -> dict[str, np.ndarray] | ActionForm | ProcessEnd:
-        """Return the message that has arrived: the arrays of a step, the form of new environments, or an error."""
+        """Read the message that has arrived from the process.
+
+        Returns the arrays of a step, or the form of new environments, or why the process has failed.
+        """
         assert self.process is not None
         try:
             frame = self.pipe.receive()
@@ -189,14 +194,16 @@ class EnvironmentPool:
 
     @property
     def pids(self) -> list[int]:
-        """Numbers of the processes."""
+        """System ids of the pool's processes."""
         return [p.process.pid for p in self._processes if p.process is not None]
 
     def step(self, actions: np.ndarray) -> PoolStep:
-        """Act once in every environment. ``actions``: choices ``[environments]``, or numbers ``[environments, n]``.
+        """Take one step in every environment. ``actions``: choices ``[environments]``, or numbers ``[environments,
+        numbers]``.
 
-        An environment whose process dies or hangs is ``dropped``: the process is started anew, and the observation is
-        that of a new episode. Raises :class:`WeftError` if a process fails :data:`TRIES` times in a row.
+        If the process of an environment dies or hangs, the environment is marked as ``dropped``: the process is started
+        anew, and the observation is that of a new episode. Raises :class:`WeftError` if a process fails :data:`TRIES`
+        times in a row.
         """
         failed: dict[EnvironmentProcess, ProcessEnd] = {}
         for process, share in zip(self._processes, self._shares, strict=True):

@@ -33,15 +33,15 @@ IDLE = -1
 
 
 def episode_seed(*numbers: int) -> int:
-    """Return a seed that depends on all of ``numbers``."""
+    """Return one seed that depends on all of ``numbers``, such as a run's seed and an environment's number."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 class EpisodeRunner:
-    """One environment with its reward; a new episode begins when one ends.
+    """One environment with its reward, which plays episode after episode.
 
-    ``about``: what :class:`weft.rl.control.environment_pool.EnvironmentPool` sends; ``number``: number of the
-    environment among all of the run; ``seed``: seed of its first episode.
+    ``about``: the settings that :class:`weft.rl.control.environment_pool.EnvironmentPool` sends. ``number``: number of
+    the environment among all of the run. ``seed``: seed of its first episode.
     """
 
     def __init__(self, about: Mapping[str, Any], seed: int) -> None:
@@ -68,10 +68,11 @@ class EpisodeRunner:
         return self.observation
 
     def step(self, action: np.ndarray) -> dict[str, Any]:
-        """Act once, and begin the next episode if this one has ended.
+        """Take one step, and begin the next episode if this one has ended.
 
-        Returns ``final``: the observation after the step; ``observation``: the one to act on next; ``reward``, ``own``
-        (the environment's own reward), ``terminated`` and ``truncated``.
+        Returns values by name. ``final``: the observation after the step. ``observation``: the observation to act on
+        next, of the next episode if this one has ended. ``reward``: the reward to learn from. ``own``: the
+        environment's own reward. ``terminated``, ``truncated``: whether the episode has ended, and how.
         """
         native = native_action(self.form, action, self.environment.action_space)
         seen, own, terminated, truncated, _ = self.environment.step(native)
@@ -104,7 +105,7 @@ def end_with_parent() -> None:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error as one line."""
+    """Return an exception as one line for the user."""
     text = str(error).splitlines()[0] if str(error) else ""
     return text if is_usage(error) else f"{type(error).__name__}: {text}"
 
@@ -117,10 +118,10 @@ def is_usage(error: BaseException) -> bool:
 
 
 def run_environments(pipe_handle: int, marker_handle: int) -> None:
-    """Make environments and step them, until the pipe is closed.
+    """Run a process of environments: create them, then answer each message with a step, until the pipe is closed.
 
-    ``pipe_handle``: inherited descriptor of a pipe, whose first message says which environments to make;
-    ``marker_handle``: handle of the memory that tells the parent which environment is being stepped.
+    ``pipe_handle``: inherited descriptor of a pipe, whose first message says which environments to create.
+    ``marker_handle``: handle of shared memory in which the process notes which environment it is stepping.
     """
     end_with_parent()
     pipe, marker = FramePipe(pipe_handle), mmap.mmap(marker_handle, 8)

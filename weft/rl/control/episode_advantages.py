@@ -8,7 +8,7 @@ import numpy as np
 
 
 class EpisodeAdvantages(NamedTuple):
-    """Advantages of the actions and returns for the critic to learn, ``[steps, environments]`` each."""
+    """Advantages of the actions, and returns for the critic to learn, each ``[steps, environments]``."""
 
     advantages: np.ndarray
     returns: np.ndarray
@@ -23,18 +23,18 @@ def episode_advantages(
     gamma: float,
     trace: float,
 ) -> EpisodeAdvantages:
-    """Return the advantages of collected steps.
+    """Estimate the advantages of collected steps by generalised advantage estimation (Schulman et al. 2016).
 
-    All arrays are ``[steps, environments]`` and have the collected steps only. If a rank was cut off, these are fewer
-    than planned, and the last of them is followed by ``next_values`` like any other.
+    All arrays are ``[steps, environments]`` and hold only steps that were taken. If a rank was stopped early, they are
+    fewer than planned, and the last step counts with its ``next_values`` like any other.
 
     Args:
         ``rewards``: rewards of the steps.
         ``values``: the critic's value of the observation before each step.
-        ``next_values``: its value of the observation after each step; of a truncated episode the last one of that
-            episode, not the first of the next.
-        ``terminated``: whether an episode terminated at the step, so that nothing of ``next_values`` counts.
-        ``ended``: whether the step was the last of its episode here, terminated, truncated or dropped.
+        ``next_values``: the critic's value of the observation after each step. For a truncated episode, this is the
+            last observation of that episode, not the first of the next.
+        ``terminated``: whether an episode terminated at the step, so that ``next_values`` counts as 0.
+        ``ended``: whether the step was the last of its episode: terminated, truncated or dropped.
         ``gamma``, ``trace``: discount, and lambda of the estimate.
     """
     advantages = np.zeros_like(values)

@@ -12,8 +12,8 @@ import torch
 class MethodStep(NamedTuple):
     """Result of one step of a control run, the same on all ranks.
 
-    ``transitions``: steps of environments that all ranks have taken; ``updates``: updates of the policy; ``values``:
-    what is recorded, by name; ``lines``: lines to print.
+    ``transitions``: number of steps that the environments of all ranks have taken. ``updates``: number of updates of
+    the policy. ``values``: metrics to record, by name. ``lines``: lines to print.
     """
 
     transitions: int
@@ -23,7 +23,7 @@ class MethodStep(NamedTuple):
 
 
 class ControlMethod(Protocol):
-    """Interface of learning methods, such as PPO, to the run.
+    """Interface that a run uses of a learning method, such as PPO.
 
     ``tensors``: tensors to checkpoint, by name; ``parameters``: number of parameters; ``facts``: settings in which a
     resumed run must agree.
@@ -34,13 +34,16 @@ class ControlMethod(Protocol):
     facts: dict[str, Any]
 
     def resume(self, begun: int, updates: int) -> None:
-        """Prepare to go on after ``begun`` steps with ``updates`` updates, whose tensors have been loaded."""
+        """Prepare to go on from a checkpoint. The caller has loaded :attr:`tensors` before.
+
+        ``begun``: number of steps that the run has taken; ``updates``: number of updates in them.
+        """
 
     def take_step(self, number: int) -> MethodStep:
-        """Take the run's step ``number``, from 0. Collective."""
+        """Take the run's step ``number``, from 0: act in environments and learn. Collective."""
 
     def best(self, observations: np.ndarray) -> np.ndarray:
-        """Return the best actions for ``observations``, ``[environments, observed]``."""
+        """Return the policy's actions without exploration for ``observations``, ``[environments, observed]``."""
 
     def close(self) -> None:
         """End all processes of the method."""

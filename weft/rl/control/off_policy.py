@@ -50,11 +50,11 @@ AT_ONCE = 64
 
 
 class WorkerProcess:
-    """Learner's handle of a worker process. ``number``: number of the worker's environment.
+    """Learner's handle of a process that acts in one environment. ``number``: number of the environment.
 
     Attributes:
-        ``pipe``: end of the pipe to it.
-        ``heard``: time of its last transition, by the monotonic clock.
+        ``pipe``: the learner's end of the pipe to the process.
+        ``heard``: time of its last transition in seconds of the monotonic clock.
         ``failures``: how often it was lost since its last transition.
         ``lives``: how often it was restarted.
     """
@@ -66,12 +66,16 @@ class WorkerProcess:
 
     @property
     def name(self) -> str:
-        """Number of the environment and of the process."""
+        """The worker in words for error lines: numbers of its environment and of its process."""
         pid = self._process.pid if self._process else 0
         return f"environment {self.number} (process {pid})"
 
     def start(self, about: Mapping[str, Any], weights_handle: int) -> None:
-        """Start the process. ``about``: settings of the environment."""
+        """Start the process.
+
+        ``about``: settings of the environment. ``weights_handle``: handle of the shared memory with the policy's
+        weights.
+        """
         self.lives += 1
         self.pipe, theirs = pipe_ends()
         handles = theirs.fileno(), weights_handle
@@ -93,7 +97,7 @@ class WorkerProcess:
         self.heard = time.monotonic()
 
     def take(self) -> ArrayFrame | str:
-        """Return the message that has arrived, or why the worker is lost."""
+        """Read the message that has arrived from the worker. If the worker is lost, return the reason as a text."""
         assert self._process is not None
         try:
             frame = self.pipe.receive()
@@ -114,9 +118,10 @@ class WorkerProcess:
 
 
 class OffPolicy:
-    """Deep Q-learning or soft actor-critic with asynchronous workers, as a run calls it step by step.
+    """Deep Q-learning or soft actor-critic, with worker processes that act while the learner learns.
 
-    ``recipe``: recipe with the section ``[control]``; ``mesh``: mesh of its single rank.
+    It is a :class:`weft.rl.control.method_step.ControlMethod`. ``recipe``: recipe with the section ``[control]``;
+    ``mesh``: mesh of its single rank.
 
     Attributes:
         ``tensors``: tensors to checkpoint, by name, including the replay buffer.
@@ -185,7 +190,7 @@ class OffPolicy:
         worker.heard = time.monotonic()
 
     def resume(self, begun: int, updates: int) -> None:
-        """Start the workers, after ``begun`` steps of the run with ``updates`` updates."""
+        """Start the workers of a run that has taken ``begun`` steps with ``updates`` updates."""
         self._begun, self.updates = begun, updates
         if updates:
             self._publish()
@@ -205,7 +210,7 @@ class OffPolicy:
         self._version = self._published.publish(explore, self._flat())
 
     def take_step(self, number: int) -> MethodStep:
-        """Take the run's step ``number``, from 0: learn until ``control.every`` more transitions have come."""
+        """Take the run's step ``number``, from 0: learn until ``control.every`` more transitions have arrived."""
         settings = self._settings
         aim = min((number + 1) * settings.every, settings.transitions)
         before, updates = self._replay.added, self.updates

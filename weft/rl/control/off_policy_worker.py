@@ -31,9 +31,9 @@ EXPLORE = 4
 
 
 class ActingWorker:
-    """A worker: acts in one environment with the newest weights, and returns transitions.
+    """Acts in one environment with the newest weights, and returns transitions.
 
-    ``runner``: the environment; ``sizes``: widths of the policy's network; ``seeds``: seeds of the worker's random
+    ``runner``: the environment. ``sizes``: widths of the policy's network. ``seeds``: seeds of the worker's random
     numbers.
     """
 
@@ -45,7 +45,9 @@ class ActingWorker:
         runner.begin(episode_seed(*seeds))
 
     def step(self, newest: WeightsVersion) -> dict[str, np.ndarray]:
-        """Act once with the weights ``newest`` (at random without any), and return the transition as arrays by name."""
+        """Act once with the weights ``newest``, or at random if there are none yet; return the transition's arrays by
+        name.
+        """
         before = self._runner.observation
         form = self._runner.form
         if newest.version:
@@ -67,10 +69,10 @@ class ActingWorker:
 
 
 def run_worker(pipe_handle: int, weights_handle: int) -> None:
-    """Act and send transitions until the pipe is closed.
+    """Run a worker process: act in its environment and send transitions, until the pipe is closed.
 
-    ``pipe_handle``: inherited descriptor of a pipe, whose first message says what to make; ``weights_handle``: handle
-    of the memory of :class:`PublishedWeights`.
+    ``pipe_handle``: inherited descriptor of a pipe, whose first message says which environment to create.
+    ``weights_handle``: handle of the memory of :class:`PublishedWeights`.
     """
     end_with_parent()
     pipe = FramePipe(pipe_handle)

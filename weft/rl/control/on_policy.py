@@ -38,7 +38,10 @@ def environment_words(settings: Control) -> dict[str, Any]:
 
 
 def process_count(settings: Control, own: int) -> int:
-    """Return the number of processes for a rank's ``own`` environments."""
+    """Return the number of processes for a rank's ``own`` environments.
+
+    It is ``control.processes`` or, if that is 0, one for each core that the rank can use.
+    """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return min(own, settings.processes or max(1, cores // ranks))
@@ -57,10 +60,10 @@ def summing_over(mesh: Mesh) -> SumOverRanks:
 def cut_off(
     store: dist.Store, key: str, horizon: int, enough: int
 ) -> Callable[[int], bool]:
-    """Return a function that says, given the number of steps taken, whether this rank shall stop collecting.
+    """Return a function of the number of steps taken, which says whether this rank has to stop collecting.
 
-    A rank stops as soon as ``enough`` ranks have taken all ``horizon`` steps. ``store``: store of all ranks; ``key``:
-    key of the count of finished ranks in it.
+    A rank stops as soon as ``enough`` ranks have taken all ``horizon`` steps. ``store``: key-value store of all ranks;
+    ``key``: key under which the number of these ranks is counted in it.
     """
 
     def stops(taken: int) -> bool:
@@ -73,7 +76,7 @@ def cut_off(
 
 
 class SeenObservations:
-    """Mean and deviation of all observations so far, over all ranks, by which a policy normalises them.
+    """Running mean and deviation of all observations so far over all ranks, by which a policy normalises its inputs.
 
     ``count``, ``mean``, ``squares`` (sums of squared deviations) are tensors that checkpoints keep.
     """
@@ -156,7 +159,7 @@ class OnPolicy:
         )
 
     def resume(self, begun: int, updates: int) -> None:
-        """Begin episodes with other seeds, because the run has taken ``begun`` steps before."""
+        """Begin new episodes after ``begun`` steps of the run, with other seeds than before."""
         if begun:
             self._pool.close()
             self._pool = self._open_pool(begun)

@@ -20,10 +20,10 @@ LEAST = 16
 
 
 class Evaluated(NamedTuple):
-    """Result of an evaluation: means and deviation over the episodes.
+    """Result of an evaluation over several episodes.
 
-    ``mean``, ``std``: mean and deviation of the returns to learn from; ``own``: mean of the environment's own returns;
-    ``steps``: mean length; ``episodes``: number of episodes.
+    ``mean``, ``std``: mean and standard deviation of the returns by the rewards that are learned from. ``own``: mean of
+    the returns by the environment's own rewards. ``steps``: mean length. ``episodes``: number of episodes.
     """
 
     mean: float
@@ -42,12 +42,16 @@ def evaluate_policy(
     seed: int,
     stops: Callable[[], bool] = lambda: False,
 ) -> Evaluated | None:
-    """Run ``settings.episodes`` episodes with the policy's best actions. Collective.
+    """Play ``settings.episodes`` episodes with the policy's best actions. Collective.
 
-    Every environment runs an equal share of the episodes, so that short episodes do not count more often. ``best``:
-    returns the best actions for observations ``[environments, observed]``; ``about``: argument of
-    :class:`EnvironmentPool`; ``processes``: number of processes of each rank; ``stops``: returns whether the run is to
-    end at once. Returns None in that case.
+    Every environment plays an equal share of the episodes, so that short episodes do not count more often. Returns None
+    if the run has to end at once.
+
+    Arguments:
+        ``best``: returns the best actions for observations ``[environments, observed]``.
+        ``about``: settings of the environments, as for :class:`EnvironmentPool`.
+        ``processes``: number of processes of each rank.
+        ``stops``: returns whether the run has to end at once.
     """
     count = min(settings.episodes, max(settings.environments, LEAST))
     first, last = part(count, mesh.layout.dp, mesh.rank("dp"))

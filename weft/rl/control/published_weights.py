@@ -17,7 +17,10 @@ HEAD = 16
 
 
 class WeightsVersion(NamedTuple):
-    """A version of the weights. ``version`` 0: there are none yet. ``explore``: share of random actions with them."""
+    """A version of the weights that a learner has published.
+
+    ``version``: number of the version; 0: none is published yet. ``explore``: share of random actions with them.
+    """
 
     version: int
     explore: float
@@ -27,7 +30,7 @@ class WeightsVersion(NamedTuple):
 class PublishedWeights:
     """Shared memory in which a learner publishes weights to its workers: ``count`` numbers of the type ``dtype``.
 
-    ``handle``: file descriptor of the memory; None creates it.
+    ``handle``: file descriptor of memory that exists already; None creates it.
     """
 
     def __init__(self, count: int, dtype: str, handle: int | None = None) -> None:
@@ -47,7 +50,10 @@ class PublishedWeights:
         return int.from_bytes(self._memory[:8], "little")
 
     def publish(self, explore: float, weights: np.ndarray) -> int:
-        """Make ``weights`` the newest, and return their version. Does not wait for readers."""
+        """Make ``weights`` the newest version, and return its number. Does not wait for readers.
+
+        ``explore``: share of random actions with these weights.
+        """
         # the place that readers of the newest version do not read
         other = self._read_version() + 1
         self._place(other)[:] = weights
@@ -65,7 +71,7 @@ class PublishedWeights:
         return known
 
     def close(self) -> None:
-        """Close the memory's descriptor; what is mapped goes with the process."""
+        """Close the memory's descriptor. The mapping itself stays until the process ends."""
         os.close(self.handle)
 
 

@@ -9,14 +9,14 @@ import numpy as np
 
 
 class ShapedStep(NamedTuple):
-    """Reward to learn from, and whether a penalty has ended the episode."""
+    """Reward of a step to learn from, and whether a penalty has ended the episode."""
 
     reward: float
     ended: bool
 
 
 def severity(value: float, free: float, limit: float) -> float:
-    """Return how far ``|value|`` is on the way from ``free`` to ``limit``, from 0 to 1."""
+    """Return where ``|value|`` lies between ``free`` (0, no penalty) and ``limit`` (1, full penalty)."""
     return float(np.clip((abs(value) - free) / (limit - free), 0.0, 1.0))
 
 
@@ -45,7 +45,10 @@ class SimpleReward:
             self._best = float(observation[self._progress])
 
     def after_step(self, observation: np.ndarray, own: float) -> ShapedStep:
-        """Return the reward of a step. ``observation``: after it; ``own``: the environment's own reward."""
+        """Return the reward of a step.
+
+        ``observation``: the observation after the step. ``own``: the environment's own reward.
+        """
         if self._kind == "own":
             return ShapedStep(own, False)
         reward = own

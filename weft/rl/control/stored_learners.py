@@ -24,7 +24,7 @@ T = torch.Tensor
 class StoredLearner(Protocol):
     """Interface of learners from a replay buffer, whose policy is one perceptron.
 
-    ``acting``: that perceptron; ``sizes``: its widths; ``tensors``: tensors to checkpoint, by name.
+    ``acting``: the policy's perceptron; ``sizes``: its widths; ``tensors``: tensors to checkpoint, by name.
     """
 
     acting: nn.Sequential
@@ -34,11 +34,11 @@ class StoredLearner(Protocol):
     def update(
         self, batch: Transitions, draw: np.random.Generator
     ) -> dict[str, float | T]:
-        """Learn from a minibatch. ``draw``: source of all noise. Returns metrics by name."""
+        """Learn from the minibatch ``batch``, and return metrics by name. ``draw``: random generator of all noise."""
 
 
 def move_average(target: nn.Module, model: nn.Module, share: float) -> None:
-    """Move the parameters of ``target`` towards those of ``model`` by ``share`` of the way."""
+    """Move the parameters of ``target`` the fraction ``share`` of the way towards those of ``model``, in place."""
     with torch.no_grad():
         torch._foreach_lerp_(list(target.parameters()), list(model.parameters()), share)
 
@@ -85,7 +85,10 @@ class DqnLearner:
     def update(
         self, batch: Transitions, draw: np.random.Generator
     ) -> dict[str, float | T]:
-        """Learn from a minibatch. See :meth:`StoredLearner.update`."""
+        """Learn from the minibatch ``batch`` by Q-learning, and return metrics by name.
+
+        See :meth:`StoredLearner.update`.
+        """
         settings = self._settings
         with torch.no_grad():
             ahead = self._target(batch.nexts).max(-1).values
@@ -104,8 +107,8 @@ class DqnLearner:
 class SacLearner:
     """Soft actor-critic with two critics and a learned temperature (Haarnoja et al. 2018, 1812.05905).
 
-    Actions are numbers from -1 to 1, which the environment's bounds scale. Arguments: see :class:`DqnLearner`. Raises
-    :class:`UsageError` if actions are choices, or have no bounds.
+    Actions are numbers from -1 to 1, which are scaled to the environment's bounds. Arguments: see :class:`DqnLearner`.
+    Raises :class:`UsageError` if actions are choices, or have no bounds.
     """
 
     def __init__(
@@ -166,7 +169,10 @@ class SacLearner:
     def update(
         self, batch: Transitions, draw: np.random.Generator
     ) -> dict[str, float | T]:
-        """Learn from a minibatch. See :meth:`StoredLearner.update`."""
+        """Learn from the minibatch ``batch``: critics, policy and temperature. Returns metrics by name.
+
+        See :meth:`StoredLearner.update`.
+        """
         settings = self._settings
         shape = (2, *batch.actions.shape)
         noise = torch.from_numpy(draw.standard_normal(shape)).to(batch.actions)

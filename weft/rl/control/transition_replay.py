@@ -13,7 +13,7 @@ T = torch.Tensor
 
 
 class Transitions(NamedTuple):
-    """Transitions as rows: observations, actions, rewards, whether they terminated, and the next observations."""
+    """Transitions: observations, actions, rewards, whether the episode terminated, and next observations."""
 
     observations: T
     actions: T
@@ -23,9 +23,9 @@ class Transitions(NamedTuple):
 
 
 class TransitionReplay:
-    """The newest ``capacity`` transitions of a run, from which rows are drawn with repeats.
+    """Replay buffer: the newest ``capacity`` transitions of a run, from which rows are drawn with replacement.
 
-    ``form``: form of the environment; ``dtype``: type of the numbers; ``device``: where they are kept.
+    ``form``: form of the environment; ``dtype``: type of the numbers; ``device``: device of the buffer.
 
     Attributes:
         ``tensors``: tensors to checkpoint, by name.
