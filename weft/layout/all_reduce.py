@@ -11,19 +11,22 @@ if TYPE_CHECKING:
 
 
 class AllReduce:
-    """Interface of the technique kind ``sum``: says which rank sends what to which others, so that all get the sum.
+    """Interface of the technique kind ``sum``: an all-reduce over the ranks of ``tp``, by messages on the host.
 
-    Its methods get ``links``, the connections between the ranks.
+    An implementation decides which rank sends what to which others. Its methods get ``links``, the connections
+    between the ranks.
     """
 
     def fits(self, links: RankLinks) -> bool:
-        """Return whether ``layout.sum = "auto"`` measures this all-reduce between these ranks. It does not where
-        another all-reduce sends the same.
+        """Return whether ``layout.sum = "auto"`` measures this all-reduce between the ranks of ``links``.
+
+        An implementation returns False where it would send the same messages as another all-reduce.
         """
         return True
 
     def add(self, x: torch.Tensor, links: RankLinks) -> torch.Tensor:
-        """Return the sum over all ranks of ``x``, a flat tensor in host memory that is not changed. All ranks get the
-        same bits.
+        """Return the sum over all ranks of ``x``, a flat tensor in host memory, which stays unchanged.
+
+        The result has the same bits on all ranks.
         """
         raise NotImplementedError

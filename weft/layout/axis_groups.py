@@ -14,7 +14,7 @@ from weft.net.groups import group_along
 
 
 class AxisGroups(NamedTuple):
-    """The position of this rank in a layout, and its process groups, as :class:`weft.layout.mesh.Mesh` has them."""
+    """The position of this rank in a layout, and its process groups; :class:`weft.layout.mesh.Mesh` is made of them."""
 
     place: Place
     device_mesh: DeviceMesh
@@ -23,10 +23,11 @@ class AxisGroups(NamedTuple):
 
 
 def axis_groups(layout: Layout, device: torch.device, table: np.ndarray) -> AxisGroups:
-    """Create the process groups of a mesh, or of several meshes of one layout, each over ranks of its own. Return those
-    of this rank. All ranks of the default process group must call it.
+    """Create the process groups of a mesh, or of several meshes of one layout with different ranks; return this
+    rank's.
 
-    ``table``: world ranks, ``[mesh, pp, dp, shard, cp, tp]``, ascending along every axis.
+    All ranks of the default process group must call it. ``layout``: the layout of each mesh; ``device``: what this
+    rank computes on; ``table``: world ranks, ``[mesh, pp, dp, shard, cp, tp]``, ascending along every axis.
     """
     rank = dist.get_rank()
     ranks = torch.from_numpy(table.copy())
@@ -75,6 +76,8 @@ def axis_groups(layout: Layout, device: torch.device, table: np.ndarray) -> Axis
 
 
 def numbers_within(group: dist.ProcessGroup, whole: dist.ProcessGroup) -> list[int]:
-    """Return the numbers in ``whole`` of the ranks of ``group``, in the order of ``group``."""
+    """Return the ranks of the members of ``group``, in its order, as they are numbered in the larger group
+    ``whole``.
+    """
     ranks = dist.get_process_group_ranks(group)
     return [dist.get_group_rank(whole, rank) for rank in ranks]

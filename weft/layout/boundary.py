@@ -160,11 +160,11 @@ def gradient_types(logical: Logical) -> dict[str, Kind]:
 
 
 def state_types(logical: Logical) -> dict[str, Kind]:
-    """Return, for each mesh axis, whether its ranks hold the same or different values of a parameter's state. The
-    reduced gradient has the same types.
+    """Return, for each mesh axis, whether its ranks hold the same or different values of a parameter's state.
 
-    The type is V (the ranks along the axis hold different values) for ``pp``, ``shard``, ``cp`` and the axes that cut
-    the parameter ``logical``. It is I (the same value with the same gradient) for all other axes.
+    The reduced gradient has the same types. The type is V (the ranks along the axis hold different values) for
+    ``pp``, ``shard``, ``cp`` and the axes that cut the parameter ``logical``. It is I (the same value with the same
+    gradient) for all other axes.
     """
     return _types(logical, I) | {"pp": V, "shard": V, "cp": V}
 

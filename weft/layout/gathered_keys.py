@@ -18,9 +18,10 @@ T = torch.Tensor
 
 
 def gather_keys(x: T, mesh: Mesh) -> T:
-    """Return ``x`` ``[batch, seq/cp, ...]`` of all ranks of ``cp``, one rank's tokens after the other's.
+    """Gather ``x`` ``[batch, seq/cp, ...]`` over the ranks of ``cp``: return ``[batch, seq, ...]``, in the order of
+    ranks.
 
-    Its gradients on the ranks are summands of the whole gradient.
+    In backward, the gradient of ``x`` is summed over the ranks.
     """
     if mesh.size("cp") == 1:
         return x
@@ -31,7 +32,7 @@ def gather_keys(x: T, mesh: Mesh) -> T:
 
 
 def gathered_positions(length: int, layout: Layout) -> list[int]:
-    """Return the position in its sequence of each token that :func:`gather_keys` returns.
+    """Return, for each token in the result of :func:`gather_keys`, its position in the sequence.
 
     ``length``: tokens of a sequence with padding.
     """

@@ -350,12 +350,18 @@ class Layout(Section):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether passes of two microbatches take turns while tokens travel to experts."""
+        """Whether forward and backward passes of two microbatches alternate, so that one computes while the other's
+        tokens travel.
+
+        The tokens travel to experts on other ranks and back (``layout.overlap``).
+        """
         return self.overlap in ("passes", "pairs")
 
     @property
     def weaves(self) -> bool:
-        """Whether the tokens of a pass compute in parts, while those of other parts travel."""
+        """Whether the tokens of one pass are cut in parts, of which one computes while another travels
+        (``layout.overlap``).
+        """
         return bool(self.overlap) and not self.takes_turns
 
     @property

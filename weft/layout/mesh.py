@@ -124,7 +124,9 @@ class Mesh:
         return cls(layout, device, *live, island, islands, island_store)
 
     def become(self, other: Mesh) -> None:
-        """Take over everything of ``other``, so that whoever holds this mesh has its groups and its place."""
+        """Replace all fields of this mesh by those of ``other``, so that objects that refer to this mesh use the new
+        groups.
+        """
         vars(self).update(vars(other))
 
     def size(self, *axes: str) -> int:
@@ -164,11 +166,11 @@ class Mesh:
         return self._group[axis]
 
     def sharing(self, logical: Logical) -> tuple[str, str]:
-        """Return the names of two groups of ranks: first those that hold the same part of a parameter's state, then
-        those that divide the state among them.
+        """Return the names of two groups of ranks: the ranks with the same part of a parameter's state, and the
+        ranks that share it.
 
-        They are ``expert_dp`` and ``expert_state`` if the parameter ``logical`` is cut by ``ep``, else ``dp`` and
-        ``state``.
+        The second group divides the state among its ranks. The groups are ``expert_dp`` and ``expert_state`` if the
+        parameter ``logical`` is cut by ``ep``, else ``dp`` and ``state``.
         """
         if logical.cut_by(FOLDED):
             return ("expert_dp", "expert_state")

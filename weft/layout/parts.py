@@ -19,8 +19,9 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a logical tensor that a rank holds, with its values: what checkpoints and proofs read and write. A
-    logical tensor is a whole tensor, as the model has it on one device.
+    """The part of a logical tensor that a rank holds, with its values; checkpoints and proofs read and write parts.
+
+    A logical tensor is a whole tensor, as the model has it on one device.
 
     Attributes:
         ``values``: the elements of the part.

@@ -132,7 +132,7 @@ class Pending:
 
 
 class Arrived:
-    """The result of a collective over one rank, which is there at once. It takes the place of a :class:`Pending`.
+    """Result of a collective over one rank, which is available at once. It takes the place of a :class:`Pending`.
 
     ``x``: the result.
     """

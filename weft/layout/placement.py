@@ -135,11 +135,11 @@ class Place:
         return tuple(box)
 
     def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
-        """Return the part of the parameter ``logical`` whose state this rank holds: a range of the rows that it
-        computes with.
+        """Return the part of the parameter ``logical`` whose state this rank holds: some of the rows with which it
+        computes.
 
-        ``stages``: the coordinates along ``pp`` of all ranks that compute with these rows; at each of them there is a
-        copy of the state. For most parameters there is one. There are two for an embedding that is also the output
+        ``stages``: the coordinates along ``pp`` of all ranks that compute with these rows; at each of them there is
+        a copy of the state. For most parameters there is one. There are two for an embedding that is also the output
         layer, as the first and the last stage compute with it.
         """
         layout = self.layout

@@ -46,10 +46,10 @@ _CHOSEN_BY: dict[tuple[int, ...], list[RankPower]] = {}
 
 @dataclass(frozen=True)
 class RankPower:
-    """What a rank's device can do.
+    """Speed and free memory of a rank's device.
 
-    ``host``: address of the machine. ``few``, ``many``: products per second with one token, and with many. ``free``:
-    bytes of free memory for this rank.
+    ``host``: address of the machine. ``few``, ``many``: matrix products per second with one token, and with many
+    tokens. ``free``: bytes of free memory for this rank.
     """
 
     host: str
@@ -121,7 +121,10 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def relative_speeds(powers: Sequence[RankPower]) -> list[float]:
-    """Return the speed of each rank's device as a share of the fastest, by both measurements alike."""
+    """Return the speed of each rank's device, relative to the fastest device (1).
+
+    The speed is the geometric mean of the products per second with one token and with many.
+    """
     speeds = [math.sqrt(power.few * power.many) for power in powers]
     return [speed / max(speeds) for speed in speeds]
 
@@ -129,11 +132,13 @@ def relative_speeds(powers: Sequence[RankPower]) -> list[float]:
 def shares_by(
     speeds: Sequence[float], rooms: Sequence[float], needed: float
 ) -> tuple[int, ...]:
-    """Return the shares with which ranks finish together, as far as the memory of each allows.
+    """Return each rank's share of the model as an integer, such that ranks finish together if their memory allows
+    it.
 
-    ``speeds``: speed of each rank; ``rooms``: bytes that each rank may hold; ``needed``: bytes of the whole model; 0:
-    memory does not matter. Equal shares for speeds within :data:`ALIKE`. Raises :class:`UsageError` if the ranks
-    together have too little memory.
+    The integers are relative to each other, as in ``layout.tp_shares``. They are equal if the speeds are within a
+    factor of :data:`ALIKE`. ``speeds``: speed of each rank; ``rooms``: bytes that each rank may hold; ``needed``:
+    bytes of the whole model; 0: memory does not matter. Raises :class:`UsageError` if the ranks together have too
+    little memory.
     """
     if needed > sum(rooms):
         have = ", ".join(f"{room / 1e9:.3g}" for room in rooms)
@@ -165,11 +170,12 @@ def shares_by(
 
 
 def with_measured_shares(layout: Layout, device: torch.device, needed: float) -> Layout:
-    """Return ``layout`` with shares of ``tp`` in place of ``"auto"``, by the memory and speed of the ranks' devices.
-    All ranks of the default process group must call this.
+    """Return ``layout`` with measured shares of ``tp`` in place of ``"auto"``. Collective over the default process
+    group.
 
-    ``needed``: bytes of the weights that the ranks of ``tp`` hold together; 0: memory does not matter. A simulated
-    group, whose ranks have no devices, gets equal shares.
+    The shares follow from the memory and speed of the ranks' devices. ``needed``: bytes of the weights that the
+    ranks of ``tp`` hold together; 0: memory does not matter. A simulated group, whose ranks have no devices, gets
+    equal shares.
     """
     if limit() is None:
         return layout.model_copy(update={"tp_shares": ()})
@@ -186,14 +192,15 @@ def with_measured_shares(layout: Layout, device: torch.device, needed: float) ->
 
 
 def by_place(layout: Layout) -> list[list[int]]:
-    """Return, for each place along ``tp``, the world ranks that have it."""
+    """Return, for each coordinate along ``tp``, the world ranks that have it."""
     table = np.moveaxis(rank_table(layout), -1, 0)
     return [place.flatten().tolist() for place in table]
 
 
 def measured_line(layout: Layout, device: torch.device, heads: int) -> str:
-    """Return :func:`power_line` about the ranks' devices, by the measurement that the shares of ``layout`` were chosen
-    by, or by a new one. All ranks must call this.
+    """Return :func:`power_line` for the measured speeds of the ranks' devices. Collective over all ranks.
+
+    The measurement is the one from which the shares of ``layout`` were chosen, if there is one, else a new one.
     """
     assert not isinstance(layout.tp_shares, str)
     powers = _CHOSEN_BY.pop(layout.tp_shares, None) or measure_ranks(device)
@@ -201,10 +208,11 @@ def measured_line(layout: Layout, device: torch.device, heads: int) -> str:
 
 
 def power_line(layout: Layout, powers: Sequence[RankPower], heads: int) -> str:
-    """Return a line on the cut of ``heads`` heads, and the ranks that are slower than others; "" if there is nothing to
-    say about an even cut over equal devices.
+    """Return a line for the user on how ``heads`` attention heads are divided among the ranks, and which ranks are
+    slow.
 
-    ``layout``: the layout with its shares.
+    The line is empty if the heads are divided evenly over equally fast devices. ``layout``: the layout with its
+    shares; ``powers``: speed and memory of each rank's device.
     """
     speeds, places = relative_speeds(powers), by_place(layout)
     shares = layout.tp_shares or (1,) * layout.tp

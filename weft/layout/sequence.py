@@ -5,12 +5,12 @@ from weft.registry import find
 
 
 def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
-    """Return a list with, for each rank of ``cp``, the indices of the chunks of a sequence that the rank owns, in the
-    order in which it holds them.
+    """Return, for each rank of ``cp``, the indices of the chunks of a sequence that the rank owns, in the order it
+    holds them.
 
     A sequence is cut into equal chunks. With most attention schemes a rank owns an early and a late chunk (zigzag):
-    later tokens see more keys, so that this gives all ranks equal work. With the other schemes a rank owns one chunk.
-    Ranks that exchange heads with each other, ``layout.ulysses`` of them, own consecutive chunks.
+    later tokens see more keys, so that this gives all ranks equal work. With the other schemes a rank owns one
+    chunk. Ranks that exchange heads with each other, ``layout.ulysses`` of them, own consecutive chunks.
     """
     inner = layout.head_ranks
     tables = layout.cp // inner

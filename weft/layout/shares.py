@@ -15,7 +15,7 @@ BLOCK, LEAST_BLOCKS = 64, 4
 
 
 def read_shares(value: object) -> object:
-    """Return ``value``, a setting ``layout.tp_shares``, with the text ``"2:1:1"`` read as numbers."""
+    """Return the value of the setting ``layout.tp_shares``, with a text such as ``"2:1:1"`` parsed to integers."""
     if isinstance(value, str) and value != "auto":
         return tuple(map(str.strip, value.split(":"))) if value else ()
     return value
@@ -64,8 +64,11 @@ def uneven_sizes(count: int, shares: Sequence[int] | str) -> list[int]:
 
 
 def cuts_groups(heads: int, kv_heads: int, shares: Sequence[int] | str) -> bool:
-    """Return whether the cut of ``heads`` by ``shares`` falls between groups that share a key/value head, just where
-    the cut of ``kv_heads`` falls. Then each rank holds the key/value heads that its query heads read, and no others.
+    """Return whether a division of attention heads by ``shares`` never divides the query heads of one key/value
+    head.
+
+    Each rank then holds exactly the key/value heads that its query heads read. ``heads``, ``kv_heads``: numbers of
+    query and of key/value heads.
     """
     group = heads // kv_heads
     own = uneven_sizes(heads, shares)

@@ -35,7 +35,10 @@ WATCHED, GROWN = 64, 2.0
 
 
 class MeasuredSum(NamedTuple):
-    """Seconds of each all-reduce, by its name, for a sum of ``tokens`` tokens, which are ``size`` bytes."""
+    """Measured seconds of each all-reduce, by its name, for one size of the sum.
+
+    ``tokens``: number of tokens that are summed; ``size``: their bytes.
+    """
 
     tokens: int
     size: int
@@ -47,9 +50,10 @@ class MeasuredSum(NamedTuple):
 
 
 class TokenSums:
-    """Adds up what the ranks of ``group`` (those of ``tp``) hold, while they generate. All of them must make one.
+    """Sums activations over the ranks of ``group`` (those of ``tp``) during generation, by the fastest all-reduce.
 
-    ``word``: ``layout.sum``, the name of an all-reduce, or ``auto`` for the fastest of those measured.
+    Create it on all ranks of the group at the same time. ``word``: value of ``layout.sum``: the name of an
+    all-reduce, or ``auto`` for the fastest of those measured.
 
     Attributes:
         ``links``: connections between the ranks.
@@ -81,7 +85,11 @@ class TokenSums:
 
     @property
     def slowed(self) -> bool:
-        """Whether sums of few tokens have come to take :data:`GROWN` times as long as after the last measurement."""
+        """Whether the recent sums of few tokens take more than :data:`GROWN` times as long as those after the last
+        measurement.
+
+        The caller then measures again.
+        """
         if len(self._recent) < WATCHED:
             return False
         usual = statistics.median(self._recent)
@@ -89,8 +97,10 @@ class TokenSums:
         return usual > GROWN * self._usual
 
     def chosen(self, size: int) -> str:
-        """Return the name of the all-reduce that sums of ``size`` bytes take: the fastest at the nearest size that was
-        measured.
+        """Return the name of the all-reduce for sums of ``size`` bytes: the fastest one at the nearest measured
+        size.
+
+        Without measurements it is that of ``layout.sum``, or ``direct``.
         """
         if not self.measured:
             return self.word if self.word in self.ways else "direct"
@@ -119,11 +129,10 @@ class TokenSums:
         return torch.cat([own, *rest.values()], -1).to(part.device)
 
     def measure(self, tokens: Sequence[int], embed: int, dtype: torch.dtype) -> None:
-        """Measure every all-reduce, and take the fastest from now on. All ranks must call it with the same arguments,
-        and choose alike.
+        """Measure every all-reduce for several sizes of the sum, and use the fastest from now on. Collective.
 
-        ``tokens``: numbers of tokens, ascending, of the sums that are measured; ``embed``: numbers of a token, of type
-        ``dtype``.
+        All ranks must pass the same arguments, and choose alike. ``tokens``: the numbers of tokens to measure,
+        ascending; ``embed``: elements per token, of type ``dtype``.
         """
         measured = []
         for count in tokens:
@@ -148,7 +157,7 @@ class TokenSums:
         return min(times[1:] or times)
 
     def line(self) -> str:
-        """Return a line on what was chosen and why; "" if nothing was measured."""
+        """Return a line for the user that names the chosen all-reduces and their times; "" if nothing was measured."""
         parts = []
         for each in self.measured:
             order = sorted(each.seconds.items(), key=lambda item: item[1])

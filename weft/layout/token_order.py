@@ -21,12 +21,12 @@ T = torch.Tensor
 
 
 class TokenMoves(NamedTuple):
-    """The exchange that brings a rank's tokens from one order to another.
+    """An all-to-all exchange that changes which tokens of a row each rank holds, and in which order.
 
     Attributes:
-        ``leave``: the rank's tokens in the order in which they are sent, ``[tokens]``.
-        ``sent``, ``received``: number of tokens that go to and come from each rank.
-        ``arrive``: for each token of the new order, its place among those that arrive, ``[tokens]``.
+        ``leave``: indices of the rank's tokens in the order in which they are sent, ``[tokens]``.
+        ``sent``, ``received``: number of tokens that go to, and come from, each rank.
+        ``arrive``: for each token that the rank then holds, its index among the tokens that arrive, ``[tokens]``.
     """
 
     leave: T
@@ -37,10 +37,11 @@ class TokenMoves(NamedTuple):
 
 @lru_cache
 def moves(sizes: tuple[int, ...], ranks: int, rank: int, back: bool) -> TokenMoves:
-    """Return the moves from shares of whole rows to shares of parts.
+    """Return the exchange after which each rank holds an equal share of every part of a row, instead of one run of
+    the row.
 
-    ``sizes``: tokens of each part, multiples of ``ranks``; ``rank``: this rank among ``ranks``; ``back``: whether to
-    move from shares of parts to shares of whole rows instead.
+    ``sizes``: tokens of each part, multiples of ``ranks``; ``rank``: this rank among ``ranks``; ``back``: return the
+    opposite exchange.
     """
     whole = np.arange(sum(sizes)).reshape(ranks, -1)
     ends = np.cumsum([0, *sizes])
@@ -86,10 +87,11 @@ class _Reorder(torch.autograd.Function):
 
 
 def to_parts(x: T, sizes: Sequence[int], mesh: Mesh) -> T:
-    """Return this rank's shares of parts of rows, one behind the other: ``[batch, seq/tp, ...]``.
+    """Exchange tokens so that this rank holds its share of each part of the rows: ``[batch, seq/tp, ...]``.
+    Collective.
 
-    ``x``: this rank's share of whole rows, of the same shape; ``sizes``: tokens of each part, multiples of the size of
-    ``tp``.
+    The shares of the parts follow one another. ``x``: this rank's share of whole rows, of the same shape; ``sizes``:
+    tokens of each part, multiples of the size of ``tp``.
     """
     if mesh.size("tp") == 1 or len(sizes) == 1:
         return x
@@ -98,7 +100,11 @@ def to_parts(x: T, sizes: Sequence[int], mesh: Mesh) -> T:
 
 
 def to_rows(x: T, sizes: Sequence[int], mesh: Mesh) -> T:
-    """Return this rank's share of whole rows from the result of :func:`to_parts`; the other arguments are the same."""
+    """Exchange tokens back from the order of :func:`to_parts`: return this rank's share of whole rows, shaped like
+    ``x``.
+
+    ``sizes``: tokens of each part, as passed to :func:`to_parts`. Collective.
+    """
     if mesh.size("tp") == 1 or len(sizes) == 1:
         return x
     moved: T = _Reorder.apply(x, mesh.group("tp"), tuple(sizes), True)

@@ -28,14 +28,17 @@ class RunningProcess(Protocol):
 
 
 class Child(NamedTuple):
-    """A child process. ``pipe``: this process's end of the pipe to it, which ends when the child does."""
+    """A child process that was started, with the pipe to it.
+
+    ``pipe``: this process's end of the pipe; reading from it fails once the child has ended. ``process``: the child.
+    """
 
     pipe: PipeEnd
     process: RunningProcess
 
 
 def open_child(start: Callable[[PipeEnd], RunningProcess]) -> Child:
-    """Open a pipe and call ``start``, which starts a process with the other end; return this end and the process."""
+    """Open a pipe, start a child process by calling ``start`` with the child's end, and return the child."""
     pipe, theirs = Pipe()
     try:
         return Child(pipe, start(theirs))
@@ -49,10 +52,11 @@ def open_child(start: Callable[[PipeEnd], RunningProcess]) -> Child:
 def call_in_child(
     module: str, function: str, pipe: PipeEnd, *handles: int, stdout: IO[str] | None = None
 ) -> "subprocess.Popen[bytes]":  # fmt: skip
-    """Start an interpreter that calls ``function`` of ``module`` with inherited file descriptors: that of ``pipe`` and
-    ``handles``. ``stdout``: where what it prints goes; None: to this process's output.
+    """Start a Python interpreter that imports ``module`` and calls ``function`` with inherited file descriptors.
 
-    The child is in a session of its own: a terminal's Ctrl-C is for this process, which then waits for the child.
+    The descriptors are that of ``pipe``, and ``handles``. ``stdout``: file for what the child prints; None: this
+    process's output. The child is in a session of its own: a terminal's Ctrl-C reaches this process only, which then
+    waits for the child.
     """
     inherited = pipe.fileno(), *handles
     call = f"import sys; from {module} import {function}; {function}(*map(int, sys.argv[1:]))"
@@ -71,7 +75,7 @@ def parent_pipe(handle: int) -> PipeEnd:
 
 
 def ready_pipes(pipes: Iterable[PipeEnd]) -> list[PipeEnd]:
-    """Wait until a message is there, or a child has ended; return the ends of the pipes of which that is true."""
+    """Wait until any of ``pipes`` has a message, or its child has ended; return all pipes for which that is true."""
     ends = list(pipes)
     ready = {id(end) for end in wait(ends)}
     return [end for end in ends if id(end) in ready]

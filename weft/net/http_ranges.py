@@ -21,9 +21,9 @@ TRY_AGAIN = {408, 409, 425, 429, *range(500, 600)}
 
 
 class HttpProblem(Exception):
-    """An answer or a connection that brings no file.
+    """Error of a request over HTTP that brought no file: the server refused it, or the connection failed.
 
-    ``again``: whether the same request may well succeed later. ``status``: the server's answer, 0 without one.
+    ``again``: whether the same request may succeed later. ``status``: the server's status code, 0 without an answer.
     """
 
     def __init__(self, reason: str, again: bool, status: int = 0) -> None:
@@ -32,22 +32,27 @@ class HttpProblem(Exception):
 
 
 class HttpFile(NamedTuple):
-    """What a server says of a file: its ``size`` in bytes, -1 if unknown, and a ``mark`` that changes with it."""
+    """Facts about a file on a server.
+
+    ``size``: its size in bytes, -1 if unknown. ``mark``: a text that changes when the file does, such as its ETag;
+    "" if unknown.
+    """
 
     size: int
     mark: str
 
 
 def shown_address(address: str) -> str:
-    """Return an address without what may be secret: a user's name and password, and the query."""
+    """Return an address without parts that may be secret: the user's name and password, and the query."""
     parts = urlsplit(address)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def http_file(address: str, headers: Mapping[str, str] | None = None) -> HttpFile:
-    """Ask a server about a file. Raises :class:`HttpProblem`.
+    """Ask a server for the size and mark of a file, by a HEAD request.
 
-    Addresses that are signed for one method alone refuse HEAD; they are asked for their first byte.
+    If the server refuses HEAD, as for addresses that are signed for GET alone, the first byte is requested instead.
+    ``headers``: further headers of the request. Raises :class:`HttpProblem`.
     """
     try:
         with closing(_opened(address, "HEAD", headers)) as answer:
@@ -104,7 +109,7 @@ def http_bytes(
 
 
 def http_json(address: str, headers: Mapping[str, str] | None = None) -> bytes:
-    """Return the body of an answer. Raises :class:`HttpProblem`."""
+    """Return the body of the answer to a GET request, as bytes. Raises :class:`HttpProblem`."""
     return b"".join(http_bytes(address, 0, "", headers))
 
 

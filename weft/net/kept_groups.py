@@ -24,7 +24,10 @@ c10d = dist.distributed_c10d
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What a process group is known by in all views: ``name``, and the ``members`` by their numbers, in rank order."""
+    """Identity of a process group that stays the same from view to view.
+
+    ``name``: name of the group; ``members``: its members by their numbers in the run, in rank order.
+    """
 
     name: str
     members: tuple[int, ...]
@@ -35,12 +38,12 @@ class GroupKey:
 
 @dataclass
 class KeptGroup:
-    """A process group of this rank.
+    """A process group of this rank, with what is needed to use it again in a later view.
 
     Attributes:
         ``group``: the group itself.
         ``connections``: its connections, by inode.
-        ``entries``: what PyTorch's tables have of the group while it is out of them, by the table's name.
+        ``entries``: entries of the group in PyTorch's tables, by the table's name, while the group is out of use.
     """
 
     group: dist.ProcessGroup
@@ -49,7 +52,9 @@ class KeptGroup:
 
 
 class KeptGroups:
-    """The process groups that this rank has made, apart from the default group of a view.
+    """Keeps the process groups of this rank, so that a later view with the same members can use them again.
+
+    The default group of a view is not kept.
 
     Attributes:
         ``members``: numbers of the members of the present view, in the order of their ranks.
@@ -70,9 +75,10 @@ class KeptGroups:
         self._usable: set[GroupKey] = set()
 
     def group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        """Return the group of the world ranks ``ranks``, which include this rank. It is made if none was kept.
+        """Return the process group of the world ranks ``ranks``, which include this rank: a kept one, or else a new
+        one.
 
-        Exactly these ranks call this function. ``name``: what distinguishes the group from others of these ranks.
+        Exactly these ranks must call this function. ``name``: tells the group from others of the same ranks.
         """
         key = GroupKey(name, tuple(self.members[rank] for rank in sorted(ranks)))
         if key in self._usable:
@@ -95,7 +101,7 @@ class KeptGroups:
         }
 
     def set_aside(self, lost: Collection[int], broken: bool) -> None:
-        """Destroy the default group, and the groups that have lost a member. All other groups are set aside.
+        """Destroy the default group and the groups that have lost a member; take all other groups out of use.
 
         ``lost``: numbers of the lost members. ``broken``: whether the connections of all groups were shut, so that
         none can be kept.
@@ -128,10 +134,11 @@ class KeptGroups:
     def enter(
         self, epoch: int, members: Sequence[int], facts: Mapping[int, dict[str, int]]
     ) -> None:
-        """Enter a view, whose default group exists. Groups of its members that agree can be used again.
+        """Make kept groups usable in a new view, whose default group exists already.
 
-        ``epoch``: number of the view. ``members``: numbers of its members, by rank. ``facts``: what each of them has
-        said (:meth:`facts`).
+        A kept group is used if all its members are in the view, and have begun equally many collectives in it;
+        otherwise it is destroyed. ``epoch``: number of the view. ``members``: numbers of its members, by rank.
+        ``facts``: what each member has said (:meth:`facts`), by its number.
         """
         self._epoch, self.members = epoch, members
         rank_of = {number: rank for rank, number in enumerate(members)}

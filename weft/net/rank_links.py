@@ -39,17 +39,17 @@ class _Outgoing(NamedTuple):
 
 
 class RankLinks:
-    """Connections of this rank to all other ranks of ``group``. All ranks of the group must make them at the same time.
+    """Connections of this rank to all other ranks of ``group``, for messages of CPU tensors.
 
-    Ranks are numbered as in the group.
+    Create the object on all ranks of the group at the same time. Ranks are numbered as in the group.
 
     Attributes:
         ``rank``, ``ranks``: number of this rank, and how many there are.
         ``hosts``: for each host, its ranks in order; the host of rank 0 first.
         ``bytes_sent``: bytes of tensors that this rank has sent.
-        ``messages``: tensors that this rank has sent.
+        ``messages``: number of tensors that this rank has sent.
 
-    Raises :class:`weft.net.lost.PeerLost` if a rank does not come.
+    Raises :class:`weft.net.lost.PeerLost` if a rank does not connect in time.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

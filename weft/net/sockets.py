@@ -67,8 +67,10 @@ def end_connection(connection: socket.socket) -> None:
 
 
 def await_host(host: str, seconds: float) -> None:
-    """Wait until the name ``host`` is known, for at most so many ``seconds``. Names of a cluster's services may come
-    after the processes that ask for them. Raises OSError if it is not known then.
+    """Wait until the host name ``host`` can be resolved, for at most ``seconds``.
+
+    Names of a cluster's services may appear only after the processes that look them up have started. Raises OSError
+    if the name cannot be resolved in time.
     """
     deadline = time.monotonic() + seconds
     while True:

@@ -343,9 +343,10 @@ REWARDS: Case = {"rl.group": 2, "rl.batch": 35, "data.seq_len": 48}
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The result of a case: its ``kind`` is "equal", "refused", "wrong", "crashed" or "hung".
+    """The result of a random case.
 
-    ``why``: the rule that refuses the case, the figures that differ, or the error.
+    ``kind``: "equal", "refused", "wrong", "crashed" or "hung". ``why``: the rule that refuses the case, the figures
+    that differ, or the error.
     """
 
     kind: str
@@ -488,7 +489,9 @@ def write_corpus() -> None:
 
 
 def write_pictures() -> None:
-    """Write nine grey images, and videos, of two classes, the same in every campaign, to :data:`FOLDER`."""
+    """Write nine grey images of two classes, and videos of two classes, to :data:`FOLDER`; they are the same every
+    time.
+    """
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -550,8 +553,10 @@ class Fuzzer:
         return CaseResult("equal" if equal else "wrong", json.dumps(ranks[0]))
 
     def beside_fixed(self, case: Case) -> Case:
-        """Drop the settings of ``case`` that cannot be with :attr:`fixed`: those without which another rule refuses, or
-        none.
+        """Return ``case`` without the settings that cannot be combined with the settings :attr:`fixed`.
+
+        Settings are dropped one by one, until no rule refuses the case or until dropping any one leaves the same
+        refusal.
         """
         refusal = self._refusal(case)
         while refusal:

@@ -132,7 +132,10 @@ class AskedRecipe(AskedStep):
 
     @property
     def builder(self) -> Any:
-        """The builder of the pipeline schedule; None without a pipeline, or for an unknown ``layout.schedule``."""
+        """Builder of the pipeline schedule (:class:`weft.schedule.builder.ScheduleBuilder`).
+
+        None without a pipeline, or for an unknown ``layout.schedule``.
+        """
         name = self.layout.schedule
         if not (self.staged or self.layout.pp > 1) or name not in names("schedule"):
             return None

@@ -71,7 +71,7 @@ def check_control(control: Any) -> None:
 
 
 def check_beside_control(recipe: Any) -> None:
-    """Raise :class:`ValueError` for the first setting of ``recipe`` that means nothing in a run with ``[control]``."""
+    """Raise :class:`ValueError` for the first setting of ``recipe`` that has no effect in a run with ``[control]``."""
     control = recipe.control
     for name in sorted(recipe.model_fields_set):
         if (

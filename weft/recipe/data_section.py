@@ -116,7 +116,7 @@ class Source(Section):
 
     @property
     def shown(self) -> str:
-        """Path or kind of the source without what may be secret: a password or the query of a web address."""
+        """Path or kind of the source, without parts that may be secret: a password, or the query of a web address."""
         return re.sub(r"^(https?://)(?:[^/?]*@)?([^?]*).*", r"\1\2", self.path or self.kind)  # fmt: skip
 
     @property
@@ -305,7 +305,9 @@ class Data(HostSection):
 
     @property
     def measures(self) -> str:
-        """What ``mix`` measures to move its weights: "steps", "held-out" rows, or "" for nothing."""
+        """What the mixture measures to change its weights: the losses of "steps", those of "held-out" rows, or ""
+        for none.
+        """
         mixture = next(self.named(), None)
         return getattr(mixture and mixture.implementation, "measures", "")
 

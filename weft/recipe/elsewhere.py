@@ -32,7 +32,7 @@ class Equivalent:
 
     @property
     def words(self) -> Iterator[str]:
-        """All names that other programs have for this setting."""
+        """Yield all names that other programs have for this setting."""
         for field in fields(self):
             names = getattr(self, field.name)
             if not isinstance(names, str):
@@ -47,7 +47,7 @@ def equivalents() -> tuple[Equivalent, ...]:
 
 
 def here_called(word: str) -> Equivalent | None:
-    """Return the entry for another program's setting ``word``; None if the setting is unknown.
+    """Return the table's entry for ``word``, the name of a setting in another program; None if it has no entry.
 
     ``word``: the setting's name with or without its section.
     """

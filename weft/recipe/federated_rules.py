@@ -19,9 +19,10 @@ OF_SIMULATION = (
 
 
 def check_beside_federated(recipe: Any) -> None:
-    """Raise :class:`ValueError` for the first setting of ``recipe`` that does not go with ``[federated]``.
+    """Raise :class:`ValueError` for the first setting of ``recipe`` that cannot be combined with ``[federated]``.
 
-    With ``federated.listen`` or ``federated.join`` clients are real, and train as any run does.
+    With ``federated.listen`` or ``federated.join`` clients are real processes that train as any run does, and only
+    conflicts with federated training are refused.
     """
     federated = recipe.federated
     if federated.aggregator == "process" and federated.fan_in < 3:

@@ -12,7 +12,9 @@ from weft.recipe.host_section import HostSection
 
 
 class FederatedTravel(HostSection):
-    """Settings of a real server and its clients."""
+    """Settings of federated training between real processes: the addresses of server and clients, and their
+    messages.
+    """
 
     join: str = Field(
         "",
@@ -89,7 +91,7 @@ class FederatedTravel(HostSection):
 
     @property
     def asks(self) -> dict[str, str]:
-        """The techniques of a step that these settings ask for, by setting."""
+        """Names of the techniques of a training step that these settings use, by setting."""
         asked = {}
         if getattr(self, "listen", ""):
             asked["listen"] = "federated-server"
@@ -101,7 +103,9 @@ class FederatedTravel(HostSection):
 
     @property
     def client_step_is_plain(self) -> bool:
-        """Whether the policy leaves the gradients of clients as they are."""
+        """Whether clients train with unchanged gradients, because the federation policy has no term of its own for
+        them.
+        """
         from weft.registry import find
 
         implementation = find(

@@ -113,7 +113,7 @@ class Memory(Section):
 
     @property
     def by_table(self) -> bool:
-        """Whether a table says when a rank brings and frees weights, also without a pipeline."""
+        """Whether weights are gathered and freed by the actions of a schedule's table, with or without a pipeline."""
         parts = self.tiles > 1 or self.embedding == "rows"
         return self.weights == "file" or parts
 

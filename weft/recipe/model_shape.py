@@ -461,18 +461,20 @@ class ModelShape(Section):
     )
 
     def named(self) -> Iterator[Registered]:
-        """Yield what declares the model, if it is one of Weft's own that ``kind`` names."""
+        """Yield the registered architecture of the model, if ``kind`` names one that Weft brings along."""
         if self.kind in names("architecture"):
             yield find("architecture", self.kind)
 
     @property
     def architecture(self) -> Any:
-        """What describes a model of Weft's own that ``kind`` names, such as "diffusion"; None for others."""
+        """The registered architecture of a model that ``kind`` names, such as "diffusion"; None for decoders and
+        plugins' models.
+        """
         return next((each.implementation for each in self.named()), None)
 
     @property
     def is_plugin(self) -> bool:
-        """Whether the model is a plugin's, of which only its parameters are known."""
+        """Whether a plugin brings the model, so that Weft knows only its parameters."""
         return bool(self.kind) and self.architecture is None
 
     def experts_of(self, layer: int) -> int:
@@ -511,7 +513,11 @@ class ModelShape(Section):
         return "softmax" if every and (layer + 1) % every == 0 else self.mixer
 
     def is_ladder(self, layer: int) -> bool:
-        """Return whether the parts of a layer read the residual stream without the part before (``residual``)."""
+        """Return whether each part of a layer reads the residual stream without the output of the part just before
+        it.
+
+        Its sum over ``tp`` can then travel while that part computes (``model.residual``).
+        """
         return self.residual == "ladder" and layer >= self.ladder_from
 
     def window_of(self, layer: int) -> int:

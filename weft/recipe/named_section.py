@@ -10,9 +10,10 @@ from weft.section import Section
 
 
 class SectionElsewhere:
-    """Marker of a field of type ``Any`` that holds a section whose class is not imported yet.
+    """Marker of a field that holds a recipe section whose class is imported only when a recipe has the section.
 
-    ``module``: name of the file in ``weft/recipe/``, without its ending; ``name``: name of the class in this file.
+    The field has the type ``Any``. ``module``: name of the file in ``weft/recipe/``, without its ending; ``name``:
+    name of the class in this file.
     """
 
     def __init__(self, module: str, name: str) -> None:

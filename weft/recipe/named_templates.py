@@ -47,8 +47,10 @@ def with_named_templates(files: Mapping[str, bytes], folder: Path) -> dict[str, 
 
 
 def listed(templates: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return a list of chat templates, one dictionary with name and text each, as ``tokenizer_config.json`` has it.
-    ``templates``: the texts by name.
+    """Return chat templates in the form of ``tokenizer_config.json``: a list of dictionaries with ``name`` and
+    ``template``.
+
+    ``templates``: the texts of the templates by name.
     """
     return [{"name": name, "template": text} for name, text in templates.items()]
 

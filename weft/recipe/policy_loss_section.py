@@ -11,7 +11,7 @@ from weft.section import Section
 
 
 class SamplerCorrection(Section):
-    """How tokens count whose probability differs between the sampler and the trainer.
+    """Settings that correct for tokens whose probability differs between the sampler and the trainer.
 
     The weight of a token is its probability under the trainer, before the update, divided by that under the sampler.
     """

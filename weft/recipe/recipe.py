@@ -246,7 +246,9 @@ class Recipe(Section):
         return self
 
     def need_model(self) -> None:
-        """Raise :class:`UsageError` if the recipe has ``[control]`` or ``[saddle]``, which train no language model."""
+        """Raise :class:`UsageError` if the recipe trains no language model, because it has ``[control]`` or
+        ``[saddle]``.
+        """
         if self.trains_no_language_model:
             section = "saddle" if self.control is None else "control"
             raise UsageError(
@@ -255,7 +257,9 @@ class Recipe(Section):
 
     @property
     def trains_no_language_model(self) -> bool:
-        """Whether the run has steps of its own: ``[control]`` or ``[saddle]``."""
+        """Whether the run takes other steps than those of a language model, because it has ``[control]`` or
+        ``[saddle]``.
+        """
         return self.control is not None or self.saddle is not None
 
     @property
@@ -271,9 +275,9 @@ class Recipe(Section):
 
     @property
     def islands_come_and_go(self) -> bool:
-        """Whether the run goes on when islands are lost. Not so without rounds.
+        """Whether the run goes on when islands are lost, and lets them come back.
 
-        Islands that average gradients in every step cannot go on either.
+        It does not if the sync method has no rounds, or if islands average gradients in every step.
         """
         return (
             self.resilience.survive

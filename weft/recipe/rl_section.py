@@ -26,8 +26,10 @@ class SupervisedStart(Section):
 
 
 class Reinforcement(HostSection):
-    """Section on reinforcement learning: the model writes answers to the questions of ``[[tasks]]``, which reward them,
-    and a policy loss makes the better ones more likely (docs/how-to/reinforcement-learning.md).
+    """Section on reinforcement learning (docs/how-to/reinforcement-learning.md).
+
+    The model writes answers to the questions of ``[[tasks]]``, which give the answers a reward. A policy loss makes
+    the better ones more likely.
     """
 
     hosts: ClassVar = {"method": "policy-loss"}

@@ -13,7 +13,7 @@ OF_LAYOUT = ("dp",)
 
 
 def check_beside_saddle(recipe: Any) -> None:
-    """Raise :class:`ValueError` for the first setting of ``recipe`` that means nothing in a run with ``[saddle]``."""
+    """Raise :class:`ValueError` for the first setting of ``recipe`` that has no effect in a run with ``[saddle]``."""
     for name in sorted(recipe.model_fields_set - {*BESIDE_SADDLE}):
         if getattr(recipe, name) != type(recipe).model_fields[name].default:
             raise ValueError(

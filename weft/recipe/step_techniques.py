@@ -21,8 +21,9 @@ from weft.registry import Registered, find
 
 
 class AskedStep(AskedLayout, AskedMemory):
-    """Settings of a recipe from which :func:`asked_techniques` finds the techniques that change a training step. The
-    attributes are the recipe's sections of the same names.
+    """Settings of a recipe from which :func:`asked_techniques` finds the techniques that change a training step.
+
+    The attributes are the recipe's sections of the same names.
     """
 
     optimizer: Optimizer

@@ -11,7 +11,10 @@ NOT_BESIDE_STREAM = ("adapter", "data", "tasks", "rl", "roles", "generate", "con
 
 
 def check_beside_stream(recipe: Any) -> None:
-    """Raise :class:`ValueError` for the first setting that does not go with ``[stream]``, or with a model of arrays."""
+    """Raise :class:`ValueError` for the first setting of ``recipe`` that cannot be combined with ``[stream]``.
+
+    The same is checked for models of arrays, which learn from streams only.
+    """
     stream = recipe.stream
     if stream is None:
         raise ValueError(

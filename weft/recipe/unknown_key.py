@@ -39,8 +39,7 @@ def unknown_key(path: list[str], value: Any, model: type[BaseModel]) -> str:
 
 
 def settings_called(name: str, model: type[BaseModel] | None = None) -> list[str]:
-    """Return a list of all settings (``section.key``) of ``model`` whose key is ``name``. None: those of
-    :class:`Recipe`.
+    """Return all settings (``section.key``) of ``model`` whose key is ``name``; None stands for :class:`Recipe`.
 
     If other sections have a key of this name, settings of :data:`SPECIAL` sections are left out.
     """

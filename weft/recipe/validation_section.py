@@ -57,8 +57,9 @@ class Validation(Section):
 
 
 class Task(HostSection):
-    """A task of the model: a file of questions that the model is asked during training (docs/how-to/evaluation.md),
-    or, with ``reward``, questions whose answers get a reward (docs/how-to/rewards.md).
+    """A task of the model: a file of questions that the model is asked during training (docs/how-to/evaluation.md).
+
+    With ``reward``, the answers get a reward for reinforcement learning (docs/how-to/rewards.md).
     """
 
     hosts: ClassVar = {"reward": "task"}

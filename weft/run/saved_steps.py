@@ -14,8 +14,9 @@ TAIL = 1 << 16
 
 
 def what_is_saved(folder: Path) -> str:
-    """Return a line of text that names the newest checkpoint of the run in ``folder``, and the steps that are not
-    saved.
+    """Return a line for the user that names the run's newest checkpoint, and the later steps that are not saved.
+
+    ``folder``: the run's folder.
     """
     newest: Storage | None = None
     with suppress(WeftError):

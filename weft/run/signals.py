@@ -276,9 +276,7 @@ def noted_signals(
 
 
 def leave_signals_to_others() -> None:
-    """Let signals that ask this process to end have no effect from now on, as another process ends it: of several
-    ranks, the first.
-    """
+    """Ignore signals that ask this process to end, from now on, because the first of several ranks ends all of them."""
     if threading.current_thread() is threading.main_thread():
         for number in stop_signals():
             signal.signal(number, requests.note)

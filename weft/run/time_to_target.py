@@ -29,10 +29,10 @@ PROFILE = [1 + 0.05 * i for i in range(61)]
 
 @dataclass(frozen=True)
 class Entrant:
-    """What competes for the shortest time to the target.
+    """An entrant of a comparison: recipe settings whose time to a target loss is measured.
 
-    ``name``: its name in tables; ``settings``: settings of the recipe, as ``--set`` takes them; ``candidates``: further
-    settings, one tuple for each candidate, of which a study counts the best.
+    ``name``: its name in tables; ``settings``: settings of the recipe, as ``--set`` takes them; ``candidates``:
+    further settings, one tuple for each candidate. The best candidate of a study counts.
     """
 
     name: str
@@ -41,9 +41,10 @@ class Entrant:
 
 
 class TargetRun(NamedTuple):
-    """One run of a comparison: an entrant with one of its candidates, on a workload, with a seed.
+    """One run of a comparison: an entrant with one of its candidates, on one workload, with one seed.
 
-    ``folder``: folder of the run.
+    A study is the runs with one seed: every entrant with every candidate on every workload. ``folder``: folder of
+    the run.
     """
 
     workload: str
@@ -58,10 +59,10 @@ class TargetRun(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """When a run reached the target.
+    """Steps and seconds after which a run reached the target loss.
 
-    ``steps``: steps until the first validation with the target loss; ``seconds``: the sum of their times. Both are
-    infinite if the run never reached the target.
+    ``steps``: steps until the first validation with the target loss; ``seconds``: these steps times the mean time of
+    a step. Both are infinite if the run never reached the target.
     """
 
     steps: float = math.inf
@@ -103,10 +104,10 @@ class Standing:
 
 
 def read_entrants(path: Path) -> list[Entrant]:
-    """Read the entrants that a TOML file declares: a table for each, with ``set`` and ``tune``.
+    """Read the entrants that a TOML file declares: a table for each, with the keys ``set`` and ``tune``.
 
     ``set`` lists settings as ``section.key=value``. ``tune`` maps settings to lists of values, all of whose
-    combinations are candidates. Raises :class:`UsageError` for anything else.
+    combinations are candidates. Raises :class:`UsageError` if the file has another form.
     """
     entrants = []
     for name, given in read_toml(path).items():
@@ -156,9 +157,11 @@ def target_runs(
     seeds: Sequence[int],
     folder: Path,
 ) -> list[TargetRun]:
-    """Return all runs of a comparison. Studies come one after the other, so that entrants share what slows a machine.
+    """Return all runs of a comparison, study by study, so that a slow phase of the machine affects all entrants
+    alike.
 
-    ``workloads``: names of the workloads; ``folder``: the folder in which every run has one of its own.
+    ``workloads``: names of the workloads; ``seeds``: the seed of each study; ``folder``: the folder in which every
+    run has a folder of its own.
     """
     return [
         TargetRun(
@@ -176,7 +179,10 @@ def target_runs(
 
 
 def reached_at(folder: Path, target: float) -> Reached:
-    """Return when the run in ``folder`` reached a validation loss of ``target``, by its records."""
+    """Return after how many steps and seconds the run in ``folder`` had a validation loss of at most ``target``.
+
+    It is read from the run's records; the seconds are infinite if these have no step times.
+    """
     if not (folder / METRICS).is_file():
         return Reached()
     records = read_metrics(folder)
@@ -200,9 +206,9 @@ def reached_at(folder: Path, target: float) -> Reached:
 def standings(
     attempts: Sequence[TargetRun], targets: Mapping[str, float]
 ) -> list[Standing]:
-    """Return the result of every entrant on every workload, workload by workload, the fastest first.
+    """Return the result of every entrant on every workload, workload by workload, fastest first.
 
-    ``targets``: target loss of each workload.
+    ``attempts``: the runs that were trained; ``targets``: target loss of each workload.
     """
     table = []
     for workload, target in targets.items():
@@ -234,7 +240,8 @@ def _studies(attempts: Sequence[TargetRun], target: float) -> Iterator[StudyResu
 def performance_profile(table: Sequence[Standing]) -> dict[str, list[float]]:
     """Return for each entrant the share of workloads that it finishes within each multiple of the best time.
 
-    The multiples are :data:`PROFILE`, of the best median time on the workload (Dolan and More 2002).
+    The multiples are :data:`PROFILE`; the best time is the lowest median time of any entrant on a workload (Dolan
+    and More 2002).
     """
     best: dict[str, float] = {}
     for row in table:
@@ -253,7 +260,7 @@ def performance_profile(table: Sequence[Standing]) -> dict[str, list[float]]:
 
 
 def record_of(row: Standing) -> dict[str, Any]:
-    """Return ``row`` as JSON can hold it, with None for what is infinite."""
+    """Return ``row`` as a dictionary for JSON, with None in place of infinite numbers."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):

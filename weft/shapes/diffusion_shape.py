@@ -23,7 +23,7 @@ OF_BLOCK, OF_HEAD = 6, 2
 
 
 class DiffusionSettings(Section):
-    """Settings of ``[model] kind = "diffusion"``: a transformer that makes images or videos of noise."""
+    """Settings of ``[model] kind = "diffusion"``: a transformer that generates images or videos from noise."""
 
     size: tuple[PositiveInt, ...] = Field(
         (),
@@ -142,7 +142,7 @@ class DiffusionSettings(Section):
 
     @property
     def patch_size(self) -> tuple[int, ...]:
-        """Sizes of a patch: height and width, after the frames if it is one of a video."""
+        """Sizes of a patch: height and width in pixels; for a video, the number of frames comes before them."""
         return (self.patch_frames,) * self.of_video + (self.patch, self.patch)
 
     @property
@@ -181,7 +181,7 @@ READ = {
 
 
 def check_settings(shape: ModelShape) -> None:
-    """Check the settings of a model of kind "diffusion", and that no other setting is of models of tokens.
+    """Check the settings of a model of kind "diffusion", and refuse settings that only models of tokens have.
 
     Raises :class:`ValueError` with a line that names the setting.
     """
@@ -210,7 +210,11 @@ def check_settings(shape: ModelShape) -> None:
 
 
 def completed_shape(shape: ModelShape, of_data: Mapping[str, Any]) -> ModelShape:
-    """Return ``shape`` with what its settings leave to the data: ``size``, ``channels`` and ``classes``."""
+    """Return ``shape`` with the settings that it leaves to the data: ``size``, ``channels`` and ``classes``.
+
+    ``of_data``: the values of these settings in the data. Settings that ``shape`` has stay. With text conditions
+    there are no classes.
+    """
     settings = settings_of(shape)
     values = {k: v for k, v in of_data.items() if not getattr(settings, k)}
     if settings.text:
@@ -273,7 +277,7 @@ class _DiffusionRows(ParameterRows):
 def diffusion_parameters(shape: ModelShape) -> list[Parameter]:
     """Return the rows of the parameter table of a diffusion transformer.
 
-    While the size of the data is not known, one pixel stands for it.
+    If the size of the images is not known yet, the table is for images of one pixel.
     """
     settings = settings_of(shape)
     if not (settings.size and settings.channels):
@@ -326,9 +330,10 @@ EACH_PATCH = ("embedding.patches", "head.output")
 
 
 def diffusion_numbers(shape: ModelShape) -> "Shape":
-    """Return the numbers of a diffusion transformer on which time and memory depend.
+    """Return the sizes of a diffusion transformer from which the planner computes time and memory.
 
-    They are those of a decoder of tokens with the same sizes, whose vocabulary are the values of a patch.
+    They are the sizes of a decoder of tokens with equal layers. The values of a patch take the place of its
+    vocabulary.
     """
     # with NumPy, which a command that only reads a recipe does without
     from weft.shapes.shape import shape_of

@@ -240,7 +240,12 @@ class ParameterRows:
         self.out_std = model.init_std / (2 * max(model.layers, 1)) ** 0.5
 
     def add(self, name: str, *dims: Dim, step: int | None = None, **about: Any) -> None:
-        """Add a row; a matrix multiplies each token, if ``about`` says nothing else, and a vector none."""
+        """Add a row for the parameter ``name`` with dimensions ``dims``.
+
+        With two dimensions or more it is a matrix, with whose elements each token is multiplied; otherwise a vector.
+        ``about`` may set these and other fields of :class:`Parameter`. ``step``: index in the order of the forward
+        pass; None: the next one.
+        """
         if len(dims) > 1:
             used = prod(dim.size for dim in dims)
             about = {"kind": "matrix", "products": used} | about
@@ -293,7 +298,11 @@ class ParameterRows:
         self.projected(path, {"wo": self.embed}, heads, adapter)
 
     def latent(self, layer: int, path: str) -> None:
-        """Latent attention: weights that make the latent vectors, their norms, and weights that make heads of them."""
+        """Add the rows of latent attention: weights that make the latent vectors, their norms, and weights that make
+        heads.
+
+        ``layer``: index of the layer; ``path``: prefix of the parameters' names.
+        """
         model = self.model
         plain = self.model.head_dim or 0
         adapter = self.model.adapter
@@ -319,11 +328,15 @@ class ParameterRows:
 
     @property
     def into_hidden(self) -> tuple[str, ...]:
-        """The weights that make hidden units."""
+        """Names of the weights that compute a feed-forward's hidden units from its input."""
         return ("gate", "up") if has_gate(self.model) else ("up",)
 
     def mixture(self, path: str, experts: int) -> None:
-        """Router, experts and shared experts; a token goes through some experts only."""
+        """Add the rows of a mixture of experts: router, experts and shared experts.
+
+        ``path``: prefix of the parameters' names; ``experts``: number of experts, of which each token is multiplied
+        with some only.
+        """
         model = self.model
         embed = self.embed
         first = next(self.steps)
@@ -351,7 +364,11 @@ class ParameterRows:
     def projected(
         self, path: str, weights: Mapping[str, Dim], into: Dim, adapter: Adapter | None
     ) -> None:
-        """Weights ``[out, in]`` with the same input, by their dimension ``out``, and their adapters."""
+        """Add rows for weights ``[out, in]`` with the same input, and for their adapters.
+
+        ``path``: prefix of the names; ``weights``: dimension ``out`` of each weight, by name; ``into``: their
+        dimension ``in``.
+        """
         first, second = next(self.steps), next(self.steps)
         for name, out in weights.items():
             weight = f"{path}.{name}"
@@ -374,7 +391,11 @@ class ParameterRows:
                 self.add(f"{beside}.magnitude", out, step=second, kind="adapter")
 
     def stored(self, path: str, out: Dim, into: Dim, step: int) -> None:
-        """Add the four-bit form of a weight ``[out, in]``, along the dimension that no axis cuts."""
+        """Add the rows of a weight ``[out, in]`` that is stored in four bits.
+
+        Its elements are packed along the dimension that no mesh axis cuts. ``step``: index in the order of the
+        forward pass.
+        """
         rows, along = (into, out) if is_turned(out) else (out, into)
         blocks = Dim("blocks", -(-along.size // BLOCK))
         common = Dim("scale_blocks", -(-rows.size * blocks.count // SCALES))
