@@ -14,13 +14,16 @@ class ClusterLimits(Section):
 
     patience: PositiveFloat = Field(
         60.0,
-        description="Seconds that an answer waits for another engine when it has lost its own.",
+        description="Seconds for which an answer waits for another engine after it has lost its own.",
     )
     headroom: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="Share of an engine's cache that is kept free while it has urgent answers (priority below 0).",
+        description=(
+            "Share of an engine's cache that is kept free while the engine has urgent answers (priority below "
+            "0)."
+        ),
     )
     balance: bool = Field(
         True,
@@ -51,13 +54,16 @@ class ClusterRoles(Section):
     ttft: PositiveFloat | None = Field(
         None,
         description=(
-            "Seconds to the first token that the service is to keep. With tpot, the roles of all engines are chosen "
-            "anew as the load drifts."
+            "Limit of the time to first token, in seconds, that the service is to keep. With 'tpot', the "
+            "server changes the engines' roles as the load changes."
         ),
     )
     tpot: PositiveFloat | None = Field(
         None,
-        description="Seconds per further token that the service is to keep, as a mean of an answer; with ttft.",
+        description=(
+            "Limit of the mean time per further token of an answer, in seconds, that the service is to keep. "
+            "It needs 'ttft'."
+        ),
     )
 
     @model_validator(mode="after")
@@ -81,9 +87,9 @@ class ClusterSettings(Section):
     policy: str = Field(
         "load",
         description=(
-            "Which engine a request goes to. load: the one with most free memory per request; cached-prefix: the one "
-            "that has most of its prompt; session: always the same for a user or conversation; balanced: a fast "
-            "one with little to do."
+            "How the server chooses the engine of a request. 'load': the engine with most free memory per "
+            "request; 'cached-prefix': the one that holds the longest part of the prompt in its cache; "
+            "'session': always the same for a user or conversation; 'balanced': a fast one with little to do."
         ),
     )
     roles: ClusterRoles = Field(

@@ -20,7 +20,7 @@ class DataStep(HostSection):
     hosts: ClassVar = {"operator": "operator"}
 
     operator: str = Field(
-        description="Name of the operator, such as 'minhash'. Plugins bring others."
+        description="Name of the operator, such as 'minhash'. Plugins can register others."
     )
     on_error: Literal["stop", "skip"] = Field(
         "stop",
@@ -44,7 +44,10 @@ class PipelineOutput(Section):
     )
     tokenizer: str = Field(
         "",
-        description="Tokenizer whose token ids are written, too. Left out: texts only.",
+        description=(
+            "Tokenizer with which the documents are also written as token ids. Left out: only texts are "
+            "written."
+        ),
     )
 
 
@@ -56,21 +59,27 @@ class DataPipeline(Section):
         (), description="Python modules that register operators and sources."
     )
     seed: int = Field(
-        0,
-        description="Seed of all that is drawn at random: of every step that has a setting 'seed' and does not set it.",
+        0, description="Default of the setting 'seed' of every step that has one."
     )
     shards: int = Field(
         0,
         ge=0,
-        description="Number of shards; 0: by the size of the sources, 1 to 64 MB each.",
+        description=(
+            "Number of shards (parts of the data that are processed on their own); 0: by the size of the "
+            "sources, 1 to 64 MB each."
+        ),
     )
     sources: Sequence[Source] = Field(
-        min_length=1, description="What is read, as [[data.sources]] of a recipe."
+        min_length=1,
+        description="Data sources to read, written as [[data.sources]] of a recipe are.",
     )
     steps: Sequence[Annotated[SerializeAsAny[DataStep], with_techniques(DataStep)]] = (
         Field((), description="Operators, applied in this order.")
     )
-    output: PipelineOutput = Field(PipelineOutput(), description="What is written.")
+    output: PipelineOutput = Field(
+        PipelineOutput(),
+        description="Format and tokenizer of the documents that are written.",
+    )
 
     def seeded_steps(self) -> list[DataStep]:
         """Return the steps. Those with a setting ``seed`` that the user has not set have the pipeline's."""

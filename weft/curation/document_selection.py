@@ -19,10 +19,13 @@ class SelectionSettings(Section):
     """Settings of how many documents a selector keeps."""
 
     share: float | None = Field(
-        None, ge=0, le=1, description="Share of the documents that is kept."
+        None,
+        ge=0,
+        le=1,
+        description="Share of the documents that is kept, from 0 to 1.",
     )
     number: int | None = Field(
-        None, ge=0, description="Number of documents that are kept, in place of share."
+        None, ge=0, description="Number of documents that are kept, instead of 'share'."
     )
 
     @model_validator(mode="after")

@@ -23,7 +23,10 @@ class SurvivorSettings(Section):
         description="Document of a group that is kept: the longest, the first by id, or the one with the highest "
         "value of the column 'score'. Equals are decided by id.",
     )
-    score: str = Field("", description="Column by which the best document is kept.")
+    score: str = Field(
+        "",
+        description="Column whose highest value decides, with keep = 'best', which document is kept.",
+    )
 
     @model_validator(mode="after")
     def _score_is_named(self) -> SurvivorSettings:

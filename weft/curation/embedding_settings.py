@@ -12,10 +12,15 @@ class EmbeddingSettings(Section):
 
     pooling: Literal["mean", "last"] = Field(
         "mean",
-        description="Embedding: mean of the final hidden states, or the last token's.",
+        description=(
+            "How a text's embedding is made of the final hidden states: their 'mean', or that of the 'last' "
+            "token."
+        ),
     )
     most_tokens: int = Field(
-        512, ge=1, description="Tokens of a text that the model reads, from its start."
+        512,
+        ge=1,
+        description="Largest number of tokens that the model reads of a text, from its start.",
     )
     weights: Literal["float", "bfloat16", "int8", "int4"] = Field(
         "float",

@@ -21,15 +21,25 @@ _MIXERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 class NgramSettings(Section):
     """Settings for turning a text into a vector of hashed n-grams."""
 
-    words: int = Field(2, ge=0, le=5, description="Words of the longest n-gram.")
+    words: int = Field(
+        2, ge=0, le=5, description="Number of words of the longest n-gram of words."
+    )
     characters: int = Field(
-        4, ge=0, le=8, description="Bytes of the longest n-gram of characters."
+        4,
+        ge=0,
+        le=8,
+        description="Number of bytes of the longest n-gram of characters.",
     )
     bits: int = Field(
-        18, ge=8, le=26, description="Number of features, as a power of two."
+        18,
+        ge=8,
+        le=26,
+        description="Number of bits of an n-gram's hash: there are 2^bits features.",
     )
     most_characters: int = Field(
-        20_000, ge=1, description="Characters of a document that are read."
+        20_000,
+        ge=1,
+        description="Largest number of characters that are read of a document, from its start.",
     )
 
     @model_validator(mode="after")

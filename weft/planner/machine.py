@@ -114,13 +114,22 @@ def find_device(text: str, memory: float | None = None) -> Device:
 class Group(Section):
     """Devices of one kind with network cards of one kind, which are a part of a mixed cluster."""
 
-    device: str = Field(description="the devices' kind, e.g. A100-80GB")
-    count: PositiveInt = Field(description="number of devices")
+    device: str = Field(description="Name of the devices' preset, such as A100-80GB.")
+    count: PositiveInt = Field(description="Number of devices in the group.")
     network: PositiveFloat | None = Field(
-        None, description="GB/s per device and direction inside the group"
+        None,
+        description=(
+            "Bandwidth of the network inside the group, in GB/s per device and direction. Left out: that of "
+            "the preset."
+        ),
     )
-    memory: PositiveFloat | None = Field(None, description="memory of a device in GB")
-    name: str = Field("", description="what the group is called in tables")
+    memory: PositiveFloat | None = Field(
+        None, description="Memory of a device in GB. Left out: that of the preset."
+    )
+    name: str = Field(
+        "",
+        description="Name of the group in tables. Left out: the name of its devices.",
+    )
 
     @property
     def title(self) -> str:
@@ -180,7 +189,9 @@ class Cluster(Section):
     disk_bytes: float | None = Field(None, ge=0)
     site: PositiveInt | None = None
     between: PositiveFloat | None = None
-    between_latency: PositiveFloat = Field(5000.0, description="microseconds, one way")
+    between_latency: PositiveFloat = Field(
+        5000.0, description="Microseconds that a message between sites takes, one way."
+    )
     groups: tuple[Group, ...] = ()
     across: PositiveFloat | None = None
     leaf: PositiveInt | None = Field(None, le=64)
@@ -188,7 +199,7 @@ class Cluster(Section):
     routing: Literal["multipath", "split", "single"] = "multipath"
     links: tuple[tuple[float, ...], ...] = ()
     calibration: dict[str, Any] = Field(
-        {}, description="measured curves, from weft probe"
+        {}, description="Curves that weft probe has measured."
     )
 
     @model_validator(mode="after")

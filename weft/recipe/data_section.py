@@ -53,7 +53,7 @@ class Source(Section):
     )
     name: str = Field(
         "",
-        description="Name of the source in mixtures and reports. Left out: its path.",
+        description="Name of the source in mixtures and reports. Left out: its path or, without one, its kind.",
     )
     field: str = Field(
         "text",
@@ -97,7 +97,7 @@ class Source(Section):
     where: dict[str, str | bool | int | float] = Field(
         {},
         description=(
-            "Values of columns: only records that have all of them are read, such as { part = 'real' }. For kinds "
+            "Read only the records whose columns have these values, such as { part = 'real' }. For kinds "
             "'jsonl' and 'parquet'."
         ),
     )
@@ -244,9 +244,10 @@ class Data(HostSection):
     mix: str = Field(
         "static",
         description=(
-            "How several sources are mixed (docs/how-to/mixtures.md). 'static': by their weights; 'temperature': by "
-            "their sizes, small ones more often; 'schedule': by weights that change over the run; 'online': by the "
-            "losses that are measured meanwhile; 'doremi': weights are learned against a reference model."
+            "How several sources are mixed (docs/how-to/mixtures.md). 'static': by their weights; "
+            "'temperature': by their sizes, small ones more often than their size says; 'schedule': by "
+            "weights that change over the run; 'online': by losses that are measured during training; "
+            "'doremi': by weights that are learned during training from losses relative to a reference model."
         ),
     )
     mix_by: Literal["sampling", "weighting"] = Field(

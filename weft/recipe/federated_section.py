@@ -58,7 +58,11 @@ class Federated(FederatedTravel):
         description="Number of clients that take part in a round, drawn at random; 0: all.",
     )
     rate: PositiveFloat = Field(
-        1.0, description="Factor on the weighted mean of the clients' differences."
+        1.0,
+        description=(
+            "Learning rate of the server: the model changes by this number times the weighted mean of the "
+            "clients' updates (their parameters after local steps minus those before)."
+        ),
     )
     weights: Literal["samples", "equal"] = Field(
         "samples",
@@ -69,7 +73,8 @@ class Federated(FederatedTravel):
     staleness: NonNegativeFloat = Field(
         0.5,
         description=(
-            "Exponent by which stale updates lose weight in asynchronous policies: (1 + staleness)^-exponent."
+            "Exponent a by which late updates lose weight in asynchronous policies: an update that began s "
+            "model changes ago is multiplied by (1 + s)^-a. 0: late updates count in full."
         ),
     )
     aggregate: str = Field(
@@ -94,8 +99,8 @@ class Federated(FederatedTravel):
     aggregator: Literal["here", "process"] = Field(
         "here",
         description=(
-            "Process of the aggregators: the server's, or a separate one that reads updates in shared "
-            "memory, which needs fan_in = 3 or more."
+            "Where the aggregators of 'fan_in' run: in the server's process ('here'), or in a separate one "
+            "that reads updates from shared memory ('process'), which needs fan_in = 3 or more."
         ),
     )
     fresh: Literal["none", "inversion"] = Field(
@@ -107,7 +112,8 @@ class Federated(FederatedTravel):
         ),
     )
     fresh_after: PositiveInt = Field(
-        5, description="Staleness from which on an update is replaced by 'fresh'."
+        5,
+        description="Number of model changes since an update began from which on 'fresh' replaces it.",
     )
     patience: PositiveFloat = Field(
         600.0,

@@ -72,8 +72,9 @@ class Memory(Section):
     experts: Literal["all", "chosen"] = Field(
         "all",
         description=(
-            "Which experts of a mixture a pass brings from files: all, or those that its tokens choose. Probable"
-            " ones are read before the router is asked."
+            "Which experts of a mixture each pass reads from files: 'all', or only those that the router "
+            "chooses for its tokens ('chosen'). Experts that will probably be chosen are read before the "
+            "router has run."
         ),
     )
     speculate: Literal["none", "even", "all"] = Field(
@@ -98,16 +99,17 @@ class Memory(Section):
         1,
         ge=1,
         description=(
-            "Into how many tiles the weight of each projection is cut. Tiles that rest on the host or in a file"
-            " are brought, used and freed one by one, in forward, backward and update. 1: weights are whole."
+            "Number of tiles (ranges of rows) into which the weight of each projection is cut. Tiles that "
+            "rest on the host or in a file are read, used and freed one by one, so that no whole weight is in "
+            "the device's memory. 1: weights are whole."
         ),
     )
 
     embedding: Literal["whole", "rows"] = Field(
         "whole",
         description=(
-            "Whether all of the table of embeddings is brought from the host or a file, or the rows of a batch's tokens"
-            " alone, which are then also the only rows that are updated and written."
+            "Which rows of the embedding table a pass reads from the host or a file: the 'whole' table, or "
+            "only the 'rows' of the batch's tokens. With 'rows', only these are updated and written back."
         ),
     )
 

@@ -113,9 +113,10 @@ class ModelShape(Section):
     kind: str = Field(
         "",
         description=(
-            "'diffusion': a transformer that makes images or videos of noise (docs/how-to/images.md); or the name of "
-            "a model that a plugin registered (docs/reference/extension-kinds.md), with which only 'settings' and "
-            "'vocab' can be set here. Empty: a transformer that writes tokens."
+            "'diffusion': a transformer that makes images or videos from noise (docs/how-to/images.md). "
+            "'mlp': a network that maps arrays to arrays, for [stream]. Any other value: a model that a "
+            "plugin registered (docs/reference/extension-kinds.md), with which only 'settings' and 'vocab' "
+            "can be set here. Empty: a transformer that writes tokens."
         ),
     )
     settings: dict[str, Any] = Field(
@@ -178,9 +179,9 @@ class ModelShape(Section):
         0,
         ge=0,
         description=(
-            "Hidden width of a second, small feed-forward network in each layer (Duo-LLM). In training "
-            "each token randomly uses the big network, the small one or none in each layer; otherwise it "
-            "uses the big ones. 0: no second network."
+            "Hidden width of a second, small feed-forward network in each layer (Duo-LLM). In training each "
+            "token randomly uses the big network, the small one or none in each layer; outside of training "
+            "every token uses the big ones. 0: no second network."
         ),
     )
     dropout: float = Field(

@@ -84,7 +84,10 @@ class Recipe(Section):
     )
     phases: tuple[Use, ...] = Field(
         (),
-        description="Plugins that do a part of every training step in their own way.",
+        description=(
+            "Plugins that replace a phase of every training step, such as the update "
+            "(docs/reference/extension-kinds.md): a name, or a table { name = ..., settings = {...} }."
+        ),
     )
     model: ModelShape = Field(
         ModelShape(),
@@ -163,7 +166,10 @@ class Recipe(Section):
     )
     federated: Federated | None = Field(
         None,
-        description="Clients that own their data train the model; a server, or a virtual clock, brings them together.",
+        description=(
+            "Federated training: clients train the model on data of their own, and a server combines their "
+            "updates. Clients are other processes, or simulated on a virtual clock."
+        ),
     )
     saddle: Saddle | None = Field(
         None,

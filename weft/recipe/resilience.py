@@ -45,10 +45,10 @@ class Resilience(HostSection):
     actions: Literal["say", "rebalance", "leave-out", "ladder"] = Field(
         "say",
         description=(
-            "What happens to a slow rank: its name is shown ('say'), it gets less work "
-            "('rebalance'), or the others go on without it ('leave-out'). 'ladder': it gets less work, "
-            "and is left out if that does not help; a slow link is kept out of rings of ranks by "
-            "another order of these, as with 'rebalance'."
+            "What happens to a slow rank. 'say': it is only reported; 'rebalance': it gets less work; "
+            "'leave-out': the others go on without it; 'ladder': it gets less work, and is left out if that "
+            "does not help. With 'rebalance' and 'ladder', ranks in a ring are also reordered so that no two "
+            "neighbours use a slow link."
         ),
     )
     aggregate: str = Field(

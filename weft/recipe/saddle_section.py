@@ -39,9 +39,12 @@ class Saddle(HostSection):
     devices: PositiveInt = Field(
         4, description="Number of parts of the objective, over all ranks together."
     )
-    rounds: PositiveInt = Field(1_000, description="Updates of the parameters.")
+    rounds: PositiveInt = Field(
+        1_000, description="Number of updates of the parameters in the run."
+    )
     lr: PositiveFloat = Field(
-        0.1, description="Step size, of both halves of an update."
+        0.1,
+        description="Step size of an update. Methods with two half-steps per update use it for both.",
     )
     compress: str = Field(
         NONE,
@@ -53,7 +56,10 @@ class Saddle(HostSection):
     )
     evaluate: NonNegativeInt = Field(
         0,
-        description="Rounds between two measurements of the result; 0: only at the end.",
+        description=(
+            "Rounds between two measurements of how good the result is (the measure depends on 'problem'); 0: "
+            "only at the end."
+        ),
     )
 
     @model_validator(mode="after")

@@ -61,8 +61,8 @@ class Train(Section):
     freeze: tuple[str, ...] = Field(
         (),
         description=(
-            "Parameters that are not trained, as patterns of their names such as "
-            "'embedding.*'. Empty: it freezes none."
+            "Parameters that are not trained, as patterns of their names such as 'embedding.*'. Empty: no "
+            "parameter is frozen by this setting."
         ),
     )
     loss_chunk: PositiveInt = Field(

@@ -38,28 +38,34 @@ class DiffusionSettings(Section):
     )
     classes: NonNegativeInt = Field(
         0,
-        description="Number of classes that an image can be asked to be of. 0: as many as the data have.",
+        description="Number of classes of images, one of which the user can ask for. 0: as many as the data have.",
     )
     patch: PositiveInt = Field(
         2, description="Height and width of a patch in pixels. A patch is a token."
     )
-    patch_frames: PositiveInt = Field(1, description="Frames of a patch of a video.")
+    patch_frames: PositiveInt = Field(
+        1, description="Number of frames in a patch of a video."
+    )
     text: NonNegativeInt = Field(
         0,
         description=(
-            "Width of the text states that blocks read by cross-attention. 0: blocks read no text."
+            "Width of the text vectors that the blocks read by cross-attention. 0: the model reads no text."
         ),
     )
     words: NonNegativeInt = Field(
         16,
         description=(
-            "Words of a caption that are read, if 'text' is set. 0: text states come from an encoder of others."
+            "Number of words of a caption that the model reads, by a table that is trained with it, if 'text' "
+            "is set. 0: the text vectors come from another program's text encoder."
         ),
     )
     word_rows: int = Field(
         4096,
         ge=2,
-        description="Rows of the table of words and their pieces, which share them by a hash.",
+        description=(
+            "Rows of the trained table of words; a hash of a word and of its pieces selects its rows, so that "
+            "words may share rows."
+        ),
     )
     positions: Literal["sines", "rotary"] = Field(
         "sines",
@@ -71,28 +77,31 @@ class DiffusionSettings(Section):
     form: Literal["dit", "pixart"] = Field(
         "dit",
         description=(
-            "What conditions a block. 'dit': a product of its own with time and class; 'pixart': one product with the "
-            "time for all blocks and a table for each, and text states that go through two products first (PixArt)."
+            "How time, class and text enter a block. 'dit': each block projects time and class by a weight of "
+            "its own; 'pixart': all blocks share one projection of the time, to which each adds a table of "
+            "its own, and text vectors pass two layers before cross-attention (PixArt)."
         ),
     )
     target: Literal["flow", "epsilon", "v", "x"] = Field(
         "flow",
         description=(
-            "What the model predicts. 'flow': the velocity from noise to image on straight lines; of the cosine "
-            "schedule 'epsilon': the noise, 'v': the velocity on circles, 'x': the image."
+            "What the model predicts. 'flow': the velocity on the straight line from noise to image (flow "
+            "matching). With the noise levels of 'schedule': 'epsilon', the noise; 'x', the image; 'v', the "
+            "combination of both of Salimans & Ho 2022."
         ),
     )
     schedule: Literal["cosine", "linear"] = Field(
         "cosine",
         description=(
-            "Amounts of noise by time, for the targets epsilon, v and x: 'cosine' (Nichol & Dhariwal 2021) or 'linear' "
-            "(Ho et al. 2020). The flow has one of its own."
+            "Noise level as a function of time, for the targets 'epsilon', 'v' and 'x': 'cosine' (Nichol & "
+            "Dhariwal 2021) or 'linear' (Ho et al. 2020). The target 'flow' does not use it."
         ),
     )
     times: Literal["uniform", "logit-normal"] = Field(
         "uniform",
         description=(
-            "How training draws times: 'uniform', or 'logit-normal', more often in the middle (Esser et al. 2024)."
+            "How training draws the time of each image: 'uniform' between 0 and 1, or 'logit-normal', which "
+            "draws middle times more often (Esser et al. 2024)."
         ),
     )
     drop: float = Field(
@@ -100,22 +109,22 @@ class DiffusionSettings(Section):
         ge=0,
         le=1,
         description=(
-            "Share of the training images whose class or text is dropped, so that the model also learns to do without, "
-            "as guidance needs it."
+            "Share of the training images whose class or text is left out, so that the model also learns to "
+            "work without one, as classifier-free guidance needs."
         ),
     )
     variance: bool = Field(
         False,
         description=(
-            "Whether the model has a second output beside its prediction, a variance, which training and samplers "
-            "leave unused. Some published weights have one."
+            "Give the model a second output, a predicted variance, which training and samplers do not use. It "
+            "is needed to load published weights that have one."
         ),
     )
     zero: bool = Field(
         True,
         description=(
-            "Begin with gates and output of zero, so that every block is the identity at first (adaLN-Zero). False: "
-            "begin with random ones."
+            "Initialise the gates of the blocks and the output layer with zeros, so that every block is the "
+            "identity at first (adaLN-Zero). False: with random values."
         ),
     )
 

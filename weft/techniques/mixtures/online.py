@@ -26,13 +26,16 @@ class OnlineSettings(Section):
     )
     mix_rate: PositiveFloat = Field(
         1.0,
-        description="How strongly shares follow losses: a share is multiplied by exp(rate * excess).",
+        description=(
+            "How strongly the sources' shares follow their losses: each measurement multiplies a share by "
+            "exp(mix_rate * excess loss)."
+        ),
     )
     mix_floor: float = Field(
         0.01,
         gt=0,
         lt=1,
-        description="Part of the samples that is divided equally among all sources, whatever their losses.",
+        description="Share of the samples that is divided equally among all sources, whatever their losses.",
     )
     mix_targets: dict[str, float] = Field(
         {},

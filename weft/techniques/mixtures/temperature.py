@@ -19,8 +19,8 @@ class TemperatureSettings(Section):
     mix_temperature: PositiveFloat = Field(
         5.0,
         description=(
-            "Temperature T: a source of n tokens has a share in proportion to weight * n^(1/T). 1: by size; the "
-            "higher, the more alike are all sources."
+            "Temperature T: a source of n tokens gets a share proportional to weight * n^(1/T). 1: by size; "
+            "the higher T, the closer the shares are to the weights alone."
         ),
     )
     mix_final_temperature: PositiveFloat | None = Field(

@@ -16,12 +16,15 @@ from weft.section import Section
 class C4LinesSettings(Section):
     """Settings of C4's rules on lines; the defaults are the paper's."""
 
-    line_words: int = Field(3, ge=0, description="Fewest words of a line.")
+    line_words: int = Field(3, ge=0, description="Fewest words of a line that is kept.")
     longest_word: int = Field(
-        1000, ge=1, description="Most characters of a word in a line."
+        1000,
+        ge=1,
+        description="Most characters of the longest word of a line that is kept.",
     )
     ended: bool = Field(
-        True, description="Whether lines must end with a mark: . ? ! and quotes."
+        True,
+        description="Whether lines must end with a punctuation mark (. ? ! or a quotation mark).",
     )
 
 

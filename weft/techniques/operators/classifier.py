@@ -28,7 +28,9 @@ class ClassifierSettings(Section):
             "Smallest probability of a document that is kept; 0 keeps all, for operator 'top' to choose the best share."
         ),
     )
-    column: str = Field("quality", description="Column of the probability.")
+    column: str = Field(
+        "quality", description="Name of the column to which the probability is written."
+    )
 
 
 @register(

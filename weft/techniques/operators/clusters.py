@@ -35,10 +35,15 @@ class ClustersSettings(SelectionSettings):
     )
     temperature: PositiveFloat = Field(
         0.5,
-        description="Temperature of the softmax over complexities; a high one keeps as many of each cluster.",
+        description=(
+            "Temperature of the softmax over the clusters' complexities, by which documents are divided among "
+            "clusters; a high one keeps equally many of each."
+        ),
     )
     neighbours: int = Field(
-        20, ge=1, description="Nearest clusters to which the distance counts."
+        20,
+        ge=1,
+        description="Number of nearest clusters whose distance counts in a cluster's complexity.",
     )
     inside: Literal["far", "random"] = Field(
         "far",

@@ -27,17 +27,29 @@ class DecontaminateSettings(Section):
 
     sets: Sequence[str] = Field(
         min_length=1,
-        description="Evaluation sets: a file, a folder or a glob each. Every string of a record is a text.",
+        description=(
+            "Evaluation sets: a file, a folder or a glob each. Every text field of their records is looked "
+            "for in the documents."
+        ),
     )
-    ngram: int = Field(13, ge=1, description="Words of a sequence that is looked for.")
+    ngram: int = Field(
+        13,
+        ge=1,
+        description=(
+            "Number of consecutive words of an evaluation text that count as a hit if a document contains "
+            "them."
+        ),
+    )
     least_words: int = Field(
         8,
         ge=1,
-        description="Words below which a text of an evaluation set is not looked for. Texts between these and 'ngram' "
-        "are looked for as a whole.",
+        description=(
+            "Evaluation texts with fewer words are not looked for. Texts with more, but fewer than 'ngram', "
+            "are looked for as a whole."
+        ),
     )
     most_hits: int = Field(
-        0, ge=0, description="Sequences in common above which a document is dropped."
+        0, ge=0, description="Largest number of hits in a document that is kept."
     )
 
 

@@ -16,7 +16,9 @@ class EmbedSettings(EmbeddingSettings):
     model: str = Field(
         description="A run, a checkpoint, a folder of Hugging Face, a GGUF file or an id of the hub."
     )
-    column: str = Field("embedding", description="Column of the vectors.")
+    column: str = Field(
+        "embedding", description="Name of the column to which the vectors are written."
+    )
 
 
 @register(

@@ -19,7 +19,10 @@ class FineWebSettings(Section):
     """Settings of FineWeb's own rules; the defaults are the paper's."""
 
     least_ended_lines: float = Field(
-        0.12, ge=0, le=1, description="Smallest share of lines that end with a mark."
+        0.12,
+        ge=0,
+        le=1,
+        description="Smallest share of lines that end with a punctuation mark.",
     )
     most_short_lines: float = Field(
         0.67, ge=0, description="Largest share of short lines."
@@ -28,7 +31,9 @@ class FineWebSettings(Section):
         0.01, ge=0, description="Largest share of characters in repeated lines."
     )
     most_line_breaks: float = Field(
-        0.3, ge=0, description="Most line breaks per word, of which lists have many."
+        0.3,
+        ge=0,
+        description="Largest number of line breaks per word; lists have many.",
     )
     short: int = Field(
         30, ge=0, description="Most characters of a line that counts as short."
@@ -36,8 +41,8 @@ class FineWebSettings(Section):
     marks: str = Field(
         "",
         description=(
-            "Characters that end a sentence. Left out: those that Unicode calls so in any script, such as . ! ?, "
-            "without quotes."
+            "Characters that end a sentence. Left out: the characters that Unicode marks as sentence ends in "
+            "any script, such as . ! ?, without quotes."
         ),
     )
 

@@ -18,8 +18,12 @@ from weft.section import Section
 class GopherSettings(Section):
     """Settings of Gopher's quality rules; the defaults are the paper's."""
 
-    least_words: int = Field(50, ge=0, description="Fewest words.")
-    most_words: int = Field(100_000, ge=1, description="Most words.")
+    least_words: int = Field(
+        50, ge=0, description="Fewest words of a document that is kept."
+    )
+    most_words: int = Field(
+        100_000, ge=1, description="Most words of a document that is kept."
+    )
     least_word_length: float = Field(
         3, ge=0, description="Smallest mean length of a word, in characters."
     )
@@ -38,7 +42,7 @@ class GopherSettings(Section):
         0.8, ge=0, le=1, description="Smallest share of words with a letter."
     )
     least_stop_words: int = Field(
-        2, ge=0, description="Fewest different ones of the stop words."
+        2, ge=0, description="Fewest different stop words that a document must contain."
     )
     stop_words: Sequence[str] = Field(
         STOP_WORDS, description="Words that are common in the documents' language."

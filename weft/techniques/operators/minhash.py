@@ -29,12 +29,26 @@ class MinhashSettings(SurvivorSettings):
     """Settings of near-duplicates."""
 
     ngram: int = Field(
-        5, ge=1, description="Words of a shingle. Shorter documents are one shingle."
+        5,
+        ge=1,
+        description=(
+            "Number of words of a shingle (a sequence of neighbouring words). A shorter document is one "
+            "shingle."
+        ),
     )
     buckets: int = Field(
-        14, ge=1, description="Number of buckets; documents that share one are alike."
+        14,
+        ge=1,
+        description=(
+            "Number of buckets (groups of hashes) of a document; two documents are alike if all hashes of one "
+            "bucket agree."
+        ),
     )
-    hashes: int = Field(8, ge=1, description="Hash functions of a bucket.")
+    hashes: int = Field(
+        8,
+        ge=1,
+        description="Number of hash functions in a bucket. More make fewer documents alike.",
+    )
     seed: int = Field(1, ge=0, description="Seed of the hash functions.")
 
 

@@ -22,10 +22,14 @@ class PairSettings(Section):
     """Settings of pairs of real and rephrased documents."""
 
     ratio: float = Field(
-        1.0, gt=0, le=1000, description="Rephrased documents for each real one."
+        1.0,
+        gt=0,
+        le=1000,
+        description="Number of rephrased documents for each real one.",
     )
     seed: int = Field(
-        0, description="Seed by which documents are chosen where there are more."
+        0,
+        description="Seed of the random choice of documents, where there are more than needed.",
     )
 
 

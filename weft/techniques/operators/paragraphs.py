@@ -29,15 +29,18 @@ class ParagraphsSettings(SurvivorSettings):
 
     unit: Literal["paragraph", "line"] = Field(
         "paragraph",
-        description="What is compared: what stands between empty lines, or lines.",
+        description="What is compared between documents: paragraphs, which empty lines separate, or single lines.",
     )
     least_words: int = Field(
-        10, ge=1, description="Words of a paragraph below which it is never repeated."
+        10, ge=1, description="Paragraphs with fewer words never count as repeated."
     )
     least_documents: int = Field(
         2,
         ge=1,
-        description="Documents that must share a paragraph; 1: also those repeated within a document.",
+        description=(
+            "Number of documents that must share a paragraph so that it counts as repeated; 1: a paragraph "
+            "that occurs twice in one document counts as well."
+        ),
     )
     most_share: float = Field(
         0.5,

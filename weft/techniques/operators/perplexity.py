@@ -22,13 +22,15 @@ class PerplexitySettings(Section):
     )
     least: float | None = Field(
         None,
-        description="Smallest loss that is kept, in nats per token. Left out: no limit.",
+        description="Smallest loss of a document that is kept, in nats per token. Left out: no limit.",
     )
     most: float | None = Field(
         None,
-        description="Largest loss that is kept, in nats per token. Left out: no limit.",
+        description="Largest loss of a document that is kept, in nats per token. Left out: no limit.",
     )
-    column: str = Field("loss", description="Column of the loss.")
+    column: str = Field(
+        "loss", description="Name of the column to which the loss is written."
+    )
     window: int = Field(
         0,
         ge=0,

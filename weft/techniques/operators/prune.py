@@ -34,15 +34,16 @@ class PruneSettings(SelectionSettings):
     metric: Literal["el2n", "forgetting", "prototypes"] = Field(
         "el2n",
         description=(
-            "How hard an example is: error early in training (EL2N), how often it is forgotten, or its distance to the "
-            "nearest centroid, which needs no labels."
+            "Measure of how hard an example is: its error early in training ('el2n'), how often it is "
+            "forgotten ('forgetting'), or its distance to the nearest centroid ('prototypes'), which needs no "
+            "labels."
         ),
     )
     keep: Literal["hard", "easy", "auto"] = Field(
         "auto",
         description=(
-            "Hard examples are worth more where data is plentiful, easy ones where it is scarce; 'auto' measures both "
-            "on held-out examples."
+            "Which examples are kept: 'hard' ones, which are worth more if data are plentiful, or 'easy' "
+            "ones, which are worth more if data are scarce. 'auto' measures both on held-out examples."
         ),
     )
     label: str = Field("", description="Column with the class of each example.")
@@ -52,12 +53,23 @@ class PruneSettings(SelectionSettings):
     floor: int = Field(
         0, ge=0, description="Fewest examples that are kept of each class."
     )
-    runs: int = Field(10, ge=1, description="Networks whose scores are averaged.")
-    steps: int = Field(60, ge=1, description="Steps of training before EL2N.")
-    clusters: int = Field(20, ge=1, description="Centroids of 'prototypes'.")
+    runs: int = Field(
+        10,
+        ge=1,
+        description="Number of networks that are trained; an example's score is the mean over them.",
+    )
+    steps: int = Field(
+        60,
+        ge=1,
+        description="Number of training steps before the error of 'el2n' is measured.",
+    )
+    clusters: int = Field(20, ge=1, description="Number of centroids for 'prototypes'.")
     compare: bool = Field(
         True,
-        description="Whether the choice is compared with random examples on held-out ones.",
+        description=(
+            "Whether training on the chosen examples is compared with training on as many random ones, by the "
+            "error on held-out examples."
+        ),
     )
     seed: int = Field(0, ge=0, description="Seed of networks and clusters.")
 

@@ -19,10 +19,14 @@ class RepetitionSettings(Section):
     """Settings of Gopher's rules on repetition; the defaults are those of the paper's table A1."""
 
     most_repeated_lines: float = Field(
-        0.3, ge=0, description="Largest share of lines that the document had before."
+        0.3,
+        ge=0,
+        description="Largest share of lines that repeat an earlier line of the document.",
     )
     most_repeated_paragraphs: float = Field(
-        0.3, ge=0, description="Largest share of repeated paragraphs."
+        0.3,
+        ge=0,
+        description="Largest share of paragraphs that repeat an earlier paragraph of the document.",
     )
     most_line_characters: float = Field(
         0.2, ge=0, description="Largest share of characters in repeated lines."
@@ -32,11 +36,17 @@ class RepetitionSettings(Section):
     )
     most_top_grams: tuple[float, float, float] = Field(
         (0.2, 0.18, 0.16),
-        description="Largest shares of characters in the most frequent 2-, 3- and 4-gram.",
+        description=(
+            "Three largest allowed shares of characters that belong to the most frequent sequence of 2, 3 and "
+            "4 words."
+        ),
     )
     most_repeated_grams: tuple[float, float, float, float, float, float] = Field(
         (0.15, 0.14, 0.13, 0.12, 0.11, 0.1),
-        description="Largest shares of characters in repeated 5- to 10-grams.",
+        description=(
+            "Six largest allowed shares of characters that belong to repeated sequences of 5, 6, ... and 10 "
+            "words."
+        ),
     )
 
 

@@ -33,8 +33,9 @@ class RephraseSettings(Section):
     model: str = Field(
         "",
         description=(
-            "What writes: a model as `weft generate` opens it (folder of a run, name on Hugging Face), the address "
-            "of a server with OpenAI's chat completions, http://HOST:PORT, or 'copy', which repeats each document."
+            "Model that writes: one that 'weft generate' opens (folder of a run, name on Hugging Face), the "
+            "address http://HOST:PORT of a server with OpenAI's chat completions, or 'copy', which repeats "
+            "each document."
         ),
     )
     styles: tuple[str, ...] = Field(
@@ -44,18 +45,20 @@ class RephraseSettings(Section):
     prompts: dict[str, str] = Field(
         {},
         description=(
-            "Prompts of own styles by name, each a text in which {text} stands for the passage, or a file with one."
+            "Prompts of your own styles, by the style's name: a text in which {text} stands for the passage, "
+            "or a file with one."
         ),
     )
     keep: bool = Field(
         True,
-        description="Whether documents are kept beside those that are made from them.",
+        description="Whether the original documents are kept beside the rephrased ones.",
     )
     passage: int = Field(
         300,
         ge=16,
         description=(
-            "Most tokens of a passage. Longer documents are cut at ends of sentences, and joined when they are written."
+            "Most tokens of a passage that is rephrased at once. Longer documents are cut at ends of "
+            "sentences, and their rephrased passages are joined."
         ),
     )
     tokens: int = Field(
@@ -74,7 +77,7 @@ class RephraseSettings(Section):
         1.0,
         gt=0,
         le=1,
-        description="Sample from the likeliest tokens that have this probability together.",
+        description="Sample only from the likeliest tokens whose probabilities add up to this number; 1: from all.",
     )
     seed: int = Field(0, description="Seed of sampling.")
     requests: int = Field(
@@ -99,18 +102,23 @@ class RephraseSettings(Section):
     )
     served: str = Field(
         "",
-        description="Of a server: the name of its model. Left out: the first one that it names.",
+        description="For a server: name of the model to ask. Left out: the first one that the server lists.",
     )
     key: str = Field(
-        "", description="Of a server: a file with the API key, if it wants one."
+        "", description="For a server: file with the API key, if the server needs one."
     )
     seconds: float = Field(
-        300.0, gt=0, description="Of a server: limit of time for a text."
+        300.0,
+        gt=0,
+        description="For a server: seconds after which a request for one text is given up.",
     )
     patience: float = Field(
         120.0,
         ge=0,
-        description="Of a server: seconds in which it is asked again while it is busy or cannot be reached.",
+        description=(
+            "For a server: seconds for which a request is repeated while the server is busy or cannot be "
+            "reached."
+        ),
     )
 
 

@@ -52,7 +52,10 @@ class SemanticSettings(EmbeddingSettings, SurvivorSettings):
     clusters: int = Field(
         0,
         ge=0,
-        description="Clusters of k-means; documents of one are compared. 0: one for about 1000 documents.",
+        description=(
+            "Number of clusters of k-means; only documents of one cluster are compared with each other. 0: "
+            "one cluster for about 1000 documents."
+        ),
     )
     seed: int = Field(0, ge=0, description="Seed of k-means.")
 

@@ -23,14 +23,26 @@ if TYPE_CHECKING:
 class BilinearSettings(Section):
     """Settings of the game."""
 
-    size: PositiveInt = Field(20, description="Number of values of each player.")
+    size: PositiveInt = Field(
+        20,
+        description=(
+            "Number of variables of each of the two players: the minimising vector x and the maximising "
+            "vector y."
+        ),
+    )
     weight: NonNegativeFloat = Field(
         0.1,
-        description="Weight of half the squares that players pay for their own values.",
+        description=(
+            "Weight w of the quadratic terms: the objective has w/2 |x|^2 - w/2 |y|^2 beside the bilinear "
+            "part."
+        ),
     )
     spread: NonNegativeFloat = Field(
         0.25,
-        description="How much the devices' matrices differ, as a part of what they share.",
+        description=(
+            "Size of the part of each device's matrix that is its own, relative to the part that all devices "
+            "share. 0: all devices have the same matrix."
+        ),
     )
 
 

@@ -29,14 +29,19 @@ class GanSettings(Section):
         32, description="Width of the two hidden layers of each network."
     )
     latent: PositiveInt = Field(
-        8, description="Number of random numbers of which an image is made."
+        8,
+        description="Number of random numbers from which the generator makes an image.",
     )
     batch: NonNegativeInt = Field(
-        32, description="Images in each evaluation of a device; 0: all that it has."
+        32,
+        description="Number of images in each gradient of a device; 0: all images that it has.",
     )
     penalty: NonNegativeFloat = Field(
         0.1,
-        description="Weight of half the squares of the critic's weights, which it pays.",
+        description=(
+            "Weight w of the critic's penalty, w/2 times the sum of its squared weights, which is subtracted "
+            "from the objective that it maximises."
+        ),
     )
 
 

@@ -21,22 +21,43 @@ class AsgdiffusionSettings(Section):
     scale: int = Field(
         2,
         ge=1,
-        description="How many times as high and wide as in training images are.",
+        description="Height and width of the image as a multiple of those of the training images.",
     )
     overlap: int = Field(
-        0, ge=0, description="Patches that a tile shares with the next one."
+        0,
+        ge=0,
+        description="Number of rows or columns of patches that a tile shares with its neighbour.",
     )
     weight: float = Field(
-        1.0, ge=0, le=1, description="How much the small image counts; 0: tiles are alone."
-    )  # fmt: skip
+        1.0,
+        ge=0,
+        le=1,
+        description=(
+            "Strength, from 0 to 1, with which the prediction for the reduced image corrects the tiles; 0: tiles are "
+            "independent."
+        ),
+    )
     structure: float = Field(
-        0.5, ge=0, le=1, description="Share of the steps, the first ones, with guidance."
-    )  # fmt: skip
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of the steps, from the first on, in which the reduced image guides the tiles.",
+    )
     age: int = Field(
-        1, ge=0, description="Steps by which predictions of other ranks are old."
+        1,
+        ge=0,
+        description=(
+            "How many steps old the other ranks' predictions are that a rank uses; 0: it waits for those of "
+            "the same step."
+        ),
     )
     synchronous: int = Field(
-        1, ge=1, description="Steps at the beginning in which all of them are fresh."
+        1,
+        ge=1,
+        description=(
+            "Number of steps at the beginning in which ranks wait for each other's predictions of the same "
+            "step."
+        ),
     )
 
 

@@ -18,12 +18,20 @@ class DistrifusionSettings(Section):
     """Settings of DistriFusion: the age of other bands' keys, and the number of synchronous steps."""
 
     age: int = Field(
-        1, ge=0, description="Steps by which the keys of other ranks' bands are old."
+        1,
+        ge=0,
+        description=(
+            "How many steps old the keys and values of other ranks' bands are that a rank uses; 0: it waits "
+            "for those of the same step."
+        ),
     )
     synchronous: int = Field(
         1,
         ge=1,
-        description="Steps at the beginning in which all keys are fresh. DistriFusion's warmup_steps is one less.",
+        description=(
+            "Number of steps at the beginning in which ranks wait for keys and values of the same step. It is "
+            "one more than DistriFusion's warmup_steps."
+        ),
     )
 
 

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 class DualparalSettings(Section):
     """Settings of DualParal: lengths of blocks and of their context, in frames."""
 
-    frames: int = Field(8, ge=1, description="Frames of a block.")
+    frames: int = Field(
+        8,
+        ge=1,
+        description="Number of frames in a block, the unit that passes the pipeline.",
+    )
     context: int = Field(
         8,
         ge=0,
-        description="Frames of the block before, and of the next one, that a block sees.",
+        description="Number of frames of the previous and of the next block to which a block attends.",
     )
 
 

@@ -21,11 +21,20 @@ class PcppSettings(Section):
         0.5,
         ge=0,
         le=1,
-        description="Share of each neighbouring band that is seen, nearest first; 0: no exchange.",
+        description=(
+            "Share of each neighbouring band whose keys and values a rank reads, nearest rows first; 0: ranks "
+            "exchange nothing."
+        ),
     )
-    age: int = Field(1, ge=0, description="Steps by which these keys are old.")
+    age: int = Field(
+        1,
+        ge=0,
+        description="How many steps old these keys and values are; 0: a rank waits for those of the same step.",
+    )
     synchronous: int = Field(
-        1, ge=1, description="Steps at the beginning in which all keys are seen, fresh."
+        1,
+        ge=1,
+        description="Number of steps at the beginning in which every rank reads all keys and values of the same step.",
     )
 
 

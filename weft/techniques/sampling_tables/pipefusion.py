@@ -18,18 +18,23 @@ class PipefusionSettings(Section):
     """Settings of PipeFusion: number of patches, and number of steps with fresh keys alone."""
 
     patches: int = Field(
-        0, ge=0, description="Number of patches of the image; 0: as many as ranks."
+        0,
+        ge=0,
+        description="Number of parts into which the image is cut for the pipeline; 0: as many as there are ranks.",
     )
     synchronous: int = Field(
         1,
         ge=1,
-        description="Steps at the beginning in which the image goes through the stages as a whole.",
+        description="Number of steps at the beginning in which the image passes the pipeline as a whole.",
     )
     age: int = Field(
         1,
         ge=0,
         le=1,
-        description="Steps by which keys of later patches are old; 0: the whole image at once in every step.",
+        description=(
+            "How many steps old the keys and values are that a part uses of the parts after it; 0: in every "
+            "step the image passes the pipeline as a whole."
+        ),
     )
 
 

@@ -18,12 +18,14 @@ class VideoInfinitySettings(Section):
     """Settings of Video-Infinity: number of neighbouring frames, and of global frames, that a frame attends to."""
 
     padding: int = Field(
-        8, ge=0, description="Frames that a frame sees before and after its own."
+        8,
+        ge=0,
+        description="Number of frames, before and after a rank's own, to which its frames attend.",
     )
     everywhere: int = Field(
         16,
         ge=0,
-        description="Frames, at equal distances over the whole video, that every frame sees.",
+        description="Number of frames, evenly spaced over the whole video, to which all frames attend.",
     )
 
 

@@ -34,7 +34,8 @@ class CombinedSettings(Section):
         ),
     )
     scale: PositiveFloat = Field(
-        1.0, description="Number by which the combined reward is divided."
+        1.0,
+        description="Number by which the combined reward is divided, for example the sum of the weights.",
     )
 
     @field_validator("parts")

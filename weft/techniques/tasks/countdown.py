@@ -18,8 +18,12 @@ from weft.section import Section
 class CountdownSettings(Section):
     """Settings of the game of numbers."""
 
-    numbers: int = Field(3, ge=2, le=6, description="How many numbers are given.")
-    largest: int = Field(20, ge=2, le=1000, description="Largest number that is given.")
+    numbers: int = Field(
+        3, ge=2, le=6, description="How many numbers each question gives."
+    )
+    largest: int = Field(
+        20, ge=2, le=1000, description="Largest number that a question gives."
+    )
 
 
 @register("task", "countdown", settings=CountdownSettings, title="Countdown")

@@ -16,7 +16,9 @@ from weft.section import Section
 class SortingSettings(Section):
     """Settings of letters to sort."""
 
-    letters: int = Field(5, ge=2, le=26, description="How many letters to sort.")
+    letters: int = Field(
+        5, ge=2, le=26, description="How many letters each question gives to sort."
+    )
 
 
 @register("task", "sorting", settings=SortingSettings, title="Letters to sort")

@@ -22,14 +22,16 @@ class TopSettings(SelectionSettings):
     """Settings of the selection by a column."""
 
     column: str = Field(
-        "", description="Column of numbers. keep = 'random' needs none."
+        "",
+        description="Column of numbers by which documents are ranked. keep = 'random' needs none.",
     )
     keep: Keep = Field(
         "high",
         description="Which documents are kept: those of high or of low values, or random ones.",
     )
     group: str = Field(
-        "", description="Column of classes or other groups that have a floor."
+        "",
+        description="Column of classes or other groups, of each of which at least 'floor' documents are kept.",
     )
     floor: int = Field(
         0, ge=0, description="Fewest documents that are kept of each group."

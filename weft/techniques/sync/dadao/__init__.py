@@ -23,23 +23,23 @@ class DADAOSettings(Section):
     condition: PositiveFloat = Field(
         8.0,
         description=(
-            "Condition number for which DADAO is set: the largest curvature of the loss over"
-            " the smallest. The larger, the longer it averages what it learns."
+            "Assumed condition number of the loss: its largest curvature divided by its smallest. DADAO's "
+            "step sizes follow from it; the larger it is, the more steps DADAO's momentum averages over."
         ),
     )
     stride: PositiveFloat = Field(
         1.0,
         description=(
-            "Length of DADAO's steps, in steps of the optimizer. With SGD at rate lr, the"
-            " paper's constants are those of a largest curvature of 1 / (4 x stride x lr)."
+            "Factor on DADAO's step size, where 1 is the step of the local optimizer. With SGD at rate lr it "
+            "corresponds to the paper's constants for a largest curvature of 1 / (4 x stride x lr)."
         ),
     )
     exchanges: float = Field(
         0.0,
         ge=0,
         description=(
-            "Exchanges over all links together, in the time in which an island takes 'every'"
-            " steps. 0: as many as the paper's theory asks for on these links."
+            "Number of exchanges over all links together while an island takes 'every' steps. 0: as many as "
+            "the paper's theory needs for these links."
         ),
     )
 
