@@ -54,9 +54,11 @@ def scatter_tokens(x: T, mesh: Mesh) -> T:
 
 
 def own_tokens(x: T, mesh: Mesh) -> T:
-    """Return this rank's tokens ``[batch, seq/tp, embed]`` of ``x`` ``[batch, seq, embed]``, the same on all of ``tp``.
+    """Return this rank's part ``[batch, seq/tp, embed]`` of ``x`` ``[batch, seq, embed]``, which all ranks of ``tp``
+    hold.
 
-    This is the reverse of :func:`gather_tokens`. The gradients of ``x`` are summands.
+    This is the reverse of :func:`gather_tokens`. The gradients of ``x`` on the ranks are summands of its whole
+    gradient.
     """
     if mesh.size("tp") == 1 or mesh.sums:
         return x
@@ -64,7 +66,10 @@ def own_tokens(x: T, mesh: Mesh) -> T:
 
 
 def sum_tokens(x: T, mesh: Mesh) -> T:
-    """Sum ``x`` ``[batch, seq, embed]`` over ``tp``; return the whole sum, which is replicated (R)."""
+    """Sum ``x`` ``[batch, seq, embed]`` over ``tp``, and return the whole sum on every rank.
+
+    The result has the type R (replicated): the ranks hold the same value, and their gradients are summands.
+    """
     if mesh.size("tp") == 1:
         return x
     if mesh.sums:
@@ -109,20 +114,26 @@ def share_of_sum(x: T, mesh: Mesh, **types: Kind) -> T:
 
 
 def step_sum(x: T, mesh: Mesh) -> T:
-    """Complete the sum of ``x``, which is pending (P) over all axes, by an all-reduce.
+    """Sum ``x`` over all ranks of this island by an all-reduce, and return the sum.
 
-    The all-reduce runs over the step group, which has all ranks of this island.
+    On each rank ``x`` is a summand: its type is P (partial) over all axes.
     """
     return spmd.all_reduce(x, mesh.step_group, dst=R) if mesh.layout.world > 1 else x
 
 
 def sum_over(axis: str, x: T, mesh: Mesh) -> T:
-    """Complete the sum of ``x``, which is pending (P) over ``axis``, by an all-reduce. The result is invariant (I)."""
+    """Sum ``x``, of which each rank along ``axis`` has a summand (type P), by an all-reduce.
+
+    The result has the type I: the same value with the same gradient on all ranks.
+    """
     return spmd.all_reduce(x, mesh.group(axis), dst=I) if mesh.size(axis) > 1 else x
 
 
 def total_of_shares(x: T, axes: Iterable[str], mesh: Mesh) -> T:
-    """Sum ``x``, which varies (V) over ``axes``, by an all-reduce along each axis. The result is replicated (R)."""
+    """Sum ``x``, which differs between the ranks along ``axes`` (type V), by an all-reduce along each axis.
+
+    The result has the type R: the same value on all ranks, whose gradients are summands.
+    """
     for axis in axes:
         x = spmd.all_reduce(share_of_sum(x, mesh, **{axis: V}), mesh.group(axis), dst=R)
     return x
@@ -147,14 +158,19 @@ def _types(logical: Logical, uncut: Kind) -> dict[str, Kind]:
 
 
 def parameter_types(logical: Logical) -> dict[str, Kind]:
-    """Return the type by axis of a parameter in forward: varying (V) over axes that cut it, else replicated (R)."""
+    """Return the type of a parameter in forward, by axis.
+
+    It is V (ranks hold different values) over the axes that cut the parameter, and R (the same value) over all
+    others.
+    """
     return _types(logical, R)
 
 
 def gradient_types(logical: Logical) -> dict[str, Kind]:
-    """Return the type by axis of a parameter's gradient after backward.
+    """Return the type of a parameter's gradient after backward, by axis.
 
-    It varies (V) over axes that cut the parameter, and is a partial sum (P) over all other axes.
+    It is V (ranks hold different values) over axes that cut the parameter, and P (summands of a sum) over all
+    others.
     """
     return _types(logical, P)
 

@@ -59,9 +59,10 @@ class RankPower:
 
 
 def measure_ranks(device: torch.device) -> list[RankPower]:
-    """Measure the devices of all ranks of the default process group at the same time. All of them must call this.
+    """Measure speed and free memory of all ranks' devices at the same time. Collective over the default process
+    group.
 
-    Returns what each rank's device can do, the same list on every rank.
+    Returns the measurements by rank, the same list on every rank.
     """
     # The store of the default process group; PyTorch has no public way to it.
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()

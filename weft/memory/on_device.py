@@ -124,7 +124,9 @@ class OnDevice:
         """Wait until all transfers of tensors have ended. Here there are none."""
 
     def check(self) -> None:
-        """Compare all tensors in the file with the checksums of what was written. Here there is no file."""
+        """Compare the tensors in the file with the checksums that were computed when they were written. Here there
+        is no file.
+        """
 
     def restart(self) -> None:
         """Declare that a step begins, so that the next unit to be updated is its first. Here this changes nothing."""

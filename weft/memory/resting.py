@@ -173,10 +173,11 @@ class RestingGroup:
         self.in_use = True
 
     def put(self, changed: bool, apart: bool = False) -> None:
-        """Let the tensors rest again. If they have changed, begin to write them back.
+        """Return the tensors to where they rest, after use; write them back if they have changed.
 
-        ``changed``: whether they have changed; ``apart``: write them as a second version, and keep the version that was
-        read. If the attribute ``kept`` is set, the buffer stays for the next use.
+        The call returns before the write has ended. ``changed``: whether they have changed; ``apart``: write them as
+        a second version, and keep the version that was read. If the attribute ``kept`` is set, the buffer stays for
+        the next use.
         """
         if changed and apart:
             self.turn()

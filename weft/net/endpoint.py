@@ -266,9 +266,10 @@ class Channel:
     ) -> SealedConnection:
         """Connect to the endpoint at ``address``, and return the connection after its handshake.
 
-        ``hello``: what this end says about itself; ``limit``: seconds that connecting may take; ``stall``: seconds that
-        each MiB of a message may take later; ``name``: the channel's name at the other endpoint, by default the name of
-        this channel. Raises OSError if nobody listens there, the handshake fails, or the time is over.
+        ``hello``: JSON values that tell the other end who connects; ``limit``: seconds that connecting may take;
+        ``stall``: seconds that each MiB of a message may take later; ``name``: the channel's name at the other
+        endpoint, by default the name of this channel. Raises OSError if nobody listens there, the handshake fails,
+        or the time is over.
         """
         sock = self._socket(address)
         deadline = time.monotonic() + limit
@@ -301,8 +302,8 @@ class Channel:
     ) -> PolledConnection:
         """Begin to connect to the endpoint at ``address``, and return the connection, which ``poller`` watches.
 
-        Frames sent before the connection is complete are queued. ``hello``: what this end says about itself. Raises
-        OSError if the connection is refused at once, because nobody listens there.
+        Frames sent before the connection is complete are queued. ``hello``: JSON values that tell the other end who
+        connects. Raises OSError if the connection is refused at once, because nobody listens there.
         """
         sock = self._socket(address)
         sock.setblocking(False)

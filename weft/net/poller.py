@@ -33,9 +33,10 @@ class Poller:
         self._selector.register(self._poked, selectors.EVENT_READ)
 
     def watch(self, sock: socket.socket, means: Any, writing: bool = False) -> None:
-        """Watch the socket ``sock`` until :meth:`forget`.
+        """Watch the socket ``sock`` for received data, until :meth:`forget`.
 
-        ``means``: object that :meth:`wait` returns for the socket; ``writing``: watch whether it is writable, too.
+        ``means``: object that :meth:`wait` returns for the socket; ``writing``: also watch whether it can be written
+        to.
         """
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
         known = self._selector.get_map().get(sock)

@@ -202,10 +202,10 @@ class _Records:
 class Session:
     """Keys of one connection, on which both ends have agreed in the handshake.
 
-    What is sent goes in records (pieces of bytes, each with its own check). A sealed connection sends records in clear,
-    each with a tag that only the two ends can make. An encrypted connection encrypts them as well. ``outgoing``: seals
-    or encrypts the records sent; ``incoming``: checks or decrypts the records received; ``hello``: what the end that
-    opened the connection says about itself.
+    Bytes are sent in records (pieces that are checked one by one). A sealed connection sends records in clear, each
+    with a tag that only the two ends can make. An encrypted connection encrypts them as well. ``outgoing``: seals or
+    encrypts the records sent; ``incoming``: checks or decrypts the records received; ``hello``: JSON values by which
+    the end that opened the connection says who it is.
     """
 
     outgoing: _Records
@@ -329,12 +329,12 @@ def introduce(
 ) -> Steps[Session]:
     """Run the dialling end of a handshake, as a generator.
 
-    The generator yields writable buffers. The caller fills each of them with the next received bytes, and then resumes
-    the generator. At its end it returns the session.
+    The generator yields writable buffers. The caller fills each of them with the next received bytes, and then
+    resumes the generator. At its end it returns the session.
 
-    ``channel``: name of the channel at the other end; ``key``: its key; ``hello``: what this end says about itself;
-    ``encrypted``: whether the connection is to be encrypted; ``send`` sends bytes. Raises :class:`WireForged` if the
-    other end does not know the key.
+    ``channel``: name of the channel at the other end; ``key``: its key; ``hello``: JSON values that tell the other
+    end who connects; ``encrypted``: whether the connection is to be encrypted; ``send``: function that sends bytes.
+    Raises :class:`WireForged` if the other end does not know the key.
     """
     name, words = channel.encode(), json.dumps(hello).encode()
     private = require_cipher().private_key.generate() if encrypted else None
@@ -467,10 +467,10 @@ class SealedConnection:
         return await_ready(self.socket, limit)
 
     def drain(self, limit: float) -> None:
-        """Discard what comes until the other end closes, for at most so many seconds (``limit``).
+        """Read and discard bytes until the other end closes the connection, for at most ``limit`` seconds.
 
-        The other end then reads what was sent last, which closing at once may take from it. No frame can be received
-        afterwards.
+        Call it before closing: if this end closed at once, the system might discard data that the other end has not
+        read yet. No frame can be received afterwards.
         """
         deadline, waste = time.monotonic() + limit, memoryview(bytearray(1 << 16))
         with suppress(OSError):

@@ -57,9 +57,9 @@ def measured_flops(
 
 
 class MemoryUse(NamedTuple):
-    """Memory of this rank in GiB, at present (``now``) and at most so far (``peak``).
+    """Memory of this rank in GiB: ``now``, the present use, and ``peak``, the largest use so far.
 
-    On a GPU it is what the CUDA allocator has allocated, otherwise the resident memory of the process.
+    On a GPU it is the memory that the CUDA allocator has allocated, otherwise the resident memory of the process.
     """
 
     now: float

@@ -59,8 +59,8 @@ class OperatorUse:
 class Stretch:
     """Successive kernels that all queued behind others (compute-bound) or all started at once (launch-bound).
 
-    ``begin``, ``length``: microseconds from the first kernel of the trace, and to the next stretch. ``kernels``: number
-    of kernels. ``queued``: whether they queued.
+    ``begin``: microseconds from the start of the trace's first kernel; ``length``: microseconds until the next
+    stretch. ``kernels``: number of kernels. ``queued``: whether they queued.
     """
 
     begin: float
@@ -71,10 +71,10 @@ class Stretch:
 
 @dataclass(frozen=True)
 class DeviceGap:
-    """A time in which nothing runs on the device.
+    """A period in which no kernel runs on the device.
 
-    ``begin``, ``length``: microseconds from the first kernel of the trace, and to the next kernel. ``host``: what the
-    host did for the largest part of the time.
+    ``begin``: microseconds from the start of the trace's first kernel; ``length``: microseconds until the next
+    kernel. ``host``: name of the operator or call in which the host spent most of the period.
     """
 
     begin: float

@@ -125,7 +125,7 @@ class PipelineRank:
 
 
 class StageInput(NamedTuple):
-    """What a stage computes with in forward.
+    """Inputs of a stage's forward.
 
     Attributes:
         ``x``: the stage's input.

@@ -227,7 +227,10 @@ def replicated_state(
 
 
 def parcels_of(parameters: Iterable[nn.Parameter]) -> list[Parcel]:
-    """Cut parameters into parcels: each large one alone, and all small ones together, which come last."""
+    """Divide parameters into parcels, whose gradients are summed in one message each.
+
+    Each large parameter is a parcel of its own. All small ones together are the last parcel.
+    """
     parcels, small = list[Parcel](), list[nn.Parameter]()
     for parameter in parameters:
         if parameter.nbytes >= ALONE:

@@ -39,11 +39,12 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """What a ZeRO stage (Rajbhandari et al. 2020) keeps whole on every rank, instead of only this rank's shard.
+    """Tensors that a ZeRO stage (Rajbhandari et al. 2020) keeps whole on every rank, instead of only this rank's
+    shard.
 
-    ``parameters``: whether parameters stay whole for a step. If so, they are gathered once per step; if not, in forward
-    and again in backward of every pass. ``gradients``: whether gradients stay whole for a step. If so, they are reduced
-    once per step; if not, after every pass.
+    ``parameters``: whether parameters stay whole for a step. If so, they are gathered once per step; if not, in
+    forward and again in backward of every pass. ``gradients``: whether gradients stay whole for a step. If so, they
+    are reduced once per step; if not, after every pass.
     """
 
     # gather once per step instead of once per forward and backward of every pass

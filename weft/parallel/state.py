@@ -105,7 +105,10 @@ class Unit:
     def update(
         self, optimizer: Updater, grads: Mapping[str, T], lr: float, scale: float
     ) -> None:
-        """Update what learns by ``optimizer`` and the gradients ``grads``, which are scaled in place. Collective."""
+        """Update the unit's trained parameters by ``optimizer`` and the gradients ``grads``, by name. Collective.
+
+        ``lr``: learning rate. ``scale``: factor by which the gradients are multiplied, in place.
+        """
         held = [h for h in self.held if h.learns]
         grads = self.share_of(grads)
         reduced = [grads[h.name] for h in held]

@@ -193,7 +193,10 @@ class StripedLatents(StripedKeys):
     tokens = 1
 
     def keep(self, k: T, v: T) -> None:
-        """Write the latent vectors ``k`` of new tokens; ``v`` holds only their first elements, and is not written."""
+        """Write the latent vectors ``k`` of this rank's new tokens to the cache.
+
+        ``v`` is a view of the first elements of ``k``, and is not written.
+        """
         self.write(k)
 
 

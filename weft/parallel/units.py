@@ -131,7 +131,7 @@ class TableUnit(Unit):
         self.tiers.keep(self, "weights")
 
     def begin_step(self) -> None:
-        """Forget what earlier steps have used. Here nothing is remembered."""
+        """Prepare for a step. Nothing is done here; subclasses forget or note which parts the last step used."""
 
     def _hold(self, whole: Full) -> Held:
         full = shard = whole.parameter

@@ -273,7 +273,9 @@ def exchanges(searched: SearchResult, final: Final) -> dict[str, Any]:
 
 
 def exchange_words(sent: dict[str, Any]) -> str:
-    """Describe ``sent``, the result of :func:`exchanges` for a layout, in words."""
+    """Return words for the user about the expert exchanges of a layout. ``sent``: result of :func:`exchanges` for
+    it.
+    """
     ways = ", ".join(
         f"{size / 2**20:,.3g} by {way}" for way, size in sent["sent"].items()
     )

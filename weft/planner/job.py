@@ -41,7 +41,7 @@ FINALISTS = 10
 
 @dataclass(frozen=True)
 class PlanJob:
-    """What to plan: training steps of ``batch`` sequences of ``seq`` tokens of a model on a cluster.
+    """A request for a plan: training steps of ``batch`` sequences of ``seq`` tokens of a model on a cluster.
 
     ``name``: the model's name. ``machines``: the cluster. ``engine``: the class of training program whose constants
     apply. ``precision``: number format of matrix products. ``pins``: the user's demands on the layout. ``hottest``:

@@ -34,7 +34,7 @@ HELD = {f.name: f.name for f in fields(RankMemory)}
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What the user asked the planner, as the HTML page about the plan states it.
+    """The user's request to the planner, as the HTML page about the plan states it.
 
     Attributes:
         ``model``, ``cluster``: the model and the cluster as the user named them.

@@ -49,7 +49,11 @@ def exposed_seconds(moved: Num, computed: Num, units: Num) -> Num:
 
 
 def room_away(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
-    """Return ``(host, file)``: the bytes that the fullest device of ``plan`` uses in the host's memory, and on disk."""
+    """Return ``(host, file)``: the bytes that ``plan`` needs in the host's memory and on disk, for the device that
+    needs most.
+
+    ``engine``: constants of the training program.
+    """
     most = most_layers(shape, plan.pp)
     held = _own(shape, plan, most) / plan.state_ranks
     sizes = {

@@ -107,7 +107,7 @@ def program(
     far: Far | None,
     layout: Layout,
 ) -> list[Do]:
-    """Return what ``rank`` does in a simulated step: the recorded ``events`` as actions with their seconds.
+    """Return the actions of ``rank`` in a simulated step, made from the recorded ``events`` with measured seconds.
 
     ``setting``: the measured costs of communication. ``far``: the time on slow links, None if links are alike.
     ``layout``: the layout of the step, by which communication is attributed to axes.

@@ -77,10 +77,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class ProbedMachine:
-    """What ``weft probe`` has measured of a machine.
+    """Measurements that ``weft probe`` has made of a machine.
 
-    ``cores``: number of cores. ``settings``: the measurements by number of ranks on the machine. ``links``: the links
-    between the ranks of the largest setting, None if they were not measured.
+    ``cores``: number of cores. ``settings``: the measurements by number of ranks on the machine. ``links``: the
+    links between the ranks of the largest setting, None if they were not measured.
     """
 
     cores: int

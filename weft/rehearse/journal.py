@@ -67,7 +67,7 @@ class Journal:
         self.turn("compute")
 
     def turn(self, name: str) -> None:
-        """Set what the rank's work from now on is for: ``name`` is "compute" or "optimizer".
+        """Set the purpose under which the rank's work is recorded from now on: ``name`` is "compute" or "optimizer".
 
         Work that :meth:`close` has not recorded yet is dropped.
         """

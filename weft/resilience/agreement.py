@@ -116,7 +116,11 @@ class Agreement:
             self.outcome = None
 
     def take(self) -> View | Exception | None:
-        """Return the outcome of :meth:`want`, or None if it is undecided, and withdraw the request."""
+        """Withdraw the request of :meth:`want`, and return its outcome: the next view, or the error that prevents
+        it.
+
+        Returns None if it was still undecided.
+        """
         outcome, self.outcome, self._facts = self.outcome, None, None
         if isinstance(outcome, View):
             self.seen = outcome

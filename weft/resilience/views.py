@@ -24,7 +24,7 @@ GONE, LEFT, STOPPED = "is gone", "left", "is stopped"
 
 
 class LeftOut(WeftError):
-    """Error of a rank without which the other members of the run have gone on, or whose island they have left out.
+    """Error of a rank that the run has left out: the other members have gone on without it, or without its island.
 
     ``asked``: whether this rank was asked to leave.
     """

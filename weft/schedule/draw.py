@@ -52,8 +52,8 @@ def colours(table: Table) -> dict[str, str]:
 class Shades(NamedTuple):
     """The shade of each action's colour in a picture.
 
-    ``by_action``: number of the shade by ``(rank, stage, microbatch)``; ``number``: how many shades there are;
-    ``meaning``: what shades tell apart, in words.
+    ``by_action``: index of the shade by ``(rank, stage, microbatch)``; ``number``: number of shades; ``meaning``:
+    words for the legend that say which property of an action its shade shows.
     """
 
     by_action: dict[tuple[int, int, int], int]

@@ -328,7 +328,7 @@ def diffusion_parameters(shape: ModelShape) -> list[Parameter]:
 
 
 def diffusion_layer(shape: ModelShape, layer: int) -> Table:
-    """Return the parameters of the block with index ``layer``, by name."""
+    """Return the rows of the parameter table for the block with index ``layer``, by name."""
     rows = _DiffusionRows(shape)
     rows.diffusion_block(layer, settings_of(shape))
     return {row.name: row for row in rows.rows}

@@ -185,7 +185,7 @@ def fused_name(name: str) -> tuple[str, int, int] | None:
 
 
 def norm_offset(name: str, shape: ModelShape | None) -> float:
-    """Return what must be subtracted from the parameter ``name`` to get the values that Hugging Face stores.
+    """Return the number to subtract from the parameter ``name`` to get the values that Hugging Face stores.
 
     It is 1 for scales of Gemma 3's norms, which are stored as differences to one; else 0.
     """

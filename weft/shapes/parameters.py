@@ -32,7 +32,7 @@ BLOCK, SCALES = 64, 256
 
 
 class Parameter(NamedTuple):
-    """A row of the parameter table: what a model's module, planner and export know of one parameter.
+    """A row of the parameter table, from which modules, planner and export take all facts about one parameter.
 
     Attributes:
         ``name``, ``dims``: name and dimensions.
@@ -199,19 +199,19 @@ def parameters(model: ModelShape, vocab: int = 0) -> list[Parameter]:
 
 
 def layer_table(model: ModelShape, layer: int) -> Table:
-    """Return the parameters of the layer with index ``layer``, by name."""
+    """Return the rows of the parameter table for the layer with index ``layer``, by name."""
     rows = ParameterRows(model)
     rows.block(layer)
     return {row.name: row for row in rows.rows}
 
 
 def whole_table(model: ModelShape) -> Table:
-    """Return all parameters of ``model`` by name."""
+    """Return the rows of the parameter table for all parameters of ``model``, by name."""
     return {row.name: row for row in parameters(model)}
 
 
 def outer_table(model: ModelShape) -> Table:
-    """Return the parameters of ``model`` that are in no layer, by name."""
+    """Return the rows of the parameter table for the parameters of ``model`` that are in no layer, by name."""
     return whole_table(model.model_copy(update={"layers": 0}))
 
 
@@ -229,7 +229,7 @@ def _of_plugin(model: ModelShape, vocab: int) -> list[Parameter]:
 
 
 class ParameterRows:
-    """Collects rows of a table in the order of a forward pass."""
+    """Collects the rows of the parameter table, in the order of a forward pass."""
 
     def __init__(self, model: ModelShape) -> None:
         self.model = model

@@ -33,7 +33,8 @@ class Replicas:
     device: torch.device | str = "cpu"
 
     def each(self, size: int) -> int:
-        """Return the largest number of elements that a rank exchanges of a tensor of ``size`` elements.
+        """Return the largest number of elements that one of these ranks exchanges, for a tensor of ``size``
+        elements.
 
         It is a multiple of the block of elements that compressors scale together.
         """

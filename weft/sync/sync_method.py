@@ -56,9 +56,9 @@ class SyncMethod:
         self.settings = settings
 
     def initial(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return what the slot ``name`` of a parameter with these ``values`` begins with: zeros, or a copy of them.
+        """Return the initial tensor of the slot ``name``: a copy of ``values`` for the slot ``anchor``, else zeros.
 
-        A copy if it is the slot ``anchor``.
+        ``values``: present values of the parameter to which the slot belongs. A subclass may return other values.
         """
         return values.clone() if name == "anchor" else values.new_zeros(values.shape)
 

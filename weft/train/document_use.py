@@ -61,11 +61,11 @@ class DocumentUse(NamedTuple):
 
 @dataclass(frozen=True)
 class UsedDocument:
-    """A document of a run with its uses.
+    """A document of a run, with the steps that used it.
 
     ``name``: its file and line. ``source``: the path or kind of its source. ``tokens``: its number of tokens.
     ``state``: "trained", "held out" for validation, or "left out" because it is too long or has nothing to learn.
-    ``uses``: when it was trained on.
+    ``uses``: its uses in training, in order; empty if there are none.
     """
 
     name: str

@@ -67,7 +67,7 @@ class Recorder:
         self._split: TimeSplit | None = None  # of the step that has just been taken
 
     def continue_as(self, job: Job) -> None:
-        """Record the run of ``job``, whose data are read on as a checkpoint says, in place of the job as prepared."""
+        """Replace the recorded job by ``job``, whose data continue at the position of a checkpoint."""
         self._job = job
 
     @contextmanager
@@ -128,7 +128,7 @@ class Recorder:
         self._display.update(self._progress.step, validation=loss)
 
     def reading(self) -> None:
-        """Record what was read so far of each source."""
+        """Record how much of each data source the run has read so far."""
         if sources := read_so_far(self._progress.loader):
             self.log("read", sources=sources)
 
@@ -154,7 +154,7 @@ class Recorder:
         )
 
     def reinforcement(self, phase: int, figures: Mapping[str, Any]) -> None:
-        """Record and show what rollout phase ``phase`` has brought, numbers by name such as ``reward``."""
+        """Record and show the figures of rollout phase ``phase``: numbers by name, such as ``reward``."""
         self.log("rollout", phase=phase, **figures)
         self._display.update(self._progress.step, reward=figures["reward"])
 
@@ -186,7 +186,7 @@ class Recorder:
     def watch(self, number: int, take_step: Callable[[], Results]) -> Results:
         """Call ``take_step`` for step ``number`` (from 0), and return its results.
 
-        Profiles every ``observe.split_every``-th step.
+        Every ``observe.split_every``-th step runs under a profiler, which splits its time by purpose.
         """
         every = self._recipe.observe.split_every
         if self._tracing or not every or number % every != min(2, every - 1):
@@ -213,7 +213,7 @@ class Recorder:
             self._seconds, self._begun = (now - self._begun) / len(results), now
 
     def step(self, result: StepResult, lr: float) -> None:
-        """Record the final result of a step, the last one that ``progress`` counts.
+        """Record the result of a step that has become final. Call it after ``progress`` has counted the step.
 
         ``result``: the result of the step. ``lr``: the learning rate of the step.
         """

@@ -222,7 +222,7 @@ def device_type(recipe: Recipe) -> str:
 
 
 def prepare(recipe: Recipe) -> Job:
-    """Open the data, complete the model's shape, and check that layout, model, data and memory go together.
+    """Open the data, complete the model's shape, and check that layout, model, data and memory fit together.
 
     Raises :class:`UsageError` or :class:`WeftError` if they do not.
     """

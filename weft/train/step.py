@@ -411,7 +411,7 @@ def clip_scale(norm: float, clip: float) -> float:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the phases of a run's steps work on and call.
+    """Objects and functions of a run that the phases of its steps use.
 
     Attributes:
         ``model``: this rank's shard of the model.
@@ -712,7 +712,10 @@ def share_of_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Te
 
 
 def sum_over_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
-    """Sum ``numbers``, a tensor of sums from each rank's forward passes, over all ranks."""
+    """Sum ``numbers``, which each rank has added up over its own forward passes, over the passes of all ranks.
+
+    Passes that several ranks compute count once (:func:`share_of_passes`).
+    """
     return step_sum(share_of_passes(numbers, state, mesh), mesh)
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class StepTechnique:
     """Base class of techniques that fill phases of a training step; a technique is built from its recipe settings.
 
-    ``fills``: the phases that the technique fills. ``does``: what the technique does, as a clause of an error line;
-    ``{0}`` in it stands for the recipe. ``instead``: what the error line proposes as another way than to leave the
-    technique out; empty if there is no other.
+    ``fills``: the phases that the technique fills. ``does``: a clause for error lines that says what the technique
+    does, in which ``{0}`` stands for the recipe. ``instead``: advice for error lines beside that of leaving the
+    technique out; empty: none.
     """
 
     fills: ClassVar[Phase]

@@ -54,7 +54,7 @@ class StepInput(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What ranks have agreed on in a step.
+    """Result of the second phase of a step, in which ranks sum their gradients.
 
     ``grads``: this rank's reduced gradients by name. ``result``: a function that waits for the step's result and
     returns it.
