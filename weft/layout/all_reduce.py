@@ -27,6 +27,6 @@ class AllReduce:
     def add(self, x: torch.Tensor, links: RankLinks) -> torch.Tensor:
         """Return the sum over all ranks of ``x``, a flat tensor in host memory, which stays unchanged.
 
-        The result has the same bits on all ranks.
+        The result has the same bits on all ranks. ``links``: connections to the other ranks.
         """
         raise NotImplementedError

@@ -161,7 +161,7 @@ def parameter_types(logical: Logical) -> dict[str, Kind]:
     """Return the type of a parameter in forward, by axis.
 
     It is V (ranks hold different values) over the axes that cut the parameter, and R (the same value) over all
-    others.
+    others. ``logical``: the parameter, with the axes that cut it.
     """
     return _types(logical, R)
 
@@ -170,7 +170,7 @@ def gradient_types(logical: Logical) -> dict[str, Kind]:
     """Return the type of a parameter's gradient after backward, by axis.
 
     It is V (ranks hold different values) over axes that cut the parameter, and P (summands of a sum) over all
-    others.
+    others. ``logical``: the parameter, with the axes that cut it.
     """
     return _types(logical, P)
 

@@ -124,7 +124,8 @@ def _free_bytes(device: torch.device) -> float:
 def relative_speeds(powers: Sequence[RankPower]) -> list[float]:
     """Return the speed of each rank's device, relative to the fastest device (1).
 
-    The speed is the geometric mean of the products per second with one token and with many.
+    The speed is the geometric mean of the products per second with one token and with many. ``powers``: the
+    measurements of all ranks, by rank.
     """
     speeds = [math.sqrt(power.few * power.many) for power in powers]
     return [speed / max(speeds) for speed in speeds]
@@ -202,6 +203,7 @@ def measured_line(layout: Layout, device: torch.device, heads: int) -> str:
     """Return :func:`power_line` for the measured speeds of the ranks' devices. Collective over all ranks.
 
     The measurement is the one from which the shares of ``layout`` were chosen, if there is one, else a new one.
+    ``heads``: number of attention heads.
     """
     assert not isinstance(layout.tp_shares, str)
     powers = _CHOSEN_BY.pop(layout.tp_shares, None) or measure_ranks(device)

@@ -514,7 +514,10 @@ def move_piece(
 
 
 def seconds_between(begun: Stamp, ended: Stamp) -> float:
-    """Return the seconds between two times: both CUDA events, or both seconds of the host's clock."""
+    """Return the seconds between two times: both CUDA events, or both seconds of the host's clock.
+
+    ``begun``, ``ended``: the earlier and the later time.
+    """
     if isinstance(begun, torch.cuda.Event):
         return float(begun.elapsed_time(cast(torch.cuda.Event, ended))) / 1000
     return cast(float, ended) - begun

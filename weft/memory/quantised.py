@@ -110,7 +110,7 @@ def decoded(codes: T, scale: T, values: T) -> T:
 def unpacked(pairs: T) -> T:
     """Split bytes into two codes of four bits each, the high bits first: ``[..., n / 2] -> [..., n]``.
 
-    This is the inverse of :func:`weft.models.nf4.packed`.
+    This is the inverse of :func:`weft.models.nf4.packed`. ``pairs``: bytes with two codes each, uint8.
     """
     return torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten(-2)
 

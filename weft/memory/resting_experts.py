@@ -248,7 +248,10 @@ def stored_experts(
 def replace_experts(
     mixtures: Sequence[Mixture], stored: StoredExperts, slots: RecordMemory
 ) -> None:
-    """Replace the experts of ``mixtures`` by modules that take the weights of an expert from ``slots``."""
+    """Replace the experts of ``mixtures`` by modules that take the weights of an expert from ``slots``.
+
+    ``stored``: the experts of all mixtures, as :func:`stored_experts` returns them.
+    """
     for mixture, first in zip(mixtures, stored.firsts, strict=False):
         mixture.experts = SlottedExperts(mixture.experts, slots, first, stored.dtype)
 

@@ -24,7 +24,11 @@ class RunningProcess(Protocol):
         """End the process at once."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process has ended; return its exit code."""
+        """Wait until the process has ended; return its exit code.
+
+        ``timeout``: seconds to wait at most; None: without limit. Raises :class:`subprocess.TimeoutExpired` after
+        that.
+        """
 
 
 class Child(NamedTuple):

@@ -79,8 +79,9 @@ def http_bytes(
 ) -> Iterator[bytes]:
     """Yield the bytes of a file from ``start`` to its end.
 
-    ``mark``: the mark of the file, "" if unknown. Raises :class:`HttpProblem`, also if the connection is cut, and with
-    status 412 if the file is another one now.
+    ``mark``: the mark of the file, "" if unknown. Raises :class:`HttpProblem`, also if the connection is cut, and
+    with status 412 if the file is another one now. ``address``: address of the file; ``headers``: further headers of
+    the request.
     """
     asked = dict(headers or {})
     if start:
@@ -109,7 +110,10 @@ def http_bytes(
 
 
 def http_json(address: str, headers: Mapping[str, str] | None = None) -> bytes:
-    """Return the body of the answer to a GET request, as bytes. Raises :class:`HttpProblem`."""
+    """Return the body of the answer to a GET request, as bytes. Raises :class:`HttpProblem`.
+
+    ``headers``: further headers of the request.
+    """
     return b"".join(http_bytes(address, 0, "", headers))
 
 

@@ -160,7 +160,10 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
 
 
 def task_chart(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Return a chart of the accuracy on each evaluation task. The list is empty if no run was evaluated on tasks."""
+    """Return a chart of the accuracy on each evaluation task. The list is empty if no run was evaluated on tasks.
+
+    ``runs``: the runs to show.
+    """
     kinds = dict.fromkeys(
         kind for run in runs for kind in run.records if kind.startswith("task.")
     )

@@ -132,7 +132,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return bytes as text in binary units: 4.01 GiB."""
+    """Return the number of bytes ``count`` as text in binary units, such as 4.01 GiB."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if count < 999.5:  # from there on three digits would be 1e+03

@@ -300,7 +300,7 @@ def _differing(
 def tables(examination: Examination) -> list[tuple[list[str], list[list[str]]]]:
     """Return headings and rows of two tables: of ranks, and of probe times between them.
 
-    The second table is left out if links were not probed.
+    The second table is left out if links were not probed. ``examination``: result of :func:`examine`.
     """
     shown_tables = []
     if examination.rows:

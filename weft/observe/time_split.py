@@ -176,7 +176,10 @@ def trace(path: Path, steps: int) -> Iterator[Callable[[], bool]]:
 
 
 def quiet_profile(**options: Any) -> profile:
-    """Return a ``torch.profiler`` profile that hides the two lines that its library writes to stderr."""
+    """Return a ``torch.profiler`` profile that hides the two lines that its library writes to stderr.
+
+    ``options``: keyword arguments of :class:`torch.profiler.profile`.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     devices = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []
     # one cycle alone is recorded

@@ -233,8 +233,8 @@ def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) ->
     """Return whether the state has tensors of its own, apart from the parameters with which the model computes.
 
     This is so in four cases: the state is cut over ranks, it is replicated over ``dp``, it has a wider type than
-    compute, or it is offloaded. ``summed``: whether the state sums gradients over the replicas of ``dp``. If something
-    else sums them, the second case does not count.
+    compute, or it is offloaded. ``summed``: whether the state sums gradients over the replicas of ``dp``. If
+    something else sums them, the second case does not count. ``train``, ``memory``: sections of the recipe.
     """
     if mesh.device_mesh is None:
         return False

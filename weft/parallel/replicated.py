@@ -176,7 +176,8 @@ def is_replicated(
     """Return whether each replica of ``dp`` holds its part of the model whole, so that only gradients are exchanged.
 
     This is so if nothing else divides the state, and parameters are on the device in the type in which they compute.
-    ``summed``: whether the state sums gradients over the replicas of ``dp``.
+    ``summed``: whether the state sums gradients over the replicas of ``dp``. ``train``, ``memory``: sections of the
+    recipe.
     """
     if not summed or mesh.size("dp") == 1:
         return False

@@ -191,7 +191,7 @@ class EmbeddingRows(PartUnit):
         are.
 
         ``grads``: gradients by parameter name, here of the table alone, which may be sparse. ``scale``: factor that
-        multiplies the gradient.
+        multiplies the gradient. ``optimizer``: the update rule; ``lr``: learning rate.
         """
         held = self.held[0]
         grad = grads[held.name]

@@ -54,8 +54,9 @@ def fused_bytes(tokens: Num, head: Num, block: Num) -> Num:
 def least_bytes(tokens: Num, head: Num, fast: Num) -> Num:
     """Return the bytes that no algorithm for exact attention undercuts, up to a constant factor.
 
-    ``fast``: bytes of fast memory. Queries, keys, values and results are moved once at least. With room for more than
-    ``head`` squared numbers the bound is that of FlashAttention; with less, that of a product of matrices in blocks.
+    ``fast``: bytes of fast memory. Queries, keys, values and results are moved once at least. With room for more
+    than ``head`` squared numbers the bound is that of FlashAttention; with less, that of a product of matrices in
+    blocks. ``tokens``: length of the sequence; ``head``: width of a head.
     """
     room = fast / WIDTH
     large = tokens**2 * head**2 / room

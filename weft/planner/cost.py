@@ -302,7 +302,7 @@ class MicrobatchSeconds:
 
 
 def smooth_maximum(a: Num, b: Num) -> Num:
-    """Return a smooth maximum of two positive times: their p-norm with a large exponent."""
+    """Return a smooth maximum of the positive times ``a`` and ``b``: their p-norm with a large exponent."""
     return (a**SHARP + b**SHARP) ** (1 / SHARP)
 
 

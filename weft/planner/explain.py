@@ -198,7 +198,9 @@ def best_alternatives(
 
 
 def record(final: Final) -> dict[str, Any]:
-    """Return a layout as JSON: its settings, its seconds and its GiB, each split by cause, and its stages."""
+    """Return the layout ``final`` as JSON: its settings, its seconds and its GiB, each split by cause, and its
+    stages.
+    """
     layout = {name: getattr(final.plan, name) for name in CHOSEN}
     return {
         "layout": {

@@ -148,7 +148,7 @@ def finalists(
 
     The fastest comes first. If none of these layouts has a certain pipeline schedule, the best layout with that
     schedule is simulated too, provided that its time is close. ``vocabulary``: whether the program can cut embedding
-    and output layer over all ranks of a pipeline (Yeung et al. 2024).
+    and output layer over all ranks of a pipeline (Yeung et al. 2024). ``searched``: the result of the search.
     """
     total = np.asarray(searched.cost.total)
     columns = np.stack([getattr(searched.plans, name) for name in FAMILY])

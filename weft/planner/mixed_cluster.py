@@ -106,7 +106,10 @@ class _GroupSpeed:
 
 
 def machine_of_group(cluster: Cluster, group: Group, bits: int) -> Machine:
-    """Return the figures of the devices and links of one group."""
+    """Return the figures of the devices and links of one group.
+
+    ``bits``: width of the operands of matrix products.
+    """
     device = find_device(group.device, group.memory)
     network = (group.network or float(device.network)) * cluster.tree_share
     own = {"memory": group.memory, "network": network, "link": cluster.link}

@@ -103,8 +103,8 @@ def flow_seconds(
 ) -> dict[str, float]:
     """Return the seconds of communication of each axis, by its name, if place ``i`` is on node ``nodes[i]``.
 
-    ``links``: bandwidth in GB/s between every two nodes, ``[nodes, nodes]``. Transfers of an axis over one link share
-    its bandwidth. The slowest link decides the axis's time.
+    ``links``: bandwidth in GB/s between every two nodes, ``[nodes, nodes]``. Transfers of an axis over one link
+    share its bandwidth. The slowest link decides the axis's time. ``flows``: transfers along every axis.
     """
     speed = links[np.ix_(nodes, nodes)]
     return {

@@ -139,7 +139,10 @@ def thinking_work(model: ThinkingModel, prompt: int, how: Thinking) -> np.ndarra
 def seconds(
     model: ThinkingModel, rates: StepRates, prompt: int, how: Thinking
 ) -> float:
-    """Return the predicted seconds in which ``how`` writes its tokens after a prompt of ``prompt`` tokens."""
+    """Return the predicted seconds in which ``how`` writes its tokens after a prompt of ``prompt`` tokens.
+
+    ``rates``: seconds per unit of work on the device.
+    """
     each = np.array([getattr(rates, field.name) for field in fields(rates)])
     return float(thinking_work(model, prompt, how) @ each)
 
@@ -169,7 +172,7 @@ def tokens_within(
     """Return the largest number of tokens per text such that ``texts`` texts take at most ``budget`` seconds.
 
     ``prompt``: tokens of the prompt. ``share``: share of earlier keys that attention reads. ``most``: upper limit of
-    the result; the result is 0 if not even one token fits.
+    the result; the result is 0 if not even one token fits. ``rates``: seconds per unit of work on the device.
     """
     low, high = 0, most
     while low < high:
@@ -233,7 +236,7 @@ def rank_thinking(
 
     Of ways that solve equally many, the fastest comes first. ``rates``: the device's rates; ``prompt``: tokens of a
     question; ``trials``: trial texts by model and share of keys; ways without trials are left out. ``most``: the
-    largest number of tokens of a text.
+    largest number of tokens of a text. ``models``: the models to choose from.
     """
     return sorted(
         _within(models, rates, prompt, budget, trials, most),

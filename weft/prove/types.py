@@ -83,12 +83,17 @@ def check_types(
     """Check a whole training step of ``layout`` by types, in this process alone, for any number of ranks.
 
     Returns the first fault, or None if there is none. ``shape``: the model. ``policy``: the policy loss of the step;
-    None: a loss by ``loss``. All other arguments are sections of the recipe. Raises :class:`UsageError` for a model of
-    a plugin, whose types are not known.
+    None: a loss by ``loss``. All other arguments are sections of the recipe. Raises :class:`UsageError` for a model
+    with ``model.kind``, whose types are not known.
 
-    Tensors are on the meta device and collectives in a fake process group, so neither memory nor ranks are needed. The
-    code that shards the state is not run: its results are taken to have the types that it promises. Pipeline stages
-    exchange tensors of a single type, so one stage stands for all stages. One island stands for all islands.
+    Tensors are on the meta device and collectives in a fake process group, so neither memory nor ranks are needed.
+    The code that shards the state is not run: its results are taken to have the types that it promises. Pipeline
+    stages exchange tensors of a single type, so one stage stands for all stages. One island stands for all
+    islands.@@ recipe/read.py:apply_override Set one setting in the nested dictionary ``tree``, as the option
+    ``--set`` of the command line does.
+
+    ``item``: a text ``section.key=value``; the value is read as TOML and, if that fails, taken as a string.
+    ``section=none`` removes a section.
     """
     check_fits(shape, layout, train, optimizer, memory)
     if shape.kind:

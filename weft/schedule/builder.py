@@ -44,8 +44,8 @@ class ScheduleBuilder:
     ) -> Sequence[Order]:
         """List each rank's actions in order, as ``(kind, stage, microbatch)``.
 
-        ``chunks``: stages per rank; ``times``: times of one microbatch on a rank, by which some schedules decide what
-        fills idle times.
+        ``chunks``: stages per rank; ``times``: times of one microbatch on a rank, by which some schedules decide
+        what fills idle times. ``ranks``, ``microbatches``: numbers of ranks, and of microbatches in a step.
         """
         raise NotImplementedError
 
@@ -79,12 +79,15 @@ class ScheduleBuilder:
 
 
 def larger(a: Number, b: Number) -> Number:
-    """Return the larger of two numbers, or of two arrays entry by entry."""
+    """Return the larger of the numbers ``a`` and ``b``, or of two arrays entry by entry."""
     return (a + b + abs(a - b)) / 2
 
 
 def ramp(ranks: Number, times: Times) -> Number:
-    """Return the time to fill and drain a pipeline with idle ranks: ``(ranks - 1) * (forward + backward)``."""
+    """Return the time to fill and drain a pipeline with idle ranks: ``(ranks - 1) * (forward + backward)``.
+
+    ``times``: times of one microbatch on a rank.
+    """
     return (ranks - 1) * (times.forward + times.backward)
 
 

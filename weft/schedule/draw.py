@@ -91,7 +91,10 @@ def boxes(simulation: Simulation) -> list[Timed]:
 
 
 def mix(a: str, b: str, share: float) -> str:
-    """Mix two colours ``#rrggbb``; ``share``: the part of ``b`` in the result, from 0 to 1."""
+    """Mix two colours ``#rrggbb``; ``share``: the part of ``b`` in the result, from 0 to 1.
+
+    ``a``, ``b``: the two colours.
+    """
     pairs = zip(bytes.fromhex(a[1:]), bytes.fromhex(b[1:]), strict=True)
     return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in pairs)
 
@@ -150,7 +153,7 @@ def legend(table: Table) -> dict[str, Any]:
 
 
 def short_number(value: float) -> str:
-    """Format a number with five significant digits, or as an integer with separators from ten thousand on."""
+    """Format ``value`` with five significant digits, or as an integer with separators from ten thousand on."""
     return f"{value:.5g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 

@@ -367,7 +367,7 @@ class ParameterRows:
         """Add rows for weights ``[out, in]`` with the same input, and for their adapters.
 
         ``path``: prefix of the names; ``weights``: dimension ``out`` of each weight, by name; ``into``: their
-        dimension ``in``.
+        dimension ``in``. ``adapter``: the adapter's settings; None without one.
         """
         first, second = next(self.steps), next(self.steps)
         for name, out in weights.items():

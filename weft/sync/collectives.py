@@ -73,6 +73,7 @@ def from_islands(
     """All-gather a small tensor: return the tensors that ``islands`` pass as ``own``, in the order of ``islands``.
 
     ``tag``: the tag of the messages; ``control``: count their bytes as control messages, not as tensors.
+    ``streams``: connections to the other islands.
     """
     for island in islands:
         if island != streams.island:
@@ -88,17 +89,19 @@ def compressed_mean(
     streams: Streams, flat: T, there: Compressor, back: Compressor, tag: str, number: int,
     up: T | None = None, down: T | None = None, members: Sequence[int] = (),
 ) -> T:  # fmt: skip
-    """Return the mean of ``flat`` over ``members`` (default: all islands), with messages compressed in both directions.
+    """Return the mean of ``flat`` over ``members`` (default: all islands), with messages compressed in both
+    directions.
 
     Each island is responsible for one chunk of the tensor. It receives this chunk from all islands, compressed by
-    ``there``, and computes the chunk's mean. Then it sends the mean to all islands, compressed by ``back``. So each of
-    n islands sends 2 (n - 1) / n of the compressed tensor, as in a ring, and nothing is compressed more than twice.
-    ``tag``: the beginning of the messages' tags; ``number``: the number of the exchange, from which random seeds
-    follow.
+    ``there``, and computes the chunk's mean. Then it sends the mean to all islands, compressed by ``back``. So each
+    of n islands sends 2 (n - 1) / n of the compressed tensor, as in a ring, and nothing is compressed more than
+    twice. ``tag``: the beginning of the messages' tags; ``number``: the number of the exchange, from which random
+    seeds follow.
 
     ``up`` and ``down``: residuals, that is, what compression by ``there`` and by ``back`` has lost in earlier
     exchanges. Each is added to the tensor before compression, and then updated in place. Only this island's chunk of
-    ``down`` is used. None: nothing is added, as is right for unbiased compressors.
+    ``down`` is used. None: nothing is added, as is right for unbiased compressors. ``streams``: connections to the
+    other islands.
     """
     me, every = streams.island, members or range(streams.islands)
     parts = dict(
@@ -223,9 +226,10 @@ def power_mean(
     A payload is one or more small tensors that are sent in place of ``x``. With a linear compressor the mean of the
     islands' payloads is the payload of the mean. So ring all-reduces average these small tensors. ``tag``: the
     beginning of the messages' tags; ``number``: the number of the exchange, which is also the compressor's seed;
-    ``up``: the residual, which is what compression on this island has lost in earlier exchanges. It is added to ``x``
-    and updated in place. ``warm``: the tensor from which compression starts, as :meth:`Compressor.warm` returned it for
-    the previous exchange; None in the first exchange. ``members``: islands that take part, by default all.
+    ``up``: the residual, which is what compression on this island has lost in earlier exchanges. It is added to
+    ``x`` and updated in place. ``warm``: the tensor from which compression starts, as :meth:`Compressor.warm`
+    returned it for the previous exchange; None in the first exchange. ``members``: islands that take part, by
+    default all. ``streams``: connections to the other islands.
     """
     turns, every = iter(range(4)), members or range(streams.islands)
 

@@ -116,7 +116,7 @@ def ring_order(
 
     ``pieces``: messages in which an island's chunk travels. For more than ``exact`` islands the order is a local
     optimum, reached from a few starts by moving or reversing runs of islands. Raises :class:`WeftError` if no ring
-    joins all islands.
+    joins all islands. ``links``: measured links between the islands.
     """
     islands = len(links.bandwidth)
     if islands == 1:

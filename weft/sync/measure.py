@@ -70,7 +70,8 @@ def measured_links(streams: Streams, nbytes: float) -> np.ndarray:
     """Measure the links from this island to every island. Returns bytes per second and one-way seconds, ``[islands,
     2]``.
 
-    Links are measured one at a time, island by island, with messages of up to about ``nbytes``. All islands call this.
+    Links are measured one at a time, island by island, with messages of up to about ``nbytes``. All islands call
+    this. ``streams``: connections to the other islands.
     """
     row = np.zeros((streams.islands, 2))
     others = [i for i in range(streams.islands) if i != streams.island]

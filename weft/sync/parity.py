@@ -30,6 +30,7 @@ def take_majority(
 
     ``own``: this island's version, by the name of the tensor; ``members``: the islands that compare; ``tag``: the
     beginning of the messages' tags. In a tie the version of the member that comes first in ``members`` counts.
+    ``streams``: connections to the other islands.
     """
     hashes = from_islands(
         streams, hash_tensors(own.values()), members, f"{tag}/hash", control=True

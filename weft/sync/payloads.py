@@ -104,7 +104,10 @@ def codes_packed(codes: T, bits: int) -> T:
 
 
 def codes_unpacked(sent: T, bits: int, count: int) -> T:
-    """Unpack the first ``count`` integers of ``bits`` bits from the bytes of :func:`codes_packed`, as int8."""
+    """Unpack the first ``count`` integers of ``bits`` bits from the bytes of :func:`codes_packed`, as int8.
+
+    ``sent``: these bytes, uint8.
+    """
     groups = F.pad(sent, (0, -sent.numel() % bits)).view(-1, bits)
     words = F.pad(groups, (0, 8 - bits)).contiguous().view(torch.int64)  # [n / 8, 1]
     codes = words >> torch.arange(0, 8 * bits, bits, device=sent.device) & (2**bits - 1)
@@ -112,7 +115,7 @@ def codes_unpacked(sent: T, bits: int, count: int) -> T:
 
 
 def bits_packed(bits: T) -> T:
-    """Pack booleans ``[n]`` eight to a byte, the first in the lowest bit."""
+    """Pack the booleans ``bits`` ``[n]`` into bytes, eight to a byte, the first in the lowest bit."""
     eights = F.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
     return (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
         1, dtype=torch.uint8
@@ -120,7 +123,10 @@ def bits_packed(bits: T) -> T:
 
 
 def bits_unpacked(sent: T, count: int) -> T:
-    """Unpack the first ``count`` booleans from the bytes of :func:`bits_packed`."""
+    """Unpack the first ``count`` booleans from the bytes of :func:`bits_packed`.
+
+    ``sent``: these bytes, uint8.
+    """
     return (
         (sent[:, None] >> torch.arange(8, dtype=torch.uint8, device=sent.device) & 1)
         .flatten()[:count]

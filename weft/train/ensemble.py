@@ -146,9 +146,10 @@ def ensemble_scores(
 ) -> list[Score]:
     """Compute the log-probability that an ensemble gives to each text's continuation, one score per text.
 
-    The counterpart for one model is :func:`weft.train.score.scores`. ``models``: the members, whole on one device, with
-    the same tokens. ``average``: whether probabilities or logits are averaged. ``room``: number of tokens in a row of a
-    batch. ``router``: computes each member's weight at each token; None: all members count alike.
+    The counterpart for one model is :func:`weft.train.score.scores`. ``models``: the members, whole on one device,
+    with the same tokens. ``average``: whether probabilities or logits are averaged. ``room``: number of tokens in a
+    row of a batch. ``router``: computes each member's weight at each token; None: all members count alike.
+    ``texts``: prompts and continuations as token ids.
     """
     if not texts:
         return []

@@ -97,10 +97,12 @@ def open_members(
 ) -> EnsembleMembers:
     """Open the models at ``places`` as the members of an ensemble; a single model is an ensemble of one.
 
-    A single place may also be a set of experts (:mod:`weft.train.expert_set`), whose router then weights the members.
+    A single place may also be a set of experts (:mod:`weft.train.expert_set`), whose router then weights the
+    members.
 
     ``device``, ``warn`` and ``ema`` are arguments of :func:`weft.checkpoint.model.open_model`. Raises
     :class:`UsageError` for models with other tokens than the first one, and for a model that is given twice.
+    ``average``: whether the members' probabilities or logits are averaged.
     """
     router: ExpertRouter | None = None
     if len(places) == 1 and (experts := read_expert_set(places[0])) is not None:

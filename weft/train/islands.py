@@ -46,14 +46,14 @@ def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
 
 
 class Apart(PhaseFiller):
-    """Fills the phase after a step for islands, which exchange parameters every ``how.every`` steps.
+    """Fills the phase after a step in a run of islands, which exchange parameters every ``how.every`` steps.
 
-    A *round* lasts ``how.every`` steps. In each round, each *fragment* (a subset of the parameters) is exchanged once
-    with the partner islands. ``presence``: which islands take part. ``how``: the recipe's section ``[sync]``.
+    A *round* lasts ``how.every`` steps. In each round, each *fragment* (a subset of the parameters) is exchanged
+    once with the partner islands. ``presence``: which islands take part. ``how``: the recipe's section ``[sync]``.
     ``steps``: the number of steps so far.
 
-    All islands end the run after the same step. For this, an island sends a request to end the run to the others at the
-    end of a round. All islands then end with the next round.
+    All islands end the run after the same step. For this, an island sends a request to end the run to the others at
+    the end of a round. All islands then end with the next round.
     """
 
     def __init__(self, context: StepContext, presence: Presence, how: Sync) -> None:

@@ -29,6 +29,7 @@ def mix_facts(
     """Return the facts about a run's data sources from which a mixture computes its shares, such as their sizes.
 
     ``begun``: number of the step at which the mixture begins; ``position``: index of the first sample of this step.
+    ``corpus``: the opened data.
     """
     order = corpus.train
     return MixFacts(
@@ -199,7 +200,7 @@ def resume_mix(corpus: Corpus, meta: Mapping[str, Any], progress: Progress) -> s
 
     It is computed with the source weights of the checkpoint's run if that reproduces the checkpoint's fingerprint.
     ``progress`` then gets these weights as a fixed mixture, unless the checkpoint holds a mixture already. ``meta``:
-    contents of the checkpoint's root file.
+    contents of the checkpoint's root file. ``corpus``: the recipe's data, as opened.
     """
     sources = meta.get("recipe", {}).get("data", {}).get("sources", ())
     weights = [source["weight"] for source in sources]

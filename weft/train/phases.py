@@ -73,7 +73,8 @@ class AgreePhase(Protocol):
         """Sum the ranks' gradients, and sum the step's loss, squared gradient norm and counts over the ranks.
 
         ``shares``: the tensor that the gradient phase has returned. The method calls ``before_update`` of the step's
-        :class:`~weft.train.step.StepContext` before this rank contributes to the sums.
+        :class:`~weft.train.step.StepContext` before this rank contributes to the sums. ``given``: the step's input
+        on this rank.
         """
 
 
@@ -83,7 +84,8 @@ class UpdatePhase(Protocol):
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
         """Update the parameters with the gradients in ``agreed``, unless the step is skipped.
 
-        Returns the results, of this step or earlier ones, that have become final, oldest first.
+        Returns the results, of this step or earlier ones, that have become final, oldest first. ``given``: the
+        step's input on this rank.
         """
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def slot_bytes(settings: Optimizer, width: int) -> float:
     """Estimate the bytes of optimizer state per element of a parameter, without scales and other small tensors.
 
-    ``width``: bytes of an element of the parameter itself.
+    ``width``: bytes of an element of the parameter itself. ``settings``: the recipe's section ``[optimizer]``.
     """
     return width * (settings.update_rule.kept + bool(settings.ema))
 
@@ -107,8 +107,8 @@ LONGEST_WARMUP = 100
 def warmup_steps(settings: Optimizer, steps: int) -> int:
     """Return the number of warm-up steps of a run of ``steps`` steps.
 
-    It follows from ``optimizer.warmup``, a number of steps or a share of the run. If that is not set, it is a tenth of
-    the steps, but at most 100.
+    It follows from ``optimizer.warmup``, a number of steps or a share of the run. If that is not set, it is a tenth
+    of the steps, but at most 100. ``settings``: the recipe's section ``[optimizer]``.
     """
     if settings.warmup is None:
         return min(LONGEST_WARMUP, steps // 10)
@@ -120,7 +120,10 @@ def warmup_steps(settings: Optimizer, steps: int) -> int:
 
 
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
-    """Return the learning rate of step ``step`` (from 0) of ``steps``: linear warm-up, then ``optimizer.schedule``."""
+    """Return the learning rate of step ``step`` (from 0) of ``steps``: linear warm-up, then ``optimizer.schedule``.
+
+    ``settings``: the recipe's section ``[optimizer]``.
+    """
     warmup = warmup_steps(settings, steps)
     if step < warmup:
         return settings.lr * (step + 1) / warmup
@@ -145,7 +148,10 @@ def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
 
 
 def warmup_note(settings: Optimizer, steps: int) -> str:
-    """Return a line for the user if the run of ``steps`` steps ends before its warm-up does, else an empty string."""
+    """Return a line for the user if the run of ``steps`` steps ends before its warm-up does, else an empty string.
+
+    ``settings``: the recipe's section ``[optimizer]``.
+    """
     warmup = warmup_steps(settings, steps)
     if warmup <= steps:
         return ""

@@ -519,8 +519,8 @@ def update_unless_skipped(
 
     ``given``: the step's input on this rank. ``agreed``: the reduced gradients, and a function that waits for the
     step's result. ``update``: function that changes the parameters; its arguments are the gradients by unit, the
-    learning rate and the factor that scales gradients down. Returns the step's result, which says whether the step was
-    skipped. The gradients are cleared in any case.
+    learning rate and the factor that scales gradients down. Returns the step's result, which says whether the step
+    was skipped. The gradients are cleared in any case. ``context``: the model, state and mesh of the run.
     """
     with record_function("weft:optimizer"):
         result = agreed.result()
@@ -559,15 +559,16 @@ def reduced_and_sums(
 def shares_of_sums(
     context: StepContext, given: StepInput, loss: torch.Tensor, square: torch.Tensor
 ) -> torch.Tensor:
-    """Return this rank's shares of a step's sums, from which :func:`step_result` reads the result once they are summed.
+    """Return this rank's shares of a step's sums, from which :func:`step_result` reads the result once they are
+    summed.
 
-    The shares are a float64 vector ``[6]``: the mean loss, the squared gradient norm, the number of ranks that ask to
-    stop, real tokens, samples, and the sum of the samples' hashes. With experts the vector is ``[9 + experts]``: after
-    the six numbers come three counts of bytes sent for experts, one per kind, and then the number of tokens routed to
-    each expert.
+    The shares are a float64 vector ``[6]``: the mean loss, the squared gradient norm, the number of ranks that ask
+    to stop, real tokens, samples, and the sum of the samples' hashes. With experts the vector is ``[9 + experts]``:
+    after the six numbers come three counts of bytes sent for experts, one per kind, and then the number of tokens
+    routed to each expert.
 
     ``given``: the step's input on this rank. ``loss``, ``square``: this rank's shares of the mean loss and of the
-    squared gradient norm.
+    squared gradient norm. ``context``: the model, state and mesh of the run.
     """
     mesh, loads = context.mesh, context.model.loads
     shares = (
@@ -644,7 +645,10 @@ class Step:
 
 
 def plain_step(context: StepContext, clip: float) -> Step:
-    """Return a training step without techniques. ``clip``: largest global gradient norm; 0: no limit."""
+    """Return a training step without techniques. ``clip``: largest global gradient norm; 0: no limit.
+
+    ``context``: the model, state and mesh of the run.
+    """
     plain = PlainStep(context)
     return Step(context.state, plain, plain, plain, None, [], clip)
 
@@ -682,10 +686,11 @@ def reduced_gradients(
 def loss_sum(
     model: Transformer, batches: Sequence[Batch], mesh: Mesh, hooks: Hooks | None = None
 ) -> torch.Tensor:
-    """Return the sum of the losses of this rank's ``batches``, without gradients. It is equal on all ranks of ``tp``.
+    """Return the sum of the losses of this rank's ``batches``, without gradients. All ranks of ``tp`` get the same
+    sum.
 
-    In a pipeline it is this rank's share of the sum. ``hooks``: the loss to compute, and other functions that the
-    forward passes call; None: those of the model.
+    In a pipeline the result is this rank's share of the sum. ``hooks``: the loss to compute, and other functions
+    that the forward passes call; None: those of the model.
     """
     if model.pipeline is not None:
         return model.pipeline.evaluate(batches, hooks)

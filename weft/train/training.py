@@ -202,7 +202,10 @@ def report_notes(recorder: Recorder, *notes: str) -> None:
 
 
 def open_folders(job: Job, mesh: Mesh, guard: Guard, lease: Lease) -> Run:
-    """Choose and lease the run's folder and the storage of its checkpoints. Collective."""
+    """Choose and lease the run's folder and the storage of its checkpoints. Collective.
+
+    ``guard``: chooses the folder; ``lease``: keeps other runs from writing there.
+    """
     recipe, size = job.recipe, checkpoint_size(job)
     opened = partial(guard.open, recipe, lease, size)
     run = mesh.on_main(lambda: open_for_island(mesh, opened, recipe, lease, size))

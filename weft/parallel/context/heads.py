@@ -14,8 +14,9 @@ def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[
     """Return which query heads each rank computes, and which key/value heads these query heads read.
 
     Each of the two lists has the range of heads of every rank, rank by rank: ``[start, end, start, end, ...]``. The
-    number of ranks need not divide the numbers of heads. Ranges of query heads then differ by one in length at most. A
-    key/value head is in the ranges of all ranks that read it.
+    number of ranks need not divide the numbers of heads. Ranges of query heads then differ by one in length at most.
+    A key/value head is in the ranges of all ranks that read it. ``heads``, ``kv_heads``: numbers of query heads and
+    of key/value heads.
     """
     own = [part(heads, ranks, rank) for rank in range(ranks)]
     group = heads // kv_heads
