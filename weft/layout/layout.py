@@ -470,7 +470,7 @@ class AskedLayout(Asked):
 
     @property
     def nearby(self) -> str:
-        """Remedy for an impossible ``layout.secondary``: a text that lists its possible values."""
+        """Advice for an impossible ``layout.secondary``: a text that lists its possible values."""
         state = self.layout.size("shard", "cp")
         fit = [n for n in range(2, state) if state % n == 0]
         return f"use one of {', '.join(map(str, fit))}" if fit else "leave it out"

@@ -35,7 +35,8 @@ def unpin(address: int) -> None:
 
 
 class PinnedPages(mmap.mmap):
-    """Anonymous memory of this process that :func:`pin` registers, and whose registration ends before the memory does.
+    """Anonymous memory mapping of this process that :func:`pin` can register; closing it first ends the
+    registration.
 
     ``pinned_at``: address of the registered memory; 0 as long as none is registered.
     """

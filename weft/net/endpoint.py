@@ -57,7 +57,9 @@ BACKLOG = 256
 
 
 class Dialler(Protocol):
-    """Interface for connecting endpoints in another way than over TCP, for addresses that begin with :data:`PEER`."""
+    """Interface for connecting endpoints by another way than TCP. It is used for addresses that begin with
+    :data:`PEER`.
+    """
 
     def expose(self, port: int) -> str:
         """Make the endpoint that listens at ``port`` of this machine reachable for other endpoints.

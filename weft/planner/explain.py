@@ -37,7 +37,7 @@ DEEP = 32
 
 
 def title(final: Final) -> str:
-    """Describe the layout of ``final`` in one line."""
+    """Return one line that describes the layout of ``final``."""
     order = f' order="{final.order}"' if final.order else ""
     return (
         describe(final.plan) + (" vocabulary over pp" if final.barriers else "") + order
@@ -292,7 +292,7 @@ def exchange_words(sent: dict[str, Any]) -> str:
 
 
 def sizes(shape: Shape) -> str:
-    """Describe in words the number of parameters of a model, and the bytes per token of its generation cache."""
+    """Return a text with a model's number of parameters, and with the bytes per token of its generation cache."""
     active = (
         f", {float(shape.active_parameters) / 1e9:.3g} B active"
         if shape.experts

@@ -88,12 +88,7 @@ def check_types(
 
     Tensors are on the meta device and collectives in a fake process group, so neither memory nor ranks are needed.
     The code that shards the state is not run: its results are taken to have the types that it promises. Pipeline
-    stages exchange tensors of a single type, so one stage stands for all stages. One island stands for all
-    islands.@@ recipe/read.py:apply_override Set one setting in the nested dictionary ``tree``, as the option
-    ``--set`` of the command line does.
-
-    ``item``: a text ``section.key=value``; the value is read as TOML and, if that fails, taken as a string.
-    ``section=none`` removes a section.
+    stages exchange tensors of a single type, so one stage stands for all stages. One island stands for all islands.
     """
     check_fits(shape, layout, train, optimizer, memory)
     if shape.kind:

@@ -156,9 +156,10 @@ def _with_data(section: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def apply_override(tree: dict[str, Any], item: str) -> None:
-    """Apply one ``section.key=value``; the value is read as TOML and falls back to a plain string.
+    """Set one setting in the nested dictionary ``tree``, as the option ``--set`` of the command line does.
 
-    ``section=none`` leaves a section out.
+    ``item``: a text ``section.key=value``; the value is read as TOML and, if that fails, taken as a string.
+    ``section=none`` removes a section.
     """
     key, equals, text = item.partition("=")
     if not equals or not key.strip():

@@ -121,13 +121,13 @@ class Attendance:
         self.got = -1
 
     def facts(self) -> Facts:
-        """Return what this rank tells the other ranks when they agree on the next view, as JSON.
+        """Return the JSON values that this rank tells the other ranks when they agree on the next view.
 
-        A view is the set of members of the run. In an exchange, islands combine what they have trained; exchanges are
-        numbered. The result has the rank's island (``island``, ``life``), its place there, the stays of all islands
-        (periods in which they take part), and three numbers of exchanges. ``begun`` is the last one that this rank has
-        begun, ``committed`` the last one that is over. ``got`` is the one after which this rank received its model
-        state.
+        A view is the set of members of the run. In an exchange, islands combine what they have trained; exchanges
+        are numbered. The result has the rank's island (``island``, ``life``), its place there, the stays of all
+        islands (periods in which they take part), and three numbers of exchanges. ``begun`` is the last exchange
+        that this rank has begun, ``committed`` the last one that is over. ``got`` is the exchange after which this
+        rank received its model state.
         """
         island, life = self.start
         return {

@@ -177,7 +177,7 @@ class Party(Protocol[R_co]):
         """
 
     def facts(self) -> dict[str, Any]:
-        """Return what this rank tells all members of the next view (set of members), as JSON."""
+        """Return the JSON values that this rank tells all members of the next view (set of members)."""
 
     def patience(self) -> float:
         """Return the seconds after which a member that is alive but has not asked for the next view is left out."""

@@ -41,7 +41,7 @@ def what_is_saved(folder: Path) -> str:
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """Return the numbers of the steps that the newest records of the run in ``folder`` are about.
+    """Return the numbers of the steps in the newest records of the run in ``folder``.
 
     Only the last :data:`TAIL` bytes of the run's metrics are read.
     """

@@ -33,9 +33,10 @@ def rounded_up(x: T) -> T:
 
 
 def divisor(scales: T, dtype: torch.dtype) -> T:
-    """Return the ``scales`` of blocks in type ``dtype``, with 1 in place of 0, so that values can be divided by them.
+    """Return the ``scales`` of blocks in type ``dtype``, with 0 replaced by 1, so that values can be divided by
+    them.
 
-    A scale is 0 only if all values of its block are 0, which any divisor leaves unchanged.
+    All values of a block with scale 0 are 0, and any divisor leaves them unchanged.
     """
     return torch.where(scales == 0, 1.0, scales.to(dtype))
 

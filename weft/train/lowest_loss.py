@@ -32,7 +32,10 @@ def comparable(known: Best, data: str, step: int) -> tuple[Best, str]:
 
 
 def lowest_of_run(job: Job, mesh: Mesh, folder: Path, step: int) -> LowestLoss:
-    """Return the lowest validation loss so far of the run in ``folder``, which has taken ``step`` steps. Collective."""
+    """Return the lowest validation loss so far of the run in ``folder``, which has taken ``step`` steps. Collective.
+
+    It is read from the run's folder, on the main rank; losses that cannot be compared with new ones do not count.
+    """
     known = mesh.on_main(lambda: read_best(folder))
     settings = job.recipe.validation
     data = digest(job.corpus.validated, settings.batches, job.recipe.train.batch)

@@ -45,13 +45,14 @@ class TilePiece(NamedTuple):
 
 
 class Trip:
-    """What one rank runs of a tile table for given documents: pieces of tiles, and the transfers that they need.
+    """The part of a tile table that one rank runs for given documents: pieces of tiles, and transfers of their
+    blocks.
 
-    A tile is a block of queries against a block of keys. ``table``: says which rank computes which tile in which step;
-    ``cu``: boundaries of the documents, from 0, as indices in the flattened whole rows of all ranks' tokens;
-    ``lengths``: for each block of the sequence, its number of tokens in a row; ``peers``: global ranks, in the order in
-    which the table numbers them; ``index``: this rank's position among them; ``window``: number of tokens that a token
-    sees, itself included, 0 for all of its document.
+    A tile is a block of queries against a block of keys. ``table``: says which rank computes which tile in which
+    step; ``cu``: boundaries of the documents, from 0, as indices in the flattened whole rows of all ranks' tokens;
+    ``lengths``: for each block of the sequence, its number of tokens in a row; ``peers``: global ranks, in the order
+    in which the table numbers them; ``index``: this rank's position among them; ``window``: number of tokens that a
+    token sees, itself included, 0 for all of its document.
     """
 
     def __init__(
@@ -295,10 +296,11 @@ def trip_of(
     lengths: Sequence[int],
     window: int = 0,
 ) -> Trip:
-    """Return what this rank runs of a context scheme for given documents: pieces of tiles, and transfers of blocks.
+    """Return the part of a context scheme that this rank runs for given documents: pieces of tiles, and transfers of
+    blocks.
 
-    A tile is a block of queries against a block of keys. The sequence is cut into blocks, and each rank owns one or two
-    of them.
+    A tile is a block of queries against a block of keys. The sequence is cut into blocks, and each rank owns one or
+    two of them.
 
     Args:
         ``q``: queries of this rank, ``[batch, seq held, heads, head_dim]``; only the shape matters.
