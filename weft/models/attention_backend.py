@@ -57,7 +57,9 @@ class DecodeRows(NamedTuple):
 
 
 class MeasuredPiece(NamedTuple):
-    """A piece of attention work, assigned to the backend that was measured as fastest for it."""
+    """A piece of attention work, and the backend that was measured as fastest for it. ``backend``: the backend.
+    ``piece``: the piece of work, as the backend's ``group`` has made it.
+    """
 
     backend: "AttentionBackend"
     piece: "BackendPiece"

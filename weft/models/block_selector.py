@@ -21,10 +21,9 @@ T = torch.Tensor
 
 
 class NewTokens(Protocol):
-    """Interface to the new tokens of a pass, which a :class:`weft.models.paged.Reading` describes.
-
-    ``spans``: for each text, its new tokens. ``slots``: for each new token, its place among the tokens of all blocks.
-    ``prepared``: what the first layer's selector has prepared for those of the other layers.
+    """What a :class:`BlockSelector` may read of the new tokens of a forward pass. ``spans``: for each text, its new
+    tokens. ``slots``: for each new token, its index in the cache, counted over the tokens of all blocks. ``prepared``:
+    values that the selector of the first layer leaves here for those of the other layers, by a key of its own.
     """
 
     @property
@@ -38,10 +37,8 @@ class NewTokens(Protocol):
 
 
 class SelectedPages(Protocol):
-    """Interface to the cache of a layer that has a selector, a :class:`weft.models.paged.KeyValuePages`.
-
-    ``size``: tokens of a block; ``store``: keys and values, ``[2, blocks, size, kv_heads, width]``; ``reading``: the
-    new tokens of the present pass.
+    """What a :class:`BlockSelector` may read of its layer's cache. ``size``: tokens of a block; ``store``: keys and
+    values, ``[2, blocks, size, kv_heads, width]``; ``reading``: the new tokens of the present forward pass.
     """
 
     size: int
@@ -58,10 +55,10 @@ class SelectedPages(Protocol):
 
 
 class KeyReads(NamedTuple):
-    """How many keys attention has had to do with, summed over new tokens and key heads.
-
-    ``all``: keys of all earlier tokens and of the new token itself; ``chosen``: those that the new token attends to;
-    ``read``: those that were read. Where tokens of one text choose different keys, all are read.
+    """Numbers of keys in attention, summed over new tokens and key heads. ``all``: keys that attention without a
+    selector would use: those of all earlier tokens and of the new token itself. ``chosen``: keys that the new token
+    attends to. ``read``: keys that were read from the cache; if tokens of one text choose different keys, all of these
+    are read.
     """
 
     all: int = 0
@@ -70,9 +67,8 @@ class KeyReads(NamedTuple):
 
 
 class BlockSelector:
-    """Chooses the cached tokens that new tokens attend to in one layer. This one chooses all.
-
-    The attribute ``reads`` counts keys.
+    """Base class of selectors, which choose the cached tokens that new tokens attend to in one layer. This class
+    chooses all of them. The attribute ``reads`` counts keys (:class:`KeyReads`).
     """
 
     def __init__(self) -> None:
@@ -88,21 +84,27 @@ class BlockSelector:
         pages.attend_spans(pages.reading.spans, q, out, window)
 
     def written(self, pages: SelectedPages) -> None:
-        """Note that the keys and values of the pass's new tokens have been written."""
+        """Note that the keys and values of the pass's new tokens have been written to the cache ``pages``. By default
+        nothing is done.
+        """
 
     def copied(
         self, pages: SelectedPages, blocks: Sequence[tuple[int, int]]
     ) -> Sequence[tuple[int, int]]:
-        """Note that blocks are to be copied, pairs of numbers of blocks (from, to), before the copies. Return the pairs
-        that the cache is to copy itself.
+        """Note that blocks of the cache ``pages`` are about to be copied. ``blocks``: pairs of block numbers (from,
+        to). Return the pairs that the cache itself is still to copy; by default all.
         """
         return blocks
 
     def loaded(self, pages: SelectedPages, blocks: Sequence[int]) -> None:
-        """Note that whole blocks have got other contents: by a copy, or from outside the cache."""
+        """Note that the blocks number ``blocks`` of the cache ``pages`` have got other contents as a whole: by a copy,
+        or from outside the cache.
+        """
 
     def count(self, every: int, chosen: int, read: int) -> None:
-        """Add to the keys that have been counted, in the order of :class:`KeyReads`."""
+        """Add numbers of keys to :attr:`reads`. ``every``, ``chosen``, ``read``: the fields of :class:`KeyReads`, in
+        their order.
+        """
         before = self.reads
         self.reads = KeyReads(
             before.all + every, before.chosen + chosen, before.read + read

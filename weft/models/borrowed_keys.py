@@ -63,7 +63,7 @@ class BlockLender(Protocol):
 
 
 class LenderLost(Exception):
-    """Error of a lender that does not answer any more. ``lender``: the lender; ``why``: the message."""
+    """Raised when a lender does not answer any more. ``lender``: the lender; ``why``: the message of the error."""
 
     def __init__(self, lender: BlockLender, why: str) -> None:
         super().__init__(why)

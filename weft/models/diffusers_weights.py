@@ -59,10 +59,9 @@ CONDITIONING = {
 
 
 def shape_of_diffusers(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape of the model that diffusers' ``config`` describes.
-
-    Published DiT predicts the noise of DDPM's linear schedule, and so is it opened. Raises :class:`UsageError` for
-    another class, or for settings that no DiT has.
+    """Return the shape of the diffusion transformer (DiT or PixArt) that diffusers' ``config`` describes. The shape
+    says that the model predicts noise with DDPM's linear schedule, as published models do. Raises :class:`UsageError`
+    for another class, or for settings that no DiT has.
     """
     if (name := config.get("_class_name")) == PIXART:
         return shape_of_pixart(config)
@@ -92,9 +91,8 @@ def shape_of_diffusers(config: Mapping[str, Any]) -> ModelShape:
 
 
 def diffusers_config(shape: ModelShape) -> dict[str, Any]:
-    """Return the configuration by which diffusers opens a model of ``shape``.
-
-    Raises :class:`UsageError` for what its class does not have.
+    """Return the configuration by which diffusers opens a model of ``shape``. Raises :class:`UsageError` for settings
+    that diffusers' class does not have.
     """
     settings = settings_of(shape)
     if settings.form == "pixart":
@@ -124,9 +122,9 @@ def diffusers_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def diffusers_names(name: str, layers: int, form: str = "dit") -> list[str]:
-    """Return the names in diffusers of the parameter ``name``: one, or one for each of ``layers`` blocks.
-
-    ``form``: that of the model's settings.
+    """Return all names that diffusers uses for Weft's parameter ``name``: usually one, but one for each of ``layers``
+    blocks if diffusers stores the parameter in every block. ``form``: the setting ``form`` of the model, "dit" or
+    "pixart".
     """
     if form == "pixart":
         return [pixart_name(name)]
@@ -140,7 +138,9 @@ def diffusers_names(name: str, layers: int, form: str = "dit") -> list[str]:
 
 
 def to_diffusers(shape: ModelShape, tensors: Mapping[str, T]) -> Iterator[tuple[str, T]]:  # fmt: skip
-    """Yield name and values of every parameter in diffusers. ``tensors``: those of a model of ``shape``, by name."""
+    """Yield pairs of the name and the values of every parameter, as diffusers stores it. ``tensors``: the parameters of
+    a model of ``shape``, by Weft's names.
+    """
     settings = settings_of(shape)
     for name, values in tensors.items():
         if name == "embedding.patches":  # [embed, pixels x channels] -> convolution
@@ -155,9 +155,9 @@ def to_diffusers(shape: ModelShape, tensors: Mapping[str, T]) -> Iterator[tuple[
 def from_diffusers(
     shape: ModelShape, tensors: Mapping[str, T]
 ) -> Callable[[str, Logical, Box], T]:
-    """Return a function that reads parameters of a model of ``shape`` from ``tensors``, by diffusers' names.
-
-    Raises :class:`WeftError` for a parameter that is missing, and where blocks have different embeddings of times.
+    """Return a function that gives the values of a box of any parameter of a model of ``shape``. ``tensors``: the
+    parameters by diffusers' names. Raises :class:`WeftError` for a parameter that is missing, and for blocks with
+    different embeddings of times, which Weft stores once.
     """
 
     def values(name: str, logical: Logical, box: Box) -> T:
@@ -183,7 +183,9 @@ def from_diffusers(
 
 
 def export_diffusers(shape: ModelShape, tensors: Mapping[str, T], out: Path) -> Path:
-    """Write a model of ``shape`` with the parameters ``tensors`` to the new folder ``out``, as diffusers reads it."""
+    """Write a model of ``shape`` with the parameters ``tensors`` to the new folder ``out``, so that diffusers can open
+    it. Return the folder.
+    """
     from safetensors.torch import save_file
 
     from weft.new_folder import new_folder
@@ -199,7 +201,9 @@ def export_diffusers(shape: ModelShape, tensors: Mapping[str, T], out: Path) -> 
 
 
 def open_diffusers(folder: Path) -> tuple[ModelShape, Callable[[str, Logical, Box], T]]:
-    """Return shape and parameters of the model of diffusers in ``folder``."""
+    """Open the model in ``folder`` that diffusers has written. Return its shape, and a function that reads a box of one
+    of its parameters.
+    """
     from safetensors.torch import load_file
 
     try:

@@ -40,14 +40,17 @@ NORM_EPS = 1e-6
 
 
 class Signals(NamedTuple):
-    """What all blocks read beside the patches.
+    """Inputs that all blocks of a diffusion transformer read beside the vectors of the patches.
 
     Attributes:
-        ``cos``, ``sin``: rotations of queries and keys, ``[batch, seq/cp, head_dim / 2]``, or ``[0]`` without any.
-        ``time``: times, or the vector that conditions blocks once it is computed: ``[batch]`` or ``[batch, embed]``.
-        ``condition``: numbers of classes ``[batch]``, captions ``[batch, words, pieces]``, text states ``[batch, words,
-            text]``, which blocks read, or ``[0]`` without any.
-        ``modulation``: shifts, scales and gates that all blocks share, ``[batch, 6 embed]``, or ``[0]`` without any.
+        ``cos``,
+        ``sin``: rotations of queries and keys, ``[batch, seq/cp, head_dim / 2]``; ``[0]``: no rotation.
+        ``time``: noise levels ``[batch]``; after :meth:`DiffusionTransformer.conditioned` the conditioning vectors
+            ``[batch, embed]``.
+        ``condition``: numbers of classes ``[batch]``, captions ``[batch, words, pieces]``, or states of text ``[batch,
+            words, text]``; ``[0]``: no condition.
+        ``modulation``: shifts, scales and gates that all blocks share, ``[batch, 6 embed]``; ``[0]``: blocks compute
+            their own.
     """
 
     cos: T
@@ -58,16 +61,15 @@ class Signals(NamedTuple):
 
 
 def modulated(x: T, shift: T, scale: T, eps: float = NORM_EPS) -> T:
-    """Return ``x`` ``[batch, seq, embed]`` normalised, then scaled by ``1 + scale`` and shifted.
-
-    ``shift``, ``scale``: ``[batch, 1, embed]``; ``eps``: what is added to the variance.
+    """Apply layer norm without weights to ``x`` ``[batch, seq, embed]``, multiply by ``1 + scale`` and add ``shift``.
+    ``shift``, ``scale``: ``[batch, 1, embed]``; ``eps``: constant that is added to the variance.
     """
     normed = F.layer_norm(x, x.shape[-1:], eps=eps)
     return normed * (1 + scale) + shift
 
 
 class PatchEmbedding(Module):
-    """The product that makes a vector of a patch. The arguments are those of :class:`Module`."""
+    """The linear layer that maps the values of a patch to its embedding. The arguments are those of :class:`Module`."""
 
     def __init__(self, mesh: Mesh, table: Table) -> None:
         super().__init__(mesh, table, "embedding")
@@ -75,14 +77,13 @@ class PatchEmbedding(Module):
         self.weight("patches_bias")
 
     def forward(self, values: T) -> T:
-        """Map the values of patches ``[batch, seq, values]`` to vectors ``[batch, seq, embed]``."""
+        """Map the values of patches ``[batch, seq, values]`` to embeddings ``[batch, seq, embed]``."""
         return F.linear(values, self.patches, self.patches_bias)
 
 
 class Conditioning(Module):
-    """What makes a vector of a time and a class (DiT).
-
-    ``settings``: those of the model. The other arguments are those of :class:`Module`.
+    """Computes the vector that conditions all blocks, from the noise level (time) and the class of an image (DiT).
+    ``settings``: settings of the diffusion model. The other arguments are those of :class:`Module`.
     """
 
     def __init__(self, mesh: Mesh, table: Table, settings: DiffusionSettings) -> None:
@@ -105,18 +106,20 @@ class Conditioning(Module):
             self.weight(f"{name}_bias")
 
     def forward(self, time: T, condition: T) -> T:
-        """Return the vectors ``[batch, embed]`` of times ``[batch]`` and numbers of classes ``[batch]``."""
+        """Return the conditioning vectors ``[batch, embed]`` for times ``[batch]`` and numbers of classes ``[batch]``.
+        ``condition`` is not used by a model without classes.
+        """
         waves = time_waves(time, WAVES, self.settings).to(self.time_in.dtype)
         hidden = F.silu(F.linear(waves, self.time_in, self.time_in_bias))
         c = F.linear(hidden, self.time_out, self.time_out_bias)
         return c + F.embedding(condition, self.classes) if self.has_classes else c
 
     def states(self, condition: T) -> T:
-        """Return the text states ``[batch, words, text]`` of captions ``[batch, words, pieces]``.
-
-        A caption is what :func:`weft.data.captions.caption_rows` returns. The state of a word is the mean of its rows,
-        and a row for its place is added. ``condition`` may also be states that an encoder has computed; classes are
-        returned as they are. In PixArt the states go through two products, ``[batch, words, embed]``.
+        """Return the states ``[batch, words, text]`` of texts that blocks attend to. ``condition``: captions ``[batch,
+        words, pieces]``, as :func:`weft.data.captions.caption_rows` returns them, or states that a text encoder has
+        computed. The state of a caption's word is the mean of the trained rows of its pieces, plus a trained row for
+        its place. In PixArt the states also go through two linear layers, to ``[batch, words, embed]``. Without text
+        ``condition`` is returned unchanged.
         """
         if not self.settings.text:
             return condition
@@ -130,13 +133,17 @@ class Conditioning(Module):
         return F.linear(hidden, self.text_out, self.text_out_bias)
 
     def shared(self, c: T) -> T:
-        """Return the shifts, scales and gates ``[batch, 6 embed]`` that blocks share, of ``c`` ``[batch, embed]``."""
+        """Compute the shifts, scales and gates ``[batch, 6 embed]`` that all blocks of a PixArt share, from the
+        conditioning vectors ``c`` ``[batch, embed]``. For other models the result is empty, ``[0]``.
+        """
         if not self.pixart:
             return c.new_zeros(0)
         return F.linear(F.silu(c), self.modulation, self.modulation_bias)
 
     def of_words(self, condition: T) -> T:
-        """Return the states ``[batch, words, text]`` of captions ``[batch, words, pieces]``."""
+        """Return the states ``[batch, words, text]`` of captions ``[batch, words, pieces]``: for each word the mean of
+        the trained rows of its pieces, plus a trained row for its place.
+        """
         rows = F.embedding(condition, self.words)  # [batch, words, pieces, text]
         counted = condition > 0
         # where there is no word, the row of none
@@ -222,7 +229,9 @@ class DiffusionBlock(Block):
 
 
 class PatchHead(Module):
-    """The last layer, which makes values of vectors. The arguments are those of :class:`Module`."""
+    """The last layer, which maps the vector of each patch to the predicted values of its pixels. The arguments are
+    those of :class:`Module`.
+    """
 
     def __init__(self, mesh: Mesh, table: Table) -> None:
         super().__init__(mesh, table, "head")
@@ -234,7 +243,9 @@ class PatchHead(Module):
             self.weight("modulation_table")
 
     def forward(self, x: T, c: T) -> T:
-        """Map vectors ``[batch, seq, embed]`` to values ``[batch, seq, values]``; ``c``: ``[batch, embed]``."""
+        """Map vectors of patches ``[batch, seq, embed]`` to values ``[batch, seq, values]``. ``c``: conditioning
+        vectors, ``[batch, embed]``.
+        """
         if self.pixart:
             vectors = self.modulation_table + torch.cat((c, c), -1)
         else:
@@ -302,9 +313,9 @@ class DiffusionTransformer(Transformer):
         return self.embedded(values, self.own_tokens(batch.positions))
 
     def embedded(self, values: T, positions: T) -> T:
-        """Return the vectors ``[batch, seq, embed]`` of patches, with where they are.
-
-        ``values``: their values ``[batch, seq, values]``; ``positions``: their numbers ``[batch, seq]``.
+        """Return the embeddings ``[batch, seq, embed]`` of patches, with their positions added if the model uses sine
+        positions. ``values``: values of the patches, ``[batch, seq, values]``; ``positions``: numbers of the patches in
+        their images, ``[batch, seq]``.
         """
         x: T = self.embedding(values.to(self.conditioning.time_in.dtype))
         if self.settings.positions != "sines":
@@ -312,12 +323,16 @@ class DiffusionTransformer(Transformer):
         return x + sine_positions(positions, self.settings, self.shape.embed).to(x.dtype)  # fmt: skip
 
     def own_tokens(self, x: T) -> T:
-        """Return this rank's share along ``tp`` of ``x`` ``[batch, seq, ...]``, the same on all ranks of ``tp``."""
+        """Return this rank's share of the tokens of ``x`` ``[batch, seq, ...]``, which is equal on all ranks of ``tp``:
+        ``[batch, seq/tp, ...]``.
+        """
         ranks = self.mesh.size("tp")
         return x if ranks == 1 else x.chunk(ranks, 1)[self.mesh.rank("tp")]
 
     def shared(self, batch: Batch, dtype: torch.dtype) -> tuple[T, ...]:
-        """Return the :class:`Signals` of ``batch``, with times."""
+        """Return what all blocks read beside their input, the :class:`Signals` of ``batch``. Their ``time`` is the
+        noise level, which :meth:`conditioned` replaces later.
+        """
         assert batch.arrays is not None
         arrays = batch.arrays
         return self.signals(batch.positions, arrays["time"], arrays["condition"], dtype)
@@ -325,9 +340,8 @@ class DiffusionTransformer(Transformer):
     def signals(
         self, positions: T, time: T, condition: T, dtype: torch.dtype
     ) -> Signals:
-        """Return what all blocks read, with times.
-
-        ``positions``: numbers of the patches ``[batch, seq/cp]``; ``time``, ``condition``: those of :class:`Signals`.
+        """Return the inputs that all blocks share; their ``time`` is the noise level. ``positions``: numbers of the
+        patches, ``[batch, seq/cp]``; ``time``, ``condition``: as in :class:`Signals`; ``dtype``: type of the rotations.
         """
         cos = sin = positions.new_zeros(0, dtype=dtype)
         if self.settings.positions == "rotary":
@@ -338,7 +352,9 @@ class DiffusionTransformer(Transformer):
         return Signals(cos, sin, time, condition, cos.new_zeros(0))
 
     def conditioned(self, signals: Signals) -> Signals:
-        """Return ``signals`` with the vector that conditions blocks in place of times, and text states of captions."""
+        """Return ``signals`` with the conditioning vectors in place of noise levels, states of text in place of
+        captions, and the modulation that blocks share.
+        """
         c = self.conditioning(signals.time, signals.condition)
         states = self.conditioning.states(signals.condition)
         shared = self.conditioning.shared(c)
@@ -347,7 +363,10 @@ class DiffusionTransformer(Transformer):
     def run_blocks(
         self, layers: Sequence[int], x: Any, rope: tuple[T, ...], cu_seqlens: T, seen: Any = None, enter: Any = None
     ) -> Any:  # fmt: skip
-        """Run the blocks ``layers`` on ``x`` ``[batch, seq/tp, embed]``; ``rope``: the :class:`Signals`, with times."""
+        """Run the blocks ``layers`` in order on ``x`` ``[batch, seq/tp, embed]``; return the output of the last.
+        ``rope``: the :class:`Signals` with noise levels, from which the conditioning is computed first. The other
+        arguments are not used.
+        """
         signals = self.conditioned(Signals(*rope))
         return super().run_blocks(layers, x, signals, cu_seqlens)
 
@@ -375,14 +394,16 @@ class DiffusionTransformer(Transformer):
         return sum_over("tp", share, self.mesh)
 
     def ended(self, x: T, signals: Signals) -> T:
-        """Return the predicted values ``[batch, seq, values]`` of the last block's output ``[batch, seq, embed]``.
-
-        ``signals``: with the conditioning vector. A variance beside the prediction is left out.
+        """Return the values ``[batch, seq, values]`` that the model predicts, from the last block's output ``x``
+        ``[batch, seq, embed]``. ``signals``: inputs of the blocks with the conditioning vectors. If the model also
+        predicts a variance, it is left out.
         """
         return self.of_prediction(self.head(x, signals.time))
 
     def of_prediction(self, values: T) -> T:
-        """Return ``values`` ``[batch, seq, values]`` of the last layer without the variance of each pixel, if any."""
+        """Return the prediction in ``values`` ``[batch, seq, values]``, the last layer's output, without the variances
+        that some models predict beside it.
+        """
         if not self.settings.variance:
             return values
         return values.unflatten(-1, (-1, 2, self.settings.channels))[..., 0, :].flatten(-2)  # fmt: skip

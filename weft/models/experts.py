@@ -49,7 +49,7 @@ Arriving = Callable[[], Dispatched]
 
 
 class Dispatcher(Protocol):
-    """Interface of what sends tokens to the ranks of their experts, and the experts' results back."""
+    """Interface of objects that send tokens to the ranks of their experts, and the experts' results back."""
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         """Begin to send the tokens ``x`` ``[tokens, embed]`` to the experts in ``choice``.
@@ -67,7 +67,7 @@ class Dispatcher(Protocol):
 
 
 class Lender(Protocol):
-    """Interface of what lends a rank copies of other ranks' expert weights to compute with."""
+    """Interface of objects that lend a rank copies of other ranks' expert weights, to compute with them."""
 
     def borrowed(self, *weights: T) -> Callable[[], tuple[T, ...]]:
         """Begin to fetch copies of the weights of other ranks' experts.

@@ -20,11 +20,10 @@ DEPTH = {torch.float32: 50.0, torch.float64: 600.0}
 
 
 class FixedSums:
-    """Sums over keys for the queries of a text, which :meth:`add` adds to.
-
-    ``q``: the queries, ``[kv_heads, rows, width]``: those of all query heads that share a key head are rows.
-    ``highest``: the fixed maximum of scores, a number, or one for each query, ``[kv_heads, rows, 1]``; None: for each
-    query, its largest score among the first keys.
+    """Attention of some queries to keys that come in several calls of :meth:`add`. Exponentials use one fixed maximum
+    instead of a running one, so that no sum is rescaled. ``q``: the queries, ``[kv_heads, rows, width]``; queries of
+    all query heads that share a key head are rows. ``highest``: the fixed maximum of the scores, a number, or one for
+    each query, ``[kv_heads, rows, 1]``; None: for each query, its largest score among the first keys.
     """
 
     def __init__(self, q: T, highest: T | float | None = None) -> None:
@@ -35,10 +34,8 @@ class FixedSums:
         self._weights = self._q.new_zeros(*q.shape[:2], 1)
 
     def add(self, keys: T, values: T, hidden: T | None = None) -> None:
-        """Add the sums over these keys.
-
-        ``keys``, ``values``: ``[kv_heads, tokens, width]``. ``hidden``: which row does not see which key, ``[rows,
-        tokens]``; None: all rows see all keys.
+        """Add keys and values to the attention. ``keys``, ``values``: ``[kv_heads, tokens, width]``. ``hidden``: bool
+        ``[rows, tokens]``, True where a row does not see a key; None: all rows see all keys.
         """
         dtype = self._q.dtype
         # [kv_heads, rows, tokens]: few rows, so that the product reads each key once
@@ -56,7 +53,9 @@ class FixedSums:
 
     @property
     def exact(self) -> bool:
-        """Whether no exponential has overflowed, and not all of any query have vanished."""
+        """Whether the fixed maximum fitted: no exponential has overflowed, and no query's sum has become so small that
+        precision is lost. If it is False, the attention must be computed again in another way.
+        """
         assert self._values is not None
         least = math.exp(-DEPTH[self._weights.dtype])
         # not a number fails both comparisons

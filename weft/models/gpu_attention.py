@@ -19,10 +19,10 @@ T = torch.Tensor
 
 
 def attend_rectangle(q: T, k: T, v: T, causal: bool) -> tuple[T, T]:
-    """Return attention's output ``[batch, heads, seq, head_dim]`` and its log-sum-exps ``[batch, heads, seq]``.
-
-    ``q``: ``[batch, heads, seq, head_dim]``; ``k, v``: ``[batch, kv_heads, keys, head_dim]``; ``causal``: whether
-    query ``i`` sees only the keys ``0`` to ``i``. It may be True only if ``keys`` equals ``seq``.
+    """Compute attention of all queries to all keys, or causal attention, with a GPU's kernel. Return the output
+    ``[batch, heads, seq, head_dim]`` and the log-sum-exps ``[batch, heads, seq]``. ``q``: ``[batch, heads, seq,
+    head_dim]``; ``k, v``: ``[batch, kv_heads, keys, head_dim]``; ``causal``: whether query ``i`` sees only the keys
+    ``0`` to ``i``. It may be True only if ``keys`` equals ``seq``.
     """
     if is_wide(q):
         k, v = _repeated(q, k), _repeated(q, v)
@@ -41,10 +41,9 @@ def attend_rectangle(q: T, k: T, v: T, causal: bool) -> tuple[T, T]:
 def rectangle_gradients(
     grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool
 ) -> QkvGradients:
-    """Return the gradients of ``q``, ``k`` and ``v``, each of the shape of its tensor.
-
-    ``grad``: the gradient of ``out``; ``out`` and ``lse``: results for all keys of the queries, of which ``k`` may be
-    some. The other arguments are those of :func:`attend_rectangle`.
+    """Return the gradients of ``q``, ``k`` and ``v`` of :func:`attend_rectangle`, each of the shape of its tensor.
+    ``grad``: the gradient of the output. ``out`` and ``lse``: output and log-sum-exps of the queries over all keys that
+    they see; ``k`` and ``v`` may be only some of these keys. The other arguments are those of the forward call.
     """
     if is_wide(q):
         wide_k, wide_v = _repeated(q, k), _repeated(q, v)
@@ -84,8 +83,8 @@ def forward_documents(q: T, k: T, v: T, bounds: Sequence[int]) -> tuple[T, T]:
 def backward_documents(
     grad: T, q: T, k: T, v: T, out: T, lse: T, bounds: Sequence[int]
 ) -> QkvGradients:
-    """Return the gradients of ``q``, ``k`` and ``v`` of :func:`forward_documents`, whose results ``out`` and ``lse``
-    are. ``grad``: the gradient of ``out``.
+    """Return the gradients of ``q``, ``k`` and ``v`` of :func:`forward_documents`. ``grad``: the gradient of its
+    output; ``out``, ``lse``: its results. The other arguments are those of the forward call.
     """
     cu, longest = _cumulative(bounds, q.device)
     zero = torch.zeros((), dtype=torch.uint64, device=q.device)
@@ -98,7 +97,7 @@ def backward_documents(
 
 
 def is_wide(q: T) -> bool:
-    """Return whether ``q`` has a type that the kernels of a GPU do not take: float32 or float64."""
+    """Return whether ``q`` has a type that the attention kernels of a GPU do not support: float32 or float64."""
     return q.dtype in (torch.float32, torch.float64)
 
 

@@ -29,9 +29,8 @@ T = torch.Tensor
 
 
 class LatePart:
-    """The output of a part whose sum over ``tp`` is under way. It can be waited for again, when backward recomputes.
-
-    ``pending``: the collective that has been started.
+    """Output of attention or of a feed-forward whose sum over the ranks of ``tp`` is still being computed. It can be
+    waited for again when backward recomputes. ``pending``: the collective that has been started.
     """
 
     def __init__(self, pending: Pending) -> None:
@@ -47,11 +46,12 @@ class LatePart:
 
 
 class LadderStream(NamedTuple):
-    """The residual stream between two ladder layers.
+    """The residual stream between two ladder layers, in which a part (attention or feed-forward) does not wait for the
+    sum of the part before it.
 
     Attributes:
         ``base``: the stream without the output of the part before, ``[batch, seq, embed]``, on every rank of ``tp``.
-        ``late``: that output, or its sum under way; None before the first ladder layer.
+        ``late``: that output, or its sum over ``tp`` while it is computed; None before the first ladder layer.
     """
 
     base: T
@@ -59,7 +59,7 @@ class LadderStream(NamedTuple):
 
     @property
     def whole(self) -> T:
-        """The sum of both: what the next part but one reads."""
+        """The complete stream ``[batch, seq, embed]``: ``base`` plus ``late``. It waits for the sum of ``late``."""
         late = landed(self.late)
         return self.base if late is None else self.base + late
 
@@ -84,7 +84,9 @@ class LadderLayer(Protocol):
 
 
 def landed(late: T | LatePart | None) -> T | None:
-    """Return the output of a part, after its sum over ``tp`` has arrived."""
+    """Wait for the output of a part whose sum over ``tp`` may be under way, and return it. Other values are returned
+    unchanged.
+    """
     return late.wait() if isinstance(late, LatePart) else late
 
 

@@ -27,9 +27,8 @@ EPS = 1e-6
 
 @runtime_checkable
 class Latents(Protocol):
-    """Interface of an attention function that caches the latent vectors of earlier tokens.
-
-    ``tokens``: number of cached tokens.
+    """Interface of an attention function that caches the latent vectors of earlier tokens. ``tokens``: the largest
+    number of cached tokens of any text.
     """
 
     tokens: int

@@ -367,10 +367,9 @@ set_backward(linear_attention, linear_attention_backward, kept=slice(1, None))
 
 
 def linear_mixer(mesh: Mesh, decay: Sequence[float]) -> Callable[[T, T, T, T], T]:
-    """Return the function that a layer of linear attention calls in place of softmax attention.
-
-    ``decay``: logarithms, one per head. The layout of ``mesh`` decides how rows are cut over ranks (``cp``) and how
-    ranks exchange states (``scan``).
+    """Return the function that a layer of linear attention calls in place of softmax attention. The function maps
+    ``q``, ``k``, ``v`` and ``cu_seqlens`` to the output. ``decay``: logarithms of the decay per token, one per head.
+    The layout of ``mesh`` decides how rows are cut over ranks (``cp``) and how ranks exchange states (``scan``).
     """
     layout = mesh.layout
     group = ""

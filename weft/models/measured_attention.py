@@ -40,7 +40,9 @@ REPEATS, GPU_CALLS = 3, 20
 
 
 def machine_digest(device: torch.device) -> str:
-    """Return a digest of what times depend on: processor or GPU, threads, and versions."""
+    """Return a digest of everything on which measured times depend: processor or GPU, number of threads, and versions
+    of PyTorch and Weft.
+    """
     name = _processor_model()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -57,11 +59,11 @@ def _processor_model() -> str:
 
 @dataclass
 class TimeTable:
-    """Measured times by shape, which a file keeps.
+    """A table of measured times, which is also kept in a file.
 
     Attributes:
         ``file``: path of the file.
-        ``times``: the times.
+        ``times``: seconds by backend, for each shape of a call.
     """
 
     file: Path
@@ -75,15 +77,15 @@ class TimeTable:
         again: bool = False,
         kind: str = "attention",
     ) -> "TimeTable":
-        """Return the table of this machine in ``folder``. ``again``: begin an empty one, which replaces the file.
-        ``kind``: what is measured, a folder of its own.
+        """Read the table of this machine from ``folder``. ``again``: start with an empty table, which replaces the
+        file. ``kind``: what is measured; each kind has a folder of its own.
         """
         file = folder / kind / f"{machine_digest(device)}.json"
         return cls(file, {} if again else _read_times(file))
 
     def keep(self, shape: str, times: ShapeTimes) -> None:
-        """Add the ``times`` of a ``shape``, also to the file. A folder that cannot be written to is no error: it is
-        measured again next time.
+        """Add the ``times`` that were measured for ``shape`` to the table and to its file. If the folder cannot be
+        written to, there is no error, and the next process measures again.
         """
         self.times[shape] = times
         with suppress(OSError):
@@ -110,7 +112,9 @@ def _read_times(file: Path) -> dict[str, ShapeTimes]:
 
 
 class CallShape(NamedTuple):
-    """The shape of a call, in which numbers of texts and keys are rounded up to powers of two."""
+    """What the time of an attention call depends on: the numbers of texts and keys, rounded up to powers of two, the
+    sizes of heads and cache blocks, and the type.
+    """
 
     texts: int
     keys: int
@@ -122,7 +126,7 @@ class CallShape(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The shape as a key of the file."""
+        """The shape as text, which is its key in the file of times."""
         return " ".join(f"{name}={value}" for name, value in self._asdict().items())
 
 
@@ -142,9 +146,9 @@ def call_shape(spans: Sequence[Span], store: T, window: int, q: T) -> CallShape:
 def measured_backend(
     candidates: Sequence[AttentionBackend], table: TimeTable, clock: Callable[[], float] = perf_counter
 ) -> AttentionBackend:  # fmt: skip
-    """Return a backend that computes each call by that of ``candidates`` which is the fastest by ``table``.
-
-    The first candidate computes prompts and recorded passes. ``clock`` returns the time in seconds.
+    """Return a backend that gives each attention call to the one of ``candidates`` that is fastest for the call's
+    shape. Shapes that ``table`` does not have are measured when they first come. Texts with many new tokens and
+    recorded passes use the first candidate that supports the cache. ``clock`` returns the time in seconds.
     """
     first = candidates[0]
 
@@ -212,5 +216,7 @@ def _seconds(
 def measured_here(
     candidates: Sequence[AttentionBackend], device: torch.device, again: bool
 ) -> AttentionBackend:
-    """Return :func:`measured_backend` with the table of this machine. ``again``: measure everything anew."""
+    """Return the backend of :func:`measured_backend`, with the table of times of this machine. ``device``: where
+    attention is computed. ``again``: forget earlier measurements.
+    """
     return measured_backend(candidates, TimeTable.at(cache_root(), device, again))

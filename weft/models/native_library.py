@@ -65,7 +65,9 @@ def _processor() -> str:
 
 @cache
 def kernel_threads(threads: int) -> ThreadPoolExecutor:
-    """Return a pool of ``threads`` threads in which parts of a kernel's work run, always the same one of this size."""
+    """Return a pool of ``threads`` threads in which parts of a kernel's work run. Every call with the same number
+    returns the same pool.
+    """
     return ThreadPoolExecutor(threads, "kernel")
 
 

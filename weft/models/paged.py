@@ -136,7 +136,7 @@ class Pages:
     written: Callable[[], None] | None = None
 
     def loaded(self, blocks: Sequence[int]) -> None:
-        """Note that ``blocks``, numbers of whole blocks, have got other contents from outside the cache."""
+        """Note that the blocks number ``blocks`` have got other contents as a whole, from outside the cache."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -161,10 +161,10 @@ class Pages:
         parts: int = 0,
         shape: Sequence[int] = (),
     ) -> T:
-        """Return the tensor of the cache, enlarged if it has fewer than ``blocks`` blocks.
-
-        The first call allocates the tensor. It needs ``like``, a tensor of the cache's type; ``parts``, the number of
-        tensors kept per token, such as 2 for keys and values; and ``shape``, that of a block.
+        """Return the tensor of the cache, enlarged if it has fewer than ``blocks`` blocks. The first call allocates the
+        tensor, and needs the other arguments. ``like``: a tensor of the cache's type and device; ``parts``: number of
+        tensors kept per token, such as 2 for keys and values; ``shape``: shape of what a block keeps of one part,
+        ``[size, ...]``.
         """
         blocks += self.spare
         if self.store is None:
@@ -192,8 +192,8 @@ class Pages:
 
 
 def untouched_zeros(like: T, shape: Sequence[int]) -> T:
-    """Return a tensor of zeros of this ``shape``, of the type and on the device of ``like``. In the host's memory, what
-    nobody has written yet takes no memory, and no time.
+    """Return a tensor of zeros of this ``shape``, of the type and on the device of ``like``. In the host's memory,
+    pages that were never written take no memory and no time.
     """
     if like.device.type != "cpu":
         return like.new_zeros(*shape)

@@ -211,14 +211,14 @@ def _merge_shares(  # type: ignore[no-untyped-def]
 
 
 class KernelShape(NamedTuple):
-    """Sizes of a program, which the compiler must know.
+    """Compile-time sizes of one program (thread block) of the attention kernel.
 
     Attributes:
         ``group_pad``: query heads of a key head, padded to a power of two.
         ``tokens``: tokens of a tile, a power of two.
         ``padded``: elements of a head, padded to a power of two.
-        ``keys``: keys of a step of the loop.
-        ``warps``: warps of 32 threads.
+        ``keys``: number of keys that one step of the loop reads.
+        ``warps``: number of warps (32 threads each) of a program.
     """
 
     group_pad: int
@@ -231,10 +231,8 @@ class KernelShape(NamedTuple):
 def kernel_shape(
     group: int, tokens: int, width: int, dtype: torch.dtype
 ) -> KernelShape:
-    """Return the sizes of a program.
-
-    ``group``: query heads of a key head; ``tokens``: tokens of a tile; ``width``: elements of a head; ``dtype``: type
-    of keys and values.
+    """Return the sizes with which the attention kernel is compiled. ``group``: query heads of a key head; ``tokens``:
+    tokens of a tile; ``width``: elements of a head; ``dtype``: type of keys and values.
     """
     group_pad = triton.next_power_of_2(group)
     padded = max(16, triton.next_power_of_2(width))
@@ -253,9 +251,8 @@ def processors(device: torch.device) -> int:
 
 
 def splits_for(programs: int, keys: int, device: torch.device) -> int:
-    """Return the number of shares into which the keys of every text are split, so that the GPU is busy.
-
-    ``programs``: programs for one share of all tiles; ``keys``: the most keys of a text.
+    """Return into how many shares the keys of every text are split, so that there are enough programs to keep the GPU
+    busy. ``programs``: number of programs if keys are not split; ``keys``: the most keys of a text.
     """
     wanted = PROGRAMS * processors(device) // max(1, programs)
     return max(1, min(wanted, -(-keys // LEAST_KEYS), MOST_SPLITS))
@@ -272,9 +269,8 @@ def attend_tiles(q: T, store: T, tiles: TileBatch, window: int, out: T) -> None:
 
 
 def attend_tiles_fixed(q: T, store: T, tiles: TileBatch, window: int, out: T) -> None:
-    """Do as :func:`attend_tiles`, with the fixed maximum 0 for all scores.
-
-    Tiles in which that is not exact are computed again with maxima of their own, which the device finds out itself.
+    """Do as :func:`attend_tiles`, but with the fixed maximum 0 in place of running maxima of the scores. Tiles in which
+    that would not be exact are computed again with maxima of their own; the device decides this without the host.
     """
     heads, width = q.shape[1:]
     splits = _splits_of(store, tiles, q)

@@ -95,9 +95,9 @@ set_backward(part_attention, part_attention_backward)
 
 
 class PartKeys:
-    """Attention function of one layer for parts of rows, which must come in the order of their tokens.
-
-    ``tokens``: tokens of a whole row. The attribute ``part`` must be set before each call to the part that attends.
+    """Attention function of a layer whose rows are computed in parts, in the order of their tokens; it keeps keys and
+    values of earlier parts. ``tokens``: tokens of a whole row. The attribute ``part`` must be set to the part that
+    attends before each call.
     """
 
     part: TokenPart
@@ -122,9 +122,9 @@ class PartKeys:
 
 
 def part_starts(cu_seqlens: T, tokens: int, part: TokenPart) -> T | None:
-    """Return where documents begin and end in the tokens of ``part``; None if a document began in an earlier part.
-
-    ``cu_seqlens``: the same for whole rows of ``tokens`` tokens, those of the part.
+    """Return where documents begin and end among the tokens of ``part``, counted from its first token; None if a
+    document that began in an earlier part goes on in it. ``cu_seqlens``: where documents begin and end in whole rows of
+    ``tokens`` tokens.
     """
     ends, size = [0], part.last - part.first
     for begin, end in pairwise(cu_seqlens.tolist()):

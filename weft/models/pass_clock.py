@@ -10,9 +10,8 @@ T = torch.Tensor
 
 
 class PassClock:
-    """Times the layers of a pass from its creation on.
-
-    The attribute ``seconds`` is None until backward has gone through the layers.
+    """Measures the seconds of forward and backward of a pass through layers, from this object's creation on. The
+    attribute ``seconds`` is None until backward has gone through the layers.
     """
 
     def __init__(self) -> None:
@@ -20,7 +19,9 @@ class PassClock:
         self.seconds: float | None = None
 
     def watch(self, x: T, y: T) -> None:
-        """Note the end of forward; ``x`` and ``y``: the layers' input and output, whose gradients delimit backward."""
+        """Note the end of forward, and let the gradients of ``x`` and ``y`` note end and beginning of backward. ``x``,
+        ``y``: input and output of the layers. If they have no gradients, only forward is measured.
+        """
         self._forward = now() - self._begun
         if not (x.requires_grad and y.requires_grad):
             self.seconds = self._forward
@@ -36,7 +37,7 @@ class PassClock:
 
 
 def now() -> float:
-    """Return a monotonic time in seconds; work that a GPU was given before is done by then."""
+    """Return a monotonic time in seconds, after waiting for all work that was queued on the GPU."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()

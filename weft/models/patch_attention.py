@@ -24,8 +24,7 @@ AttendPatches = Callable[[int, T, T, T], T]
 
 
 class PatchAttention(Projections):
-    """Attention of all patches to all patches of their image, or to the states of a text, with biases.
-
+    """Attention, with biases, of all patches of an image to each other, or of patches to the states of a text.
     ``shape``: shape of the model; ``mesh``: ranks that share the model; ``table``: descriptions of the layer's
     parameters; ``path``: name of this module in the model; ``layer``: index of the layer; ``patches``: number of
     patches of an image without padding, 0 for attention to a text.
@@ -51,10 +50,9 @@ class PatchAttention(Projections):
     def forward(
         self, x: T, cos: T | None = None, sin: T | None = None, states: T | None = None
     ) -> T:
-        """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape.
-
-        ``cos``, ``sin``: rotations ``[batch, seq, head_dim / 2]`` of queries and keys; empty or None: none. ``states``:
-        those of a text, ``[batch, words, text]``; None: patches see each other.
+        """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape. ``cos``, ``sin``: rotations ``[batch,
+        seq, head_dim / 2]`` of queries and keys; empty or None: no rotation. ``states``: states of a text to attend to,
+        ``[batch, words, text]``; None: patches attend to each other.
         """
         whole = gather_tokens(x, self.mesh)  # [batch, seq, embed]
         if states is None:
@@ -90,9 +88,8 @@ class PatchAttention(Projections):
 
 
 def rotated_heads(x: T, cos: T, sin: T) -> T:
-    """Return ``x`` ``[batch, seq, heads, head_dim]`` with its pairs, half a head apart, rotated.
-
-    ``cos``, ``sin``: ``[batch, seq, head_dim / 2]``. An element that has no partner, of an odd head, stays.
+    """Rotate the pairs of elements ``(x[i], x[i + half])`` of every head of ``x`` ``[batch, seq, heads, head_dim]``.
+    ``cos``, ``sin``: ``[batch, seq, half]``. If ``head_dim`` is odd, the last element stays.
     """
     half = cos.shape[-1]
     a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)

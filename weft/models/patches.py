@@ -12,10 +12,9 @@ T = torch.Tensor
 
 
 def patchify(pixels: T, settings: DiffusionSettings) -> T:
-    """Return the patches ``[batch, patches, values]`` of ``pixels`` ``[batch, channels, (frames,) height, width]``.
-
-    Patches are in the order of rows, and the values of a patch are in the order of its pixels, channels last. Where the
-    last patch of an axis reaches beyond the image, its values are zeros.
+    """Cut ``pixels`` ``[batch, channels, (frames,) height, width]`` into patches ``[batch, patches, values]``. Patches
+    are numbered row by row, and the values of a patch are ordered by pixel, with the channels of a pixel together. If
+    the last patch of an axis reaches beyond the image, its values there are zeros.
     """
     grid, patch = settings.grid, settings.patch_size
     beyond = [g * p - n for g, p, n in zip(grid, patch, settings.size, strict=True)]
@@ -46,16 +45,17 @@ def unpatchify(patches: T, settings: DiffusionSettings) -> T:
 
 
 def real_values(settings: DiffusionSettings) -> T:
-    """Return which values of the patches are of pixels and not beyond the image, bool ``[patches, values]``."""
+    """Return which values of the patches belong to pixels of the image, bool ``[patches, values]``; the others lie
+    beyond its border.
+    """
     ones = torch.ones(1, settings.channels, *settings.size)
     return patchify(ones, settings)[0] > 0
 
 
 def coordinates(positions: T, grid: Sequence[int]) -> T:
-    """Return for each number of a patch its index along each axis of ``grid``, float64 ``[..., axes]``.
-
-    ``positions``: numbers of patches in the order of rows; numbers beyond the grid are further along its first
-    axis, or stand for padding.
+    """Return the index of each patch along each axis of ``grid``, float64 ``[..., axes]``. ``grid``: number of patches
+    along each axis; ``positions``: numbers of patches, counted row by row. Numbers beyond the grid get larger indices
+    along its first axis; they are further frames, or padding.
     """
     rest, indices = positions, []
     for size in reversed(grid[1:]):
@@ -66,11 +66,9 @@ def coordinates(positions: T, grid: Sequence[int]) -> T:
 
 
 def sine_positions(positions: T, settings: DiffusionSettings, width: int) -> T:
-    """Return what is added to patches so that blocks know where they are, float64 ``[..., width]``.
-
-    The axes share ``width`` (of images half is for the column and half for the row, in the order of DiT's published
-    code): for each axis sines, then cosines, of its index times falling frequencies. ``positions``: numbers of patches
-    ``[...]``.
+    """Return the sine position embedding of patches, float64 ``[..., width]``, which is added to their embeddings. Each
+    axis of the image has a share of ``width``: sines, then cosines, of the patch's index times falling frequencies. The
+    column comes first, then the row, as in DiT's published code. ``positions``: numbers of patches ``[...]``.
     """
     where = coordinates(positions, settings.grid)
     axes = where.shape[-1]
@@ -87,10 +85,9 @@ def sine_positions(positions: T, settings: DiffusionSettings, width: int) -> T:
 def axis_angles(
     positions: T, settings: DiffusionSettings, width: int, theta: float
 ) -> T:
-    """Return the angles by which pairs of elements of a head are rotated, float64 ``[..., width / 2]``.
-
-    The axes share the pairs, those that come first getting what is left over (RoPE over two or three axes).
-    ``positions``: numbers of patches ``[...]``; ``width``: elements of a head; ``theta``: base of the frequencies.
+    """Return the angles of rotary embedding for patches, float64 ``[..., width / 2]``. Each axis of the image has a
+    share of the pairs of elements; if they cannot be shared equally, the first axes have one more. ``positions``:
+    numbers of patches ``[...]``; ``width``: elements of a head; ``theta``: base of the frequencies.
     """
     where = coordinates(positions, settings.grid)
     axes, pairs = where.shape[-1], width // 2
@@ -103,11 +100,10 @@ def axis_angles(
 
 
 def time_waves(time: T, width: int, settings: DiffusionSettings) -> T:
-    """Return cosines and sines of the noise level of ``time``, float64 ``[batch, width]``.
-
-    ``time``: ``[batch]``, from 0 (noise) to 1 (image). The level of a flow is a thousand at noise and 0 at the image;
-    that of a table is its number (:class:`weft.diffusion.noise_process.NoiseProcess`), and the image has none. So it is
-    in diffusers, whose frequencies these are.
+    """Return cosines and sines of the noise level at each ``time``, float64 ``[batch, width]``, with the frequencies of
+    diffusers. ``time``: ``[batch]``, from 0 (noise) to 1 (image). For flow matching the noise level is 1000 at noise
+    and 0 at the image. For a model with a table of noise levels it is the number in the table
+    (:class:`weft.diffusion.noise_process.NoiseProcess`).
     """
     half = width // 2
     steps = torch.arange(half, dtype=torch.float64, device=time.device)

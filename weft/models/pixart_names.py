@@ -49,10 +49,9 @@ def pixart_name(name: str) -> str:
 
 
 def shape_of_pixart(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape of the PixArt that diffusers' ``config`` describes.
-
-    It predicts the noise of DDPM's linear schedule. Raises :class:`UsageError` for sizes of pictures as a condition,
-    and for places that are moved together.
+    """Return the shape of the PixArt that diffusers' ``config`` describes. The shape says that the model predicts noise
+    with DDPM's linear schedule. Raises :class:`UsageError` for models that read picture sizes as a condition, or that
+    interpolate positions.
     """
     side, channels = config["sample_size"], config["in_channels"]
     more = config.get("use_additional_conditions")
@@ -75,9 +74,8 @@ def shape_of_pixart(config: Mapping[str, Any]) -> ModelShape:
 
 
 def pixart_config(shape: ModelShape) -> dict[str, Any]:
-    """Return the configuration by which diffusers opens a PixArt of ``shape``.
-
-    Raises :class:`UsageError` for what its class does not have.
+    """Return the configuration by which diffusers opens a PixArt of ``shape``. Raises :class:`UsageError` for settings
+    that diffusers' class does not have.
     """
     settings = settings_of(shape)
     head = shape.head_dim or 0

@@ -35,8 +35,7 @@ T = torch.Tensor
 
 
 class PluginModel(Transformer):
-    """A plugin's module in place of embedding, blocks and output layer, to be used like a :class:`Transformer`.
-
+    """A model with a plugin's module in place of embedding, blocks and output layer, used like a :class:`Transformer`.
     ``shape``: shape of the model; ``mesh``: ranks that share the model; ``loss_chunk``: number of tokens whose loss is
     computed at a time; ``hooks``: functions that passes call.
     """
@@ -94,7 +93,9 @@ def cross_entropy(vocab: int) -> TokenLoss:
 
 
 def plugin_values(shape: ModelShape, seed: int) -> Values:
-    """Return a function that reads initial values: those of the plugin's module under PyTorch's seed ``seed``."""
+    """Return a function that gives the initial values of any box of a parameter. They are the values with which the
+    plugin's module is built under PyTorch's seed ``seed``.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = build_plugin_model(shape, shape.vocab)

@@ -48,13 +48,17 @@ class PolicyFigures:
     )
 
     def add(self, sums: T, maxima: T) -> None:
-        """Add the figures of a pass."""
+        """Add the policy's figures of one pass. ``sums``: in the order of :data:`SUMS`, without the last entries, which
+        are a critic's; ``maxima``: in the order of :data:`MAXIMA`.
+        """
         self.sums = self.sums.to(sums.device)
         self.sums[:-OF_CRITIC] += sums
         self.maxima = torch.maximum(self.maxima.to(maxima.device), maxima)
 
     def add_values(self, sums: T) -> None:
-        """Add the figures of a critic in a pass."""
+        """Add the figures of a critic in one pass. ``sums``: the last entries of :data:`SUMS`, those of a critic, in
+        their order.
+        """
         self.sums = self.sums.to(sums.device)
         self.sums[-OF_CRITIC:] += sums
 
@@ -101,7 +105,9 @@ def clipped_value_losses(values: T, old: T, returns: T, most: float | None) -> T
 
 
 class TokenLosses(NamedTuple):
-    """Losses of tokens, ``[tokens]``, and the sums and maxima of the figures that people watch."""
+    """Losses of tokens, and figures about them. ``losses``: ``[tokens]``. ``sums``, ``maxima``: the pass's
+    contributions to :class:`PolicyFigures`.
+    """
 
     losses: T
     sums: T
@@ -157,7 +163,9 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def answer_tokens(batch: Batch, mesh: Mesh) -> AnswerTokens:
-    """Return the tokens of the answers in ``batch``, of which this rank of ``mesh`` has its part."""
+    """Return what policy losses need to know about the tokens of the answers in ``batch`` that this rank of ``mesh``
+    holds.
+    """
     assert batch.rollout is not None and batch.documents is not None
     documents = len(batch.cu_seqlens)
     return AnswerTokens(
@@ -189,7 +197,10 @@ class PolicyObjective(TokenObjective):
         return self.settings.needs_values
 
     def weigh(self, nll: T, entropy: T, batch: Batch, mesh: Mesh) -> Weighed:
-        """Return this rank's share of the policy loss of ``batch`` and its derivatives, and add up the figures."""
+        """Return this rank's share of the policy loss of ``batch`` and its derivatives, and add the pass to the
+        figures. ``nll``: negative log-probabilities of the labels of this rank's tokens, ``[tokens]``; ``entropy``:
+        entropies of the tokens' distributions, ``[tokens]``.
+        """
         with untyped():
             tokens = answer_tokens(batch, mesh)
             scale, entropy = tokens.numbers.scale, entropy.double()
@@ -212,7 +223,9 @@ class PolicyObjective(TokenObjective):
         )
 
     def weigh_values(self, values: T, batch: Batch, mesh: Mesh) -> Weighed:
-        """Return this rank's share of the critic's loss and its derivatives, and add up the figures."""
+        """Return this rank's share of the critic's loss on ``batch`` and its derivative by each value, and add the pass
+        to the figures. ``values``: the critic's prediction at each token of this rank, ``[tokens]``.
+        """
         with untyped():
             tokens, settings = answer_tokens(batch, mesh), self.settings
             numbers = tokens.numbers

@@ -45,9 +45,8 @@ EXACT_UNSIGNED = 512
 
 
 class Packed(nn.Module):
-    """A weight ``[out, in]`` in its own precision, stored in the order that oneDNN's kernel reads.
-
-    ``pack``: whether it is; if not, the weight itself is used, where it lies.
+    """A weight ``[out, in]`` in its own precision, stored in the order that oneDNN's kernel reads if that kernel
+    supports it. ``pack``: whether the order may be changed; False: the weight is used where it lies.
     """
 
     def __init__(self, weight: T, pack: bool = True) -> None:
@@ -247,9 +246,9 @@ FORMS: dict[str, type[Form]] = {
 
 
 def form_of(word: str, weight: T) -> Form:
-    """Return ``weight`` as a module of the form ``word``: ``float``, ``bfloat16``, ``int8``, ``int4`` or ``sparse``.
-
-    With ``int4``, a weight whose sizes the four-bit kernel does not support stays in floating point.
+    """Convert ``weight`` to the form that ``word`` names, and return it as a module that multiplies with it: ``float``,
+    ``bfloat16``, ``int8``, ``int4`` or ``sparse``. With ``int4``, a weight whose sizes the four-bit kernel does not
+    support stays in floating point.
     """
     if sparse := read_sparse_word(word):
         return Sparse(weight, sparse.narrow)

@@ -29,26 +29,24 @@ Squares = dict[tuple[str, ...], T]
 
 
 class Pruner(Protocol):
-    """Way of pruning: what is kept of a weight.
-
-    ``reads_texts`` (class attribute): whether it needs the inputs of the weights for texts.
+    """Interface of ways of pruning, which decide which elements of a weight are kept. ``reads_texts`` (class
+    attribute): whether the decision needs the inputs of the weights for texts.
     """
 
     reads_texts: ClassVar[bool]
 
     def kept(self, weight: T, norms: T | None, share: float) -> T:
-        """Return which elements of ``weight`` ``[out, in]`` are kept, as booleans.
-
-        ``norms``: the norm of each element of the weight's input over the tokens of texts, ``[in]``; None without
-        texts. ``share``: part of the elements that is not kept.
+        """Return a mask of the elements of ``weight`` ``[out, in]`` that are kept, bool of the same shape. ``norms``:
+        for each input element of the weight, the norm of its values over the tokens of texts, ``[in]``; None without
+        texts. ``share``: fraction of the elements that is not kept.
         """
         ...
 
 
 def keep_largest(scores: T, share: float) -> T:
-    """Return for each row of ``scores`` which elements are kept if the part ``share`` with the lowest scores is not.
-
-    Of equal scores the first ones go first, so that the number of zeros is exact.
+    """Return a mask, bool of the shape of ``scores``, of the elements that are kept: in each row all but the fraction
+    ``share`` with the lowest scores. Of equal scores the first ones are dropped first, so that the number of zeros is
+    exact.
     """
     dropped = round(share * scores.shape[1])
     if not dropped:
@@ -80,11 +78,10 @@ def check_prunable(shape: ModelShape, name: str) -> None:
 def prune_weights(
     model: Transformer, pruner: Pruner, share: float, ids: Sequence[int] = ()
 ) -> list[str]:
-    """Set the part ``share`` of the elements of each weight of ``model`` to zero. Returns the names of the weights.
-
-    ``ids``: tokens of a text, for a pruner that reads texts. They go through the model in pieces of :data:`WINDOW`
-    tokens, block by block. A block reads what the blocks before it make of the text after pruning, as in Wanda, and is
-    itself pruned at once.
+    """Set the fraction ``share`` of the elements of each weight of ``model`` to zero, in place. Return the names of the
+    weights. ``pruner`` chooses the elements. ``ids``: tokens of a text, for a pruner that reads texts. They go through
+    the model in pieces of :data:`WINDOW` tokens, block by block. Each block is pruned with inputs that the blocks
+    before it compute after their own pruning, as in Wanda.
     """
     pieces = torch.tensor(ids, dtype=torch.int64).split(WINDOW) if ids else ()
     texts: list[Stream] = [model.embedding(piece[None]) for piece in pieces]

@@ -39,9 +39,8 @@ _paths: ContextVar[T | None] = ContextVar("paths", default=None)
 
 @contextmanager
 def on_paths(paths: T) -> Iterator[None]:
-    """Return a context in which each token takes given modules.
-
-    ``paths``: numbers of :data:`CHOICES`, ``[layers, batch, seq]``, or of a shape that broadcasts to it.
+    """Return a context in which each token takes given modules of every :class:`DuoFeedForward`. ``paths``: for each
+    layer and token, an index in :data:`CHOICES`, ``[layers, batch, seq]``, or of a shape that broadcasts to it.
     """
     token = _paths.set(paths)
     try:
@@ -51,9 +50,9 @@ def on_paths(paths: T) -> Iterator[None]:
 
 
 def drawn_choices(draws: T, path: str) -> T:
-    """Return a number of :data:`CHOICES` for each token, all three with equal probability: ``[batch, seq]``.
-
-    ``draws``: random bits of the tokens, ``[batch, seq]``; ``path``: name of the feed-forward.
+    """Draw a module for each token: an index in :data:`CHOICES`, all three with equal probability, ``[batch, seq]``.
+    ``draws``: random bits of the tokens, ``[batch, seq]``; ``path``: name of the feed-forward, which makes layers draw
+    differently.
     """
     own = zlib.crc32(path.encode()) * STEP % (1 << 62)
     bits = mixed_bits(draws ^ own) & ((1 << BITS) - 1)
@@ -61,9 +60,9 @@ def drawn_choices(draws: T, path: str) -> T:
 
 
 class DuoFeedForward(Module):
-    """A big and a small dense feed-forward, one of which, or none, each token takes.
-
-    ``shape``: shape of the model; ``mesh``: ranks that share the model; ``layer``: index of the layer.
+    """A big and a small dense feed-forward; each token takes one of them or none. Tokens take the modules of
+    :func:`on_paths`, else random ones while the model is trained, else all the big one. ``shape``: shape of the model;
+    ``mesh``: ranks that share the model; ``layer``: index of the layer.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
@@ -79,7 +78,9 @@ class DuoFeedForward(Module):
         """Do nothing and return None, as :meth:`FeedForward.early` does."""
 
     def share(self, whole: T) -> T:
-        """Map ``whole`` ``[batch, seq, embed]`` to this rank's part of the output, of the same shape."""
+        """Map ``whole`` ``[batch, seq, embed]`` to this rank's part of the output, of the same shape. The output is the
+        sum of the parts over the ranks of ``tp``.
+        """
         paths, draws = _paths.get(), current_draws()
         if paths is not None:
             choice = paths[self.layer]

@@ -56,14 +56,13 @@ class SharedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights that are alive, each content counted once."""
+        """Bytes of all weights that are in use by some model, each content counted once."""
         alive = (*self.tensors.values(), *self.products.values())
         return sum(each.nbytes for each in alive)
 
     def living(self, known: Digests) -> dict[str, nn.Module]:
-        """Return those parts of a model that living models have already, with equal weights, by the parts' names.
-
-        ``known``: hashes of the model's weights, by the names of the parameters.
+        """Return those parts of a model that other models in memory already have with equal weights: modules by the
+        parts' names. ``known``: hashes of the model's weights, by the names of the parameters.
         """
         parts = {
             part: self.modules.get(part_key(part, names, known))

@@ -23,7 +23,9 @@ SHARE_KEYS = 1024
 
 
 class ShortSpans(NamedTuple):
-    """Texts with few new tokens each, which are attended to one after the other."""
+    """A group of texts with few new tokens each; the texts are attended to one after the other. ``spans``: the new
+    tokens of each text.
+    """
 
     spans: Sequence[Span]
 
@@ -33,8 +35,8 @@ _highest: dict[int, float] = {}
 
 
 class KeyShare(NamedTuple):
-    """A share of a text's keys and values, ``[kv_heads, tokens, width]`` each; the first one is at position ``first``
-    of the text.
+    """A share of a text's keys and values, which are read together. ``keys``, ``values``: ``[kv_heads, tokens,
+    width]``. ``first``: position in the text of the first of these tokens.
     """
 
     keys: T
@@ -87,9 +89,10 @@ def attend_short(q: T, store: T, spans: Sequence[Span], window: int, out: T) -> 
 def attend_shares(
     q: T, store: T, span: Span, window: int, highest: float | None
 ) -> tuple[T, bool]:
-    """Return the attention of the new tokens of ``span``, ``[tokens, heads, width]``, and whether it is exact.
-
-    ``highest``: the fixed maximum; None: each row's largest score, for which all keys are read first.
+    """Compute the attention of the new tokens of ``span``, ``[tokens, heads, width]``. Return it, and whether it is
+    exact. ``q``: queries of all new tokens; ``store``: the cache of a layer; ``window``: the number of tokens that a
+    token sees, itself included; 0: all. ``highest``: the fixed maximum of the scores; None: each row's largest score,
+    for which all keys are read once more. The result is not exact if a score was too far from the fixed maximum.
     """
     count, kv_heads = span.last - span.first, store.shape[3]
     rows = query_rows(q[span.first : span.last], kv_heads)
@@ -104,7 +107,10 @@ def attend_shares(
 
 
 def hidden_keys(span: Span, share: KeyShare, window: int, group: int) -> T | None:
-    """Return which keys of ``share`` which row does not see, ``[tokens * group, keys]``; None: each row sees all."""
+    """Return a mask, bool ``[tokens * group, keys]``, that is True where a row of queries does not see a key of
+    ``share``; None: each row sees all. ``group``: query heads per key head; ``window``: the number of tokens that a
+    token sees, itself included; 0: all.
+    """
     count, end = span.last - span.first, share.first + share.keys.shape[1]
     sees_last = end <= span.past + 1
     sees_first = not window or share.first > span.past + count - 1 - window

@@ -19,7 +19,9 @@ HALF = 3
 
 
 class TokenPart(NamedTuple):
-    """Tokens that compute together: the tokens ``first:last`` of the rows ``top:bottom``."""
+    """Some tokens of a pass, which are computed together: the tokens ``first:last`` of each of the rows
+    ``top:bottom``.
+    """
 
     top: int
     bottom: int
@@ -28,7 +30,7 @@ class TokenPart(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
+        """Number of tokens of the part, over all its rows."""
         return (self.bottom - self.top) * (self.last - self.first)
 
 
@@ -42,12 +44,13 @@ Enter = Callable[[TokenPart], None]
 
 @dataclass(frozen=True)
 class Weave:
-    """How the parts of a pass take turns.
+    """How the tokens of a pass are divided into parts, and how the parts take turns in computing, so that the transfers
+    of one part overlap with the computation of another.
 
     Attributes:
         ``parts``: the parts, which together have each token once. All rows are cut at the same tokens. Of parts of the
             same rows the one with the earlier tokens comes first.
-        ``order``: function that yields whose turn it is.
+        ``order``: function of the parts that yields the index of the part whose turn it is.
         ``columns``: number of pieces in which the last product of attention and of a feed-forward is computed. The
             reduction of a piece travels while the next piece is computed.
     """
@@ -89,15 +92,15 @@ WHOLE_ROWS: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class PassTokens:
-    """The tokens of a pass on the ranks of ``tp``, which a kind of overlap cuts into parts.
+    """Describes the tokens of a pass on the ranks of ``tp``, for a kind of overlap that cuts them into parts.
 
     Attributes:
         ``rows``: number of rows.
         ``tokens``: number of tokens in a row, a multiple of ``unit``.
-        ``unit``: number of ranks of ``tp``; each holds as many tokens of a part.
-        ``cuts_tokens``: whether a row may be cut. It may not where something reads whole rows, as attention over ``cp``
+        ``unit``: number of ranks of ``tp``, over which the tokens of each part are divided equally.
+        ``cuts_tokens``: whether a row may be cut. It may not if something reads whole rows, as attention over ``cp``
             does.
-        ``asked``: number of parts that the recipe asks for; 0: what the kind of overlap takes by itself.
+        ``asked``: number of parts that the recipe asks for; 0: the kind of overlap decides.
         ``learns``: whether backward follows.
     """
 
@@ -114,16 +117,17 @@ class PassTokens:
         return (TokenPart(0, self.rows, 0, self.tokens),)
 
     def row_parts(self, shares: Sequence[float]) -> tuple[TokenPart, ...]:
-        """Cut the rows in proportion to ``shares``; a part that would get no row is left out."""
+        """Cut the rows into parts in proportion to ``shares``, and return the parts. A part that would get no row is
+        left out.
+        """
         return tuple(
             TokenPart(top, bottom, 0, self.tokens)
             for top, bottom in _cut(self.rows, shares)
         )
 
     def token_parts(self, shares: Sequence[float]) -> tuple[TokenPart, ...]:
-        """Cut the tokens of all rows in proportion to ``shares``; a part that would get no token is left out.
-
-        Rows that may not be cut are a single part.
+        """Cut the tokens of all rows into parts in proportion to ``shares``, and return the parts. A part that would
+        get no token is left out. Rows that may not be cut are a single part.
         """
         if not self.cuts_tokens:
             return self.whole
@@ -140,15 +144,14 @@ def _cut(count: int, shares: Sequence[float]) -> list[tuple[int, int]]:
 
 
 def even(count: int) -> tuple[float, ...]:
-    """Return ``count`` equal shares."""
+    """Return ``count`` shares of equal size: each is 1, and only the ratios between shares count."""
     return (1.0,) * count
 
 
 def weaving(parts: Sequence[TokenPart]) -> Iterator[int]:
-    """Let the parts take turns, each a turn behind the part before (Domino, TokenWeave).
-
-    With two parts, a part's reduction travels while the other computes the first products of its half of a layer, and
-    its gather while the other computes the last one.
+    """Yield the indices of ``parts`` in the order of their turns: each part runs one turn behind the part before
+    (Domino, TokenWeave). With two parts, a part's reduction travels while the other part computes the first products of
+    attention or feed-forward. Its gather travels while the other part computes the last product.
     """
     for ahead in range(1, len(parts)):
         yield from range(ahead)
@@ -157,9 +160,9 @@ def weaving(parts: Sequence[TokenPart]) -> Iterator[int]:
 
 
 def by_phase(parts: Sequence[TokenPart]) -> Iterator[int]:
-    """Let all parts enter half a layer, then let each compute the half's products (T3).
-
-    A part's reduction travels while the later parts compute, and its gather while the earlier ones do.
+    """Yield the indices of ``parts`` in the order of their turns: all parts enter attention or a feed-forward, one
+    after the other, then each computes its products (T3). A part's reduction travels while the later parts compute, and
+    its gather while the earlier parts do.
     """
     while True:
         yield from range(len(parts))
@@ -168,7 +171,7 @@ def by_phase(parts: Sequence[TokenPart]) -> Iterator[int]:
 
 
 class LayerRunner(Protocol):
-    """Interface of what runs layers in place of one block after the other."""
+    """Interface of objects that run layers in another way than one block after the other."""
 
     def run(
         self,
@@ -184,15 +187,21 @@ class LayerRunner(Protocol):
 
 
 class Overlap:
-    """Base class of kinds of overlap (``layout.overlap``). A model has an instance of its own."""
+    """Base class of kinds of overlap (``layout.overlap``): how tokens are cut into parts whose transfers overlap with
+    computation. Every model has an instance of its own.
+    """
 
     def __call__(self, tokens: PassTokens) -> Weave:
         """Decide how the parts of a pass take turns. The result must be the same on all ranks of ``tp`` and ``ep``."""
         raise NotImplementedError
 
     def awaits(self, tokens: PassTokens) -> bool:
-        """Return whether the time of the next pass of this form is wanted."""
+        """Return whether the next pass over tokens like ``tokens`` is to be timed, so that :meth:`took` gets its
+        seconds. By default no pass is.
+        """
         return False
 
     def took(self, tokens: PassTokens, weave: Weave, seconds: float) -> None:
-        """Receive the time of a pass on its slowest rank, in seconds. ``weave``: how its parts took turns."""
+        """Receive the time of a pass over tokens like ``tokens``: the ``seconds`` on its slowest rank. ``weave``: how
+        its parts took turns. By default nothing is done.
+        """

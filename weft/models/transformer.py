@@ -232,7 +232,9 @@ def attention_module(
 def feed_forward_module(
     shape: ModelShape, mesh: Mesh, layer: int
 ) -> FeedForward | DuoFeedForward | Mixture:
-    """Make the dense feed-forward, or what takes its place, of the layer with index ``layer``."""
+    """Make the feed-forward of the layer with index ``layer``: dense, a pair of a big and a small one, or a mixture of
+    experts, as ``shape`` says.
+    """
     if shape.small_ffn:
         from weft.models.routed_depth import DuoFeedForward
 
@@ -289,7 +291,9 @@ class Block(Module):
     def body(
         self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
     ) -> T:
-        """Compute :meth:`forward` without recomputation."""
+        """Compute :meth:`forward`, which may wrap this method in recomputation. The arguments and the result are the
+        same.
+        """
         x, early = self.after_attention(x, rope, cu_seqlens, seen)
         with drawing(rope[2:]):
             return self.added(x, self.ffn(self.ffn_norm(x), seen, early))
@@ -306,7 +310,9 @@ class Block(Module):
             return self.added(x, y, "attention"), early
 
     def added(self, x: T, y: T, part: str = "ffn") -> T:
-        """Return ``x`` plus ``y``, the output of ``part``: ``attention`` or ``ffn``."""
+        """Return the residual stream ``x`` plus the contribution of ``y``, the output of ``part`` (``attention`` or
+        ``ffn``), after the block's norm and dropout.
+        """
         return x + self.out(y, part)
 
     def changes(self, part: str) -> bool:
@@ -415,7 +421,9 @@ class Transformer(Module):
         return self.embedding(batch.tokens)
 
     def shared(self, batch: Batch, dtype: torch.dtype) -> tuple[T, ...]:
-        """Return what all blocks read beside their input: cosines, sines and draws of ``batch`` (:func:`angles`)."""
+        """Return what all blocks read beside their input, for the tokens of ``batch``: cosines and sines of rotary
+        embedding, and random bits for dropout (:func:`angles`).
+        """
         return angles(batch.positions, self.freq, dtype, batch.draws)
 
     def scores(self, hidden: T, only: slice | T | None = None) -> T:
@@ -538,7 +546,9 @@ class Transformer(Module):
         return output
 
     def packed(self, x: Any) -> T:
-        """Return ``x``, what the run of a block returned, as one tensor, with which any rank can run the next block."""
+        """Return ``x``, the output of a block in any form, as one tensor that can be sent to another rank, which then
+        runs the next block.
+        """
         if self.shape.residual == "ladder":
             from weft.models.ladder import packed_stream
 
@@ -547,10 +557,8 @@ class Transformer(Module):
         return output
 
     def learn_loads(self, loads: Sequence[int]) -> None:
-        """Update the routers of all mixtures after a training step.
-
-        ``loads``: how many of the step's tokens were routed to each expert on all ranks, for the experts of the first
-        mixture, then of the second, and so on.
+        """Update the routers of all mixtures after a training step. ``loads``: how many of the step's tokens were
+        routed to each expert on all ranks: first for the experts of the first mixture, then of the second, and so on.
         """
         if not self.shape.mixtures:
             return

@@ -50,9 +50,9 @@ class PartInputs(NamedTuple):
 
 
 def weave_layers(model: Transformer, whole_blocks: bool) -> None:
-    """Let tokens of ``model`` compute in parts, as ``layout.overlap`` of its mesh says.
-
-    ``whole_blocks``: whether a block must be called once for all parts, as hooks gather its parameters.
+    """Make the layers of ``model`` compute their tokens in parts, with the kind of overlap that ``layout.overlap`` of
+    its mesh names. ``whole_blocks``: whether a block must be called once for all parts, because hooks gather its
+    parameters.
     """
     layout = model.mesh.layout
     overlap = find("overlap", layout.overlap).implementation()
@@ -191,10 +191,8 @@ class WovenLayers:
 
 
 class WovenPass:
-    """The parts of one pass through layers.
-
-    ``weave``: how they take turns; ``tokens``: tokens of a row; ``inputs``: of each part; ``enter``: as
-    :meth:`WovenLayers.run` takes it.
+    """Runs the parts of one pass through layers. ``weave``: how the parts take turns; ``tokens``: tokens of a row;
+    ``inputs``: what the layers read beside activations, for each part; ``enter``: as in :meth:`WovenLayers.run`.
     """
 
     def __init__(
@@ -243,7 +241,9 @@ class WovenPass:
 
     @contextmanager
     def running(self, block: Block) -> Iterator[None]:
-        """Return a context in which a call of ``block``, and its recomputation, takes and returns a tuple of parts."""
+        """Return a context in which a call of ``block`` takes a sequence of the parts' inputs and returns a tuple of
+        their outputs. Recomputation in backward is included.
+        """
 
         def body(xs: Sequence[T], *of_pass: Any) -> tuple[T, ...]:
             return self.through([block], xs)
@@ -390,8 +390,8 @@ def part_inputs(
 
 
 def part_ends(ends: T, part: TokenPart) -> T:
-    """Return where texts begin and end in the tokens of ``part``, of a single row in which they begin and end at
-    ``ends``.
+    """Return where texts begin and end among the tokens of ``part`` of a single row, counted from its first token.
+    ``ends``: where they begin and end in the row.
     """
     return (ends.clamp(part.first, part.last) - part.first).unique()
 
