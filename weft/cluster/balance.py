@@ -10,9 +10,8 @@ LOW, HIGH = 8.0, 16.0
 
 
 class MovableAnswer(NamedTuple):
-    """An answer that can move to another engine.
-
-    ``number``: its number. ``blocks``: cache blocks of its text. ``priority``: smaller is more urgent.
+    """An answer that can move from its engine to another one. ``number``: number of the answer. ``blocks``: number of
+    cache blocks of its text. ``priority``: a smaller number is more urgent.
     """
 
     number: int
@@ -21,7 +20,9 @@ class MovableAnswer(NamedTuple):
 
 
 class BalancingMove(NamedTuple):
-    """Decision to move the answer number ``number`` to the engine named ``target``."""
+    """Decision to move an answer to another engine. ``number``: number of the answer; ``target``: name of the engine to
+    which it moves.
+    """
 
     number: int
     target: str

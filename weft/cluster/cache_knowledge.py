@@ -9,10 +9,10 @@ from collections.abc import Iterable
 
 
 class CacheKnowledge:
-    """What is known of a cache of so many ``blocks``.
+    """What the router knows of an engine's cache of ``blocks`` blocks: how much is used, and which keys it has.
 
     Attributes:
-        ``submitted``: how many submissions were sent to the engine.
+        ``submitted``: number of texts that the router has sent to the engine.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -25,29 +25,33 @@ class CacheKnowledge:
 
     @property
     def usage(self) -> int:
-        """Virtual usage: blocks that requests own, and those that waiting ones will need."""
+        """Virtual usage of the cache in blocks: the blocks that requests own, and those that waiting requests will
+        need.
+        """
         sent = sum(blocks for _, blocks in self._recent)
         return max(0, self._said + sent - self._freed)
 
     def submit(self, blocks: int) -> None:
-        """Note that a text of so many ``blocks`` was sent to the engine."""
+        """Note that a text that will need ``blocks`` cache blocks was sent to the engine."""
         self.submitted += 1
         self._recent.append((self.submitted, blocks))
 
     def note_beat(self, usage: int, taken: int) -> None:
-        """Take in a sign of life. ``usage``: blocks that requests own or will need. ``taken``: number of submissions
-        that the engine has received, which are counted in ``usage``.
+        """Update the usage from a sign of life of the engine. ``usage``: number of blocks that requests own or will
+        need. ``taken``: number of texts that the engine has received so far; ``usage`` includes these.
         """
         self._said, self._freed = usage, 0
         while self._recent and self._recent[0][0] <= taken:
             self._recent.popleft()
 
     def free(self, blocks: int) -> None:
-        """Note that a text of so many ``blocks`` has left the engine or ended."""
+        """Note that a text of ``blocks`` cache blocks has left the engine or ended there."""
         self._freed += blocks
 
     def remember(self, keys: Iterable[bytes]) -> None:
-        """Note that the engine will have the blocks of ``keys``; those noted longest ago are forgotten."""
+        """Note that the engine will have the blocks of ``keys``. If that makes more keys than the cache has blocks, the
+        keys noted longest ago are forgotten.
+        """
         for key in keys:
             self._prefixes[key] = None
             self._prefixes.move_to_end(key)

@@ -72,7 +72,9 @@ class CacheMember:
             self._outbox.put({"kind": "drain", "move": move})
 
     def load(self) -> EngineLoad:
-        """Return how many blocks are in memory, for how many it has room, and what memory and files have given."""
+        """Return the load of the stock: blocks in memory, the number for which there is room, and what memory and files
+        have given.
+        """
         memory = self.stock.memory
         blocks = len(memory)
         room = blocks * memory.most // memory.bytes if memory.bytes else 0

@@ -174,7 +174,9 @@ def submit_message(
 
 
 def read_submit(frame: Frame) -> AnswerRequest:
-    """Return the request of the ``submit`` message ``frame``. Its grammar is left out, as compiling takes time."""
+    """Return the request that a ``submit`` message, ``frame``, describes. It lacks the grammar, because compiling one
+    takes time (:func:`grammar_source`).
+    """
     head, ids = frame.head, unpacked_ids(frame.payload)
     workflow = head["workflow"]
     return AnswerRequest(
@@ -203,7 +205,7 @@ def grammar_source(head: Head) -> GrammarSource | None:
 
 
 def sampling_values(how: Sampling) -> dict[str, Any]:
-    """Return the settings of sampling as JSON has them: the biases are pairs of an id and a number."""
+    """Return settings of sampling as JSON values; biases become pairs of an id and a number."""
     return asdict(how) | {"bias": [*how.bias.items()]}
 
 
@@ -276,8 +278,8 @@ def read_beat(head: Head) -> EngineBeat:
 
 
 def refusal_values(error: BaseException) -> dict[str, str]:
-    """Return the fields of a message that says why an engine does not answer: the text and the kind of ``error``.
-    :func:`read_refusal` builds an error of the same kind from them in the other process.
+    """Return the fields of a message that tells another process why an engine does not answer: the text and the kind of
+    ``error``. :func:`read_refusal` builds an error of the same kind from them.
     """
     kind = "failed"
     if isinstance(error, Busy):

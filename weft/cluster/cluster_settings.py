@@ -10,7 +10,7 @@ from weft.section import Section, validated
 
 
 class ClusterLimits(Section):
-    """Limits of a cluster of engines."""
+    """Limits of the router of a cluster of engines: patience, headroom and balancing."""
 
     patience: PositiveFloat = Field(
         60.0,
@@ -129,7 +129,7 @@ class ClusterSettings(Section):
 
 
 class ClusterFile(Section):
-    """The file that describes a cluster of engines, whose only section is ``[cluster]``."""
+    """The file that describes a cluster of engines; its only section is ``[cluster]``."""
 
     cluster: ClusterSettings
 

@@ -17,10 +17,9 @@ from weft.generate.keys import chained_keys, root_key
 
 @dataclass
 class EarlyEvents:
-    """Events of a moving answer that came before the move was complete. Its new engine has sent them, and they are
-    passed on later.
-
-    ``tokens``, ``begun``, ``failures``: lists of the answer's entries under these names in messages of the engine.
+    """Events of an answer that is moving, which its new engine sends before the router knows that the move is complete.
+    They are passed on afterwards. ``tokens``, ``begun``, ``failures``: lists of the answer's entries under these names
+    in messages of the engine.
     """
 
     tokens: list[Any] = field(default_factory=list)
@@ -34,20 +33,20 @@ class EngineLink:
 
     Attributes:
         ``about``: what the engine has said of itself.
-        ``outbox``: sends to the engine.
+        ``outbox``: sends messages to the engine.
         ``beat``: the engine's last sign of life.
         ``flights``: answers that the engine writes, by number.
         ``calls``: searches and embeddings that the engine computes, by number.
         ``cache``: what is known of the engine's cache.
         ``incoming``: events of the answers that are moving to this engine, by the answers' numbers here. They wait
-            until the engine that an answer leaves has confirmed the move.
-        ``role``: the engine's present part, as in ``about`` until the router chooses another one.
-        ``kept``: keys of answers that the engine has kept for clients of a router that is gone.
+            until the other engine, which an answer leaves, has confirmed the move.
+        ``role``: the engine's present role: that in ``about``, until the router chooses another one.
+        ``kept``: keys of answers that the engine has kept for clients of an earlier router.
         ``draining``: whether the engine takes no new requests.
-        ``released``: whether the engine may end, as it has nothing left to do.
+        ``released``: whether the engine may end, because it has nothing left to do.
         ``tokens``: number of tokens that the engine has written.
         ``borrowable``: largest number of tokens that the engine can keep in blocks of other engines.
-        ``headroom``: fraction of the cache that counts as used while the engine has urgent answers. It keeps room free
+        ``headroom``: fraction of the cache that counts as used while the engine has urgent answers; it keeps room free
             for them.
         ``weights``: version of the weights that write the engine's next token.
     """
@@ -80,24 +79,24 @@ class EngineLink:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine has anything to do for this router."""
+        """Whether the engine has an answer, search or embedding to compute for this router."""
         return bool(self.flights or self.calls or self.incoming)
 
     @property
     def blocks(self) -> int:
-        """Cache blocks of the engine."""
+        """Number of cache blocks of the engine."""
         return self.about.cache // self.about.block
 
     @property
     def room(self) -> int:
-        """Largest number of tokens that a text and its prompt can have together on this engine, borrowed blocks
+        """Largest number of tokens that a prompt and its answer can have together on this engine, borrowed blocks
         included.
         """
         return self.about.cache + self.borrowable
 
     def takes(self, adapter: str, tokens: int, answers: int) -> bool:
-        """Return whether the engine can take another ``answers`` answers with ``adapter``. ``tokens``: most tokens of
-        an answer and its prompt together.
+        """Return whether the engine can take ``answers`` more answers with the adapter named ``adapter``. ``tokens``:
+        largest number of tokens that an answer and its prompt can have together.
         """
         return (
             not self.draining
@@ -122,10 +121,8 @@ class EngineLink:
         )
 
     def ledger(self) -> EngineLedger:
-        """Return the numbers of the engine from which loans of cache blocks are chosen.
-
-        With a loan an engine keeps cache blocks of a text in the memory of another engine. The numbers are, for
-        example, the engine's free cache blocks, and how many texts it writes or lets wait.
+        """Return what is known of the engine when loans of cache blocks are chosen, such as its free blocks. With a
+        loan an engine keeps cache blocks of a text in the memory of another engine.
         """
         load = self.beat.load
         free = lendable_blocks(self.blocks) - load.used - load.lent
@@ -142,8 +139,9 @@ class EngineLink:
         )
 
     def tries(self, flight: Flight) -> bool:
-        """Return whether the engine can take ``flight`` although it may be what makes engines crash. Of those that may
-        be, it takes :data:`SUSPECTS` at a time; one that most probably is gets it when there is no other.
+        """Return whether the engine may get ``flight``, an answer that may be suspected of making engines crash. An
+        engine has at most :data:`SUSPECTS` suspected answers at a time. An accused answer, which probably is the cause,
+        gets an engine without any other suspect.
         """
         if not flight.suspected:
             return True
@@ -155,7 +153,7 @@ class EngineLink:
     def submit(
         self, number: int, request: AnswerRequest, flights: Sequence[Flight]
     ) -> None:
-        """Send ``request``, whose answers are ``flights`` and have numbers from ``number`` on."""
+        """Send ``request`` to the engine. ``flights``: its answers, which have the numbers from ``number`` on."""
         length = len(request.ids) + len(request.written)
         self.cache.submit(-(-length // self.about.block))
         for flight in flights:
@@ -173,12 +171,12 @@ class EngineLink:
         self.outbox.put(*call.message(call.number))
 
     def note_beat(self, beat: EngineBeat) -> None:
-        """Take in a sign of life."""
+        """Update what is known of the engine from a sign of life, ``beat``."""
         self.beat = beat
         self.cache.note_beat(beat.load.used + beat.demand, beat.taken)
 
     def let_go(self, flight: Flight) -> None:
-        """Forget ``flight``, which the engine has ended, or which goes on elsewhere."""
+        """Forget ``flight``, because the engine has ended it or it goes on elsewhere."""
         if self.flights.pop(flight.number, None) is not None:
             self.cache.free(-(-flight.length // self.about.block))
 

@@ -19,13 +19,14 @@ FIT, FIT_S = 32, 2.0
 
 
 class LenderAddress(NamedTuple):
-    """Where an engine takes cache blocks of other engines into its own cache.
+    """Address at which an engine takes cache blocks of other engines into its own cache.
 
     Attributes:
         ``name``: the engine's name.
         ``instance``: random text that no other process has.
-        ``host``, ``port``: address of its endpoint.
-        ``blocks``: cache blocks of the engine.
+        ``host``,
+        ``port``: address of its endpoint.
+        ``blocks``: number of the engine's cache blocks.
     """
 
     name: str
@@ -36,7 +37,7 @@ class LenderAddress(NamedTuple):
 
 
 def lendable_blocks(blocks: int) -> int:
-    """Return how many cache blocks an engine that has ``blocks`` of them may lend at most."""
+    """Return the largest number of cache blocks that an engine with ``blocks`` blocks may lend."""
     return blocks - int(RESERVE * blocks)
 
 
@@ -60,9 +61,8 @@ class EngineLoans:
         self._channel = endpoint.join(LOANS, secret)
 
     def meet(self, addresses: Sequence[LenderAddress]) -> None:
-        """Borrow only from the engines at ``addresses`` from now on.
-
-        Texts of which blocks lie at any other engine are recomputed.
+        """Borrow only from the engines at ``addresses`` from now on. Texts that have blocks at any other engine are
+        recomputed.
         """
         with self._lock:
             for gone in self._lenders.keys() - {*addresses}:
@@ -74,8 +74,8 @@ class EngineLoans:
         self.engine.scheduler.borrowable = lent
 
     def lend(self, name: str, blocks: int) -> None:
-        """Move up to ``blocks`` blocks of this engine's longest text into the cache of the engine called ``name``.
-        Called in the engine's thread.
+        """Move up to ``blocks`` blocks of this engine's longest text into the cache of the engine called ``name``. The
+        engine's thread calls this.
         """
         with self._lock:
             lenders = [each for at, each in self._lenders.items() if at.name == name]
@@ -84,7 +84,7 @@ class EngineLoans:
             self.borrower.lend(longest, blocks, lenders)
 
     def note_step(self, seconds: float) -> None:
-        """Note that a step which has just ended took ``seconds``. Called in the engine's thread."""
+        """Note that the step that has just ended took ``seconds``. The engine's thread calls this."""
         running = self.engine.scheduler.running
         if running:
             keys = sum(request.computed for request in running)
@@ -115,7 +115,7 @@ class EngineLoans:
         return self._seconds
 
     def recall_all(self) -> None:
-        """Ask for all loans back, as this engine is to end."""
+        """Ask other engines to take back all blocks that they keep here, because this engine is to end."""
         self.office.recall_all()
 
     def close(self) -> None:

@@ -175,8 +175,8 @@ class EngineMember:
 
     def drain(self, move: bool = False) -> None:
         """Ask the router for no further requests, and to let this engine go when its present requests are answered.
-
-        ``move``: the router moves the present requests to other engines at once.
+        Loans of cache blocks are called back. ``move``: whether the router moves the present requests to other engines
+        at once.
         """
         self._draining.set()
         if self.loans is not None:
@@ -187,7 +187,7 @@ class EngineMember:
             self._current.outbox.put({"kind": "drain", "move": move})
 
     def leave(self) -> None:
-        """Let :meth:`run` return at once, without a word to the router."""
+        """Close the connection to the router, so that :meth:`run` returns at once. The router is not told before."""
         self._ended.set()
         if self._current is not None:
             self._current.outbox.close()

@@ -16,17 +16,14 @@ LOOK_S, AGAIN_S, END_S = 0.2, 1.0, 10.0
 
 
 class EngineProcesses:
-    """Runs one process of ``weft engine`` for each of ``roles``. All join the router at ``address``.
-
-    ``roles``: roles of the engines, "" for one that computes prompts and writes. ``words``: further options of the
+    """Runs one process of ``weft engine`` for each of ``roles``. All processes join the router at ``address``.
+    ``roles``: roles of the engines, "" for one that computes prompts and writes. ``words``: further arguments of the
     command, by role; those of "" are for all roles that are not named. ``share``: fraction of the free memory that all
     engines together use. Each engine gets an equal part of it, and an equal part of the processor's cores. ``say``
-    prints a line. ``ranks``: processes of each engine. ``gpus``: names of this host's GPUs, as ``CUDA_VISIBLE_DEVICES``
-    has them, which are dealt to the ranks of the engines in turn. ``environment``: environment variables of the
-    processes; None: those of this process.
-
-    Once all have joined, a process that ends by a fault is started again. The processes inherit the variable
-    ``WEFT_SECRET``.
+    prints a line. ``ranks``: number of processes of each engine. ``gpus``: names of this host's GPUs, as in
+    ``CUDA_VISIBLE_DEVICES``; the ranks of the engines get them in turn. ``environment``: environment variables of the
+    processes; None: those of this process. Once all have joined, a process that ends by a fault is started again. The
+    processes inherit the variable ``WEFT_SECRET``.
     """
 
     def __init__(
@@ -103,7 +100,7 @@ class EngineProcesses:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Number of each engine's present process, by the engine's name."""
+        """Operating-system number of each engine's present process, by the engine's name."""
         return {name: process.pid for name, process in self._running.items()}
 
     def _watch(self) -> None:
@@ -118,8 +115,8 @@ class EngineProcesses:
                     self._running[name] = self._start(name)
 
     def close(self, joined: Collection[str] = ()) -> None:
-        """End all processes. Those of the engines ``joined`` get some seconds to end by themselves, as their router
-        has asked them to; others have nothing to end, and are killed at once.
+        """End all processes. ``joined``: names of the engines that the router has asked to end; they get some seconds
+        to do so. All others have nothing to complete, and are killed at once.
         """
         self._ended.set()
         if self._thread.is_alive():
@@ -138,8 +135,8 @@ class EngineProcesses:
 
 
 def gpus_of_engines(engines: int, ranks: int, gpus: Sequence[str]) -> list[str]:
-    """Return for each engine the GPUs of its ranks, separated by commas: the next ones in turn. Empty without ``gpus``,
-    which are the names of all.
+    """Return for each engine a text with the GPUs of its ranks, separated by commas. The ranks of all engines get the
+    GPUs in turn. ``gpus``: names of all GPUs; without any, the list is empty.
     """
     if not gpus:
         return []

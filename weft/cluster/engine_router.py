@@ -104,7 +104,7 @@ NO_ENGINE = "no engine is there to answer; ask again later"
 
 
 class EngineFailed(OSError):
-    """Error of an engine whose computation has failed."""
+    """Raised when the computation of an engine has failed."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class EngineRouter:
 
     @property
     def most(self) -> int:
-        """Largest number of answers at a time; while no engine has joined, no number is too large."""
+        """Largest number of answers at the same time; while no engine has joined, there is no limit."""
         with self._lock:
             return sum(link.about.most for link in self._able()) or UNKNOWN
 
@@ -202,8 +202,9 @@ class EngineRouter:
         key: str = "",
         weights: int = 0,
     ) -> AsyncIterator["RoutedAnswers"]:
-        """Do as :meth:`weft.generate.backend.Backend.answers`. ``weights``: version of the oldest weights that may
-        write the answers; only engines that have these or newer ones get them.
+        """Return a context in which ``requests`` are answered, as :meth:`weft.generate.backend.Backend.answers` does.
+        ``weights``: version of the oldest weights that may write the answers; only engines with these or newer weights
+        get them.
         """
         if self._cut:
             raise ServerEnding("the server ends; ask again later")
@@ -517,7 +518,7 @@ class EngineRouter:
                 self._move(flight, target, after_first=False)
 
     def role_question(self) -> RoleQuestion | None:
-        """Return what is known for a choice of roles, or None if no engine has measured its steps yet."""
+        """Return what must be known to choose the engines' roles, or None if no engine has measured its steps yet."""
         with self._lock:
             able = self._able()
             rates = [link.beat.rates for link in able if link.beat.rates]
@@ -534,8 +535,9 @@ class EngineRouter:
             )
 
     def set_roles(self, counts: RoleCounts) -> None:
-        """Give as many engines each role as ``counts`` says. Engines keep their roles as far as possible; else those
-        with the fewest answers change. Answers of engines that only compute prompts from now on move to others.
+        """Give as many engines each role as ``counts`` says. Engines keep their roles as far as possible; otherwise
+        engines with the fewest answers change. If an engine then only computes prompts, its answers move to other
+        engines.
         """
         with self._lock:
             able = sorted(self._able(), key=lambda link: (len(link.flights), link.name))
@@ -997,7 +999,7 @@ class EngineRouter:
 
 class RoutedAnswers:
     """The answers to requests that were submitted together to ``router``, and the events of their tokens. ``loop``: the
-    event loop in which the caller waits for these.
+    event loop in which the caller waits for the events.
     """
 
     def __init__(self, router: EngineRouter, loop: asyncio.AbstractEventLoop) -> None:
@@ -1015,7 +1017,9 @@ class RoutedAnswers:
             self._events.put_nowait(event)
 
     def end_early(self) -> None:
-        """Make :meth:`next` raise :class:`ServerEnding`, and so end the answers, also those that wait for an engine."""
+        """Make the next call of :meth:`next` raise :class:`ServerEnding`. Answers that still wait for an engine fail
+        with the same error.
+        """
         for flight in self.generations:
             _fail(flight.accepted, ServerEnding(ENDING))
         self._events.put_nowait(TokenEvent(0, None, None, "ended"))
@@ -1038,7 +1042,7 @@ def _stage_of(request: AnswerRequest) -> str:
 
 
 def asked_nothing() -> AnswerRequest:
-    """Return a request of no tokens. It stands for no request in particular when engines are compared."""
+    """Return a request without tokens, which stands for any request when engines are compared."""
     return AnswerRequest((), 0, GREEDY, (), 0, None, "", None)
 
 

@@ -35,7 +35,7 @@ class ClusterTimes:
         self._underway: dict[str, dict[Hashable, _Underway]] = {e: {} for e in engines}
 
     def add_engine(self, name: str) -> None:
-        """Take in the engine ``name``, which has joined and has no work yet."""
+        """Add the engine ``name``, which has joined and has no work yet."""
         self.engines[name] = StageTimes(self.tokens)
         self._underway[name] = {}
 
@@ -45,7 +45,7 @@ class ClusterTimes:
 
     def seconds(self, engine: str, stage: str) -> float:
         """Return the estimated seconds of a request of ``stage`` on ``engine``. An engine that has measured nothing yet
-        is taken to be as fast as the fastest, so that it gets requests.
+        is assumed to be as fast as the fastest engine, so that it gets requests.
         """
         times = self.engines[engine]
         if times.measured:
@@ -54,7 +54,7 @@ class ClusterTimes:
         return min(known, default=1.0)
 
     def retain(self, engine: str, requests: Collection[Hashable]) -> None:
-        """Forget all work of ``engine`` except ``requests``, as the others were cancelled, for example."""
+        """Forget all work of ``engine`` except that for ``requests``; the rest was cancelled, for example."""
         underway = self._underway[engine]
         for request in underway.keys() - set(requests):
             del underway[request]
@@ -87,10 +87,8 @@ class ClusterTimes:
             each.last = now
 
     def end(self, engine: str, request: Hashable, whole: bool = True) -> None:
-        """Take ``request`` from the work of ``engine``, and learn from its times. Nothing happens if the engine does
-        not have it.
-
-        ``whole``: whether the answer is complete, so that its tokens count in the mean of its stage.
+        """Remove ``request`` from the work of ``engine``, and learn from its times. Nothing happens if the engine does
+        not have it. ``whole``: whether the answer is complete, so that its tokens count in the mean of its stage.
         """
         each = self._underway.get(engine, {}).pop(request, None)
         if each is None or not each.written:

@@ -25,19 +25,25 @@ SUSPECTS = 8
 
 
 class EngineLoss(NamedTuple):
-    """Loss of an engine. ``instance``: random text that names the engine; ``blame``: :data:`FAILED` or :data:`GONE`."""
+    """The loss of an engine. ``instance``: random text that names the engine. ``blame``: :data:`FAILED` if its
+    computation is known to have failed, :data:`GONE` if it is only known to be gone.
+    """
 
     instance: str
     blame: int
 
 
 def blame_of(losses: Sequence[EngineLoss]) -> int:
-    """Return how much ``losses`` of engines speak against a request that all of them had."""
+    """Return how much the ``losses`` of engines that had the same request speak for this request as their cause; a
+    larger number says more.
+    """
     return sum(loss.blame for loss in losses)
 
 
 def acquit(losses: list[EngineLoss], instance: str) -> None:
-    """Remove the last of ``losses`` that is one of the engine ``instance``, which was only cut off or stopped."""
+    """Remove from ``losses`` the last loss of the connection to the engine ``instance``. The engine was only cut off or
+    stopped, so that no request is to blame.
+    """
     for place in reversed(range(len(losses))):
         if losses[place] == (instance, GONE):
             del losses[place]
@@ -99,12 +105,12 @@ class Flight:
 
     @property
     def priority(self) -> int:
-        """Priority of the request: when engines are lost, answers with a smaller one are continued first."""
+        """Priority of the request. When engines are lost, answers with a smaller number are continued first."""
         return self.request.priority
 
     @property
     def suspected(self) -> bool:
-        """Whether the answer may be what makes engines crash, as several were lost with it in a row."""
+        """Whether the answer may be what makes engines crash, because several engines in a row were lost with it."""
         return blame_of(self.losses) >= SUSPECT
 
     @property
@@ -114,7 +120,9 @@ class Flight:
 
     @property
     def unproved(self) -> bool:
-        """Whether the last engine's crash may be the fault of another answer; this answer is then tried once more."""
+        """Whether another answer may have caused the last engine's crash, because this answer was not alone among
+        suspects there. It is then tried once more.
+        """
         return not self.alone
 
     @property
@@ -124,7 +132,7 @@ class Flight:
 
     @property
     def score(self) -> float:
-        """Mean log-probability of the generated tokens."""
+        """Mean log-probability of the written tokens."""
         chosen = [said[0] for said in self.log_probabilities]
         return sum(chosen) / max(1, len(chosen))
 

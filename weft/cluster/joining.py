@@ -20,20 +20,22 @@ JOINED, REFUSED = "joined", "refused"
 
 
 class RouterRefusal(WeftError):
-    """Error of an engine that the router has refused to let join."""
+    """Raised when the router refuses to let an engine join."""
 
 
 class RouterSeat(NamedTuple):
-    """A place that the router has given. ``again``: why it had given this process up before; "" if it had not."""
+    """A connection to a router that has let this process join. ``connection``: the connection. ``again``: why the
+    router had given this process up before; "" if it had not.
+    """
 
     connection: SealedConnection
     again: str
 
 
 def ask_to_join(channel: Channel, router: Address, about: EngineAbout) -> RouterSeat:
-    """Connect over ``channel`` with the router at the address ``router``, say who this is, and be taken.
-
-    Raises OSError, and :class:`RouterRefusal`.
+    """Connect over ``channel`` to the router at the address ``router``, introduce this process by ``about``, and wait
+    until it is accepted. Return the connection. Raises OSError if the router cannot be reached, and
+    :class:`RouterRefusal` if it refuses this process.
     """
     connection = channel.dial(router, {"name": about.name}, DIAL_S, ROUTER_SILENT_S)
     try:

@@ -15,8 +15,8 @@ KEEP_S = 60.0
 
 
 def kept_key(key: str, request: AnswerRequest) -> str:
-    """Return the key by which an engine keeps the answer to ``request``: a hash of ``key``, which the client has
-    chosen, and of all on which the answer depends. So nobody gets an answer to something else, or of another user.
+    """Return the key under which an engine keeps the answer to ``request``: a hash of ``key``, which the client has
+    chosen, and of everything on which the answer depends. With a key of another request nobody gets this answer.
     """
     head, (ids,) = submit_message(0, request, ())
     asked = {name: head[name] for name in head if name not in ("workflow", "keys")}  # fmt: skip
@@ -37,8 +37,8 @@ class _Kept:
 
 
 class KeptAnswers:
-    """Lets the engine of ``thread`` go on with answers of a router that is gone, for :data:`KEEP_S` seconds each. All
-    is called in the engine's thread.
+    """Lets the engine of ``thread`` continue answers of a router that is gone, each for :data:`KEEP_S` seconds. All
+    methods are called in the engine's thread.
     """
 
     def __init__(self, thread: EngineThread) -> None:
@@ -51,7 +51,9 @@ class KeptAnswers:
         return [*self._kept]
 
     def keep(self, key: str, generation: Generation) -> None:
-        """Go on with ``generation`` under ``key``, by which :meth:`take` finds it, unless it has left this engine."""
+        """Continue ``generation`` and keep it under ``key``, so that :meth:`take` finds it. Nothing is kept if it has
+        left this engine.
+        """
         self._drop(key)
         if generation not in self.thread.tells:
             return
@@ -68,10 +70,9 @@ class KeptAnswers:
     def take(
         self, key: str, answer: int, request: AnswerRequest
     ) -> tuple[Generation, list[TokenMessage]] | None:
-        """Return the answer to ``request`` that is kept under ``key``, and messages of its tokens behind those that the
-        request counts as written. Return None if there is none, or none of which everything is known.
-
-        ``answer``: number of the answer in the messages.
+        """Return the answer to ``request`` that is kept under ``key``, and messages with its tokens beyond those that
+        the request already has. ``answer``: number of the answer in the messages. Return None if no such answer is
+        kept, if it has failed, or if it lacks log-probabilities that the request wants.
         """
         kept = self._kept.pop(key, None)
         if kept is None:
@@ -101,7 +102,9 @@ class KeptAnswers:
         return generation, messages
 
     def make_room(self, answers: int) -> None:
-        """Drop what is kept for too long, and so many more, the oldest first, that ``answers`` more can begin."""
+        """Drop all answers that were kept for too long. If ``answers`` new answers then cannot begin, drop unfinished
+        kept answers, the oldest first, until they can.
+        """
         now = time.monotonic()
         for key, kept in [*self._kept.items()]:
             full = len(self.thread.tells) + answers > self.thread.most
@@ -109,7 +112,7 @@ class KeptAnswers:
                 self._drop(key)
 
     def drop_all(self) -> None:
-        """Drop all answers, as they go on elsewhere."""
+        """Drop all kept answers, because they are continued elsewhere."""
         for key in self.keys:
             self._drop(key)
 

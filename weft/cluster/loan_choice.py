@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class EngineLedger:
-    """What is known of an engine when loans of cache blocks between engines are chosen.
+    """Numbers about an engine from which loans of cache blocks between engines are chosen.
 
     Attributes:
         ``name``: the engine's name.
-        ``free``: cache blocks that it offers to lend.
-        ``texts``: texts that it writes in every step.
-        ``keys``: cached tokens to which these texts attend.
-        ``waiting``: texts that wait for blocks.
-        ``blocks``: cache blocks that a waiting text needs, on average.
-        ``longest``: blocks of its longest text that lie in its own cache.
-        ``asked``: cached tokens in its own cache that belong to texts of other engines.
+        ``free``: number of cache blocks that it offers to lend.
+        ``texts``: number of texts that it writes in every step.
+        ``keys``: number of cached tokens to which these texts attend.
+        ``waiting``: number of texts that wait for blocks.
+        ``blocks``: number of cache blocks that a waiting text needs, on average.
+        ``longest``: number of blocks of its longest text that lie in its own cache.
+        ``asked``: number of cached tokens in its own cache that belong to texts of other engines.
         ``borrows``: whether any of its texts has blocks at another engine.
     """
 

@@ -25,10 +25,9 @@ DIAL_S, LAST_S, LOOK_S = 5.0, 10.0, 0.005
 
 
 class MoveReport(NamedTuple):
-    """How the attempt to move a request to another engine has ended.
-
-    ``why``: why the request has stayed; "" if it has moved. ``payload``: bytes of cache blocks that were sent.
-    ``stall``: seconds in which neither engine went on with the request.
+    """How an attempt to move a request to another engine has ended. ``why``: why the request has stayed; "" if it has
+    moved. ``payload``: bytes of cache blocks that were sent. ``stall``: seconds during which neither engine computed
+    the request.
     """
 
     why: str
@@ -149,10 +148,8 @@ def take_in(
     limit: float,
 ) -> str:
     """Receive a request that another engine sends over ``connection``, and tell the sender how it ended. Return why the
-    request was not taken, or an empty string.
-
-    ``land``: gets each frame, and returns whether it was the last one. ``keep``: gets those of single layers instead.
-    ``limit``: seconds within which each frame must come.
+    request was refused, or "". ``land``: called with each frame of whole blocks; returns whether it was the last frame.
+    ``keep``: called instead with frames of a single layer. ``limit``: seconds within which each frame must come.
     """
     why = ""
     try:

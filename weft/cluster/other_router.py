@@ -19,16 +19,16 @@ WHO, ROUTER = "who", "router"
 
 
 def router_name(model: str) -> str:
-    """Return what the router of this process says of itself. ``model``: name of the model that it serves."""
+    """Return the description that this process, as a router, gives of itself: model, process number and host.
+    ``model``: name of the model that it serves.
+    """
     return f"weft serve of {model}, process {os.getpid()} on {platform.node()}"
 
 
 def router_endpoint(listen: Callable[[], Endpoint], address: Address, secret: str) -> Endpoint:  # fmt: skip
-    """Return the endpoint that ``listen`` opens at ``address`` for a router. Engines take the place of a dead router's
-    connection with one to the new router by themselves.
-
-    Raises :class:`UsageError` if the address is taken, and names the router that has it, or if it is none of this
-    host's. ``secret``: known to the routers and engines.
+    """Open the endpoint of a router with ``listen`` and return it. ``address``: the address that ``listen`` uses.
+    ``secret``: known to the routers and engines. Raises :class:`UsageError` if the address is taken, with the name of
+    the router that has it, or if it is not an address of this host.
     """
     try:
         return listen()

@@ -12,16 +12,17 @@ from weft.net.wire import ENDED, Head, SealedConnection
 
 
 def ending_of(error: OSError) -> str:
-    """Return why a connection has ended, in words for the user. ``error``: what reading or sending has raised."""
+    """Return why a connection has ended, in words for the user. ``error``: the error that reading or sending has
+    raised.
+    """
     reset = (errno.EBADF, errno.ECONNRESET, errno.EPIPE)
     return ENDED if error.errno in reset else str(error)
 
 
 class Outbox:
-    """Sends messages over ``connection`` in the order in which they are put, in a thread of its own.
-
-    ``beat`` builds a sign of life, which is sent every ``every`` seconds with its number, from 1 on. If a message
-    cannot be sent, the connection is closed, which wakes whoever reads from it.
+    """Sends messages over ``connection`` in the order in which they are put, in a thread of its own. ``beat``: function
+    that gets a number, from 1 on, and returns the sign of life with it; one is sent every ``every`` seconds. If a
+    message cannot be sent, the connection is closed, which also ends waiting reads.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Outbox:
         )
 
     def start(self) -> None:
-        """Begin to send, first a sign of life if no message waits."""
+        """Start sending. If no message waits, a sign of life is sent first."""
         self._thread.start()
 
     def put(self, head: Head, payload: list[memoryview] | None = None) -> None:

@@ -8,9 +8,8 @@ PULSE_S = 0.2
 
 
 class Pulse:
-    """Notes the longest time for which a thread of this process could not run although the process computed.
-
-    A process that is stopped from outside computes nothing meanwhile, so that its stops do not count.
+    """Measures the longest time during which a thread of this process could not run although the process computed. A
+    process that is stopped from outside computes nothing meanwhile, so that its stops do not count.
     """
 
     def __init__(self) -> None:
@@ -21,12 +20,14 @@ class Pulse:
         self._thread.start()
 
     def note(self, seconds: float, computed: float) -> None:
-        """Note ``seconds`` between two beats, in which the process has used the processor for ``computed`` seconds."""
+        """Note the ``seconds`` between two runs of the thread, during which the process used the processor for
+        ``computed`` seconds.
+        """
         if computed > seconds / 2:
             self._longest = max(self._longest, seconds)
 
     def take(self) -> float:
-        """Return the longest time in seconds since the last call, and begin anew."""
+        """Return the longest time in seconds since the last call, and start again from 0."""
         longest, self._longest = self._longest, 0.0
         return longest
 

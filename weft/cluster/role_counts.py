@@ -11,23 +11,24 @@ RECENT, CHOICE_S = 100, 30.0
 
 
 class RoleCounts(NamedTuple):
-    """Numbers of engines by role: ``prefill`` engines compute prompts, ``decode`` engines go on with answers that have
-    begun, and all others do both.
+    """Numbers of engines by role. ``prefill``: engines that only compute prompts. ``decode``: engines that only
+    continue answers that have begun. All other engines do both.
     """
 
     prefill: int
     decode: int
 
     def said(self, engines: int) -> str:
-        """Return the roles of ``engines`` engines in words."""
+        """Return a text for the user with the numbers of engines by role. ``engines``: number of all engines."""
         both = engines - self.prefill - self.decode
         parts = [(self.prefill, "for prompts"), (self.decode, "for writing"), (both, "for both")]  # fmt: skip
         return ", ".join(f"{count} {what}" for count, what in parts if count)
 
 
 class RecentRequest(NamedTuple):
-    """A request that has come lately. ``time``: when, in seconds of the monotonic clock; ``prompt``: its token ids;
-    ``tokens``: number of tokens of its answer, or, before its end, the mean of others if that is more than it has.
+    """A request that has come lately. ``time``: when, in seconds of the monotonic clock. ``prompt``: token ids of its
+    prompt. ``tokens``: number of tokens of its answer. Before the answer ends, this is an estimate: the mean of other
+    answers, or the tokens so far if these are more.
     """
 
     time: float
@@ -36,16 +37,16 @@ class RecentRequest(NamedTuple):
 
 
 class RoleQuestion(NamedTuple):
-    """What the choice of roles depends on.
+    """Everything on which the choice of roles depends.
 
     Attributes:
         ``requests``: recent requests, in the order of their arrival.
         ``engines``: number of engines.
         ``current``: their present roles.
-        ``rates``: seconds of an engine step for one of each of the numbers of
-            :func:`weft.generate.step_work.work_of`, as a mean over the engines.
+        ``rates``: seconds of an engine step for one of each of the numbers of :func:`weft.generate.step_work.work_of`,
+            as a mean over the engines.
         ``cache``: tokens that the cache of an engine holds.
-        ``stall``: mean seconds in which an answer that moves is at no engine.
+        ``stall``: mean seconds during which an answer that moves is computed by no engine.
     """
 
     requests: Sequence[RecentRequest]
@@ -67,7 +68,7 @@ class RecentRequests:
         self._recent: deque[tuple[float, Flight]] = deque(maxlen=RECENT)
 
     def note(self, flight: Flight, now: float) -> None:
-        """Note an answer that is asked for at the time ``now``."""
+        """Note ``flight``, an answer that was asked for at the time ``now``."""
         self._recent.append((now, flight))
 
     def all(self) -> list[RecentRequest]:

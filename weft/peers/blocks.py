@@ -56,10 +56,9 @@ def is_inside(path: str) -> bool:
 
 
 class BlockShelf:
-    """Blocks of all files in some folders, to be served to other peers by the blocks' hashes.
-
-    ``folders``: the shared folders, by name. ``files``: the shared files, by path; a path begins with the name of the
-    folder and goes on with the path inside it.
+    """Index of the blocks of all files in some folders; it serves blocks to other peers by their hashes. ``folders``:
+    the shared folders, by name. ``files``: the shared files, by path; a path begins with the name of the folder and
+    goes on with the path inside it.
     """
 
     def __init__(self, folders: dict[str, Path]) -> None:

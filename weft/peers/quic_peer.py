@@ -256,10 +256,9 @@ class Peer:
         return ours
 
     def lead(self, who: str, service: str) -> Socket:
-        """Return a socket that will be connected with a service that another peer exposes. Does not wait.
-
-        ``who``: the peer's name, or the beginning of its public key; ``service``: name of the service. The socket ends
-        if the service cannot be reached.
+        """Return a socket that will be connected with a service that another peer exposes, without waiting for the
+        connection. ``who``: the peer's name, or the beginning of its public key; ``service``: name of the service. If
+        the service cannot be reached, the socket is closed.
         """
         ours, theirs = socket_pair()
 
@@ -318,10 +317,9 @@ class Peer:
         return names
 
     def having(self, path: str, shared: Shared) -> list[str]:
-        """Return the public keys of the connected peers that have a shared file.
-
-        ``path``: path of the file, for error messages; ``shared``: its announcement. If no such peer is connected,
-        raises :class:`PeerError`, whose message names the peers that have the file but cannot be reached.
+        """Return the public keys of the connected peers that have a shared file. ``path``: path of the file, for error
+        messages; ``shared``: its announcement. Raises :class:`PeerError` if no such peer is connected; the message
+        names the peers that have the file but cannot be reached.
         """
         all_ = [peer for peer, _ in self.table.under(f"has/{shared.root}/")]
         there = [peer for peer in all_ if peer in self._links]

@@ -42,9 +42,8 @@ class PeerDialler:
         return PEER + self.peer.id
 
     def connect(self, address: Address) -> Socket:
-        """Return a socket to the endpoint at ``address``, without waiting for the connection.
-
-        The socket ends if the endpoint cannot be reached.
+        """Return a socket to the endpoint at ``address``, without waiting for the connection. If the endpoint cannot be
+        reached, the socket is closed.
         """
         host, port = address
         if host == PEER + self.peer.id:

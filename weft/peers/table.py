@@ -75,7 +75,7 @@ class SharedTable:
             self._put(key, Entry(stamp, value))
 
     def merge(self, entries: Mapping[str, Entry]) -> None:
-        """Take over those of ``entries`` (by key) that are newer than this table's entries, or whose keys are new."""
+        """Take over the given ``entries``, by key, that are newer than this table's entries, or whose keys are new."""
         for key, entry in entries.items():
             if key not in self.entries or self.entries[key].rank < entry.rank:
                 self._put(key, entry)

@@ -26,8 +26,7 @@ APART = 1 << 32
 
 @dataclass
 class DeviceExchange:
-    """The exchange between the devices of a run and its server. Every rank makes the same calls.
-
+    """Exchanges vectors between the devices of a run and its server, the first rank. Every rank makes the same calls.
     ``mesh``: the mesh, whose data parallel ranks share the devices. ``devices``: number of all devices. ``seed``: seed
     of the compressors' random choices.
 
@@ -55,10 +54,10 @@ class DeviceExchange:
     def mean(
         self, parts: Sequence[Values], number: int, up: Direction, down: Direction
     ) -> Values:
-        """Return the mean of all devices' ``parts``, as it arrives at the devices: the same on all ranks. Collective.
-
-        ``parts``: a tensor for each parameter from each device of this rank; ``number``: number of the exchange, which
-        seeds random choices. ``up``: the direction to the server; ``down``: the direction back.
+        """Send the parts of all devices to the server, and their mean back; return it, as it arrives, on all ranks.
+        Collective. ``parts``: for each device of this rank, a tensor for each parameter. ``number``: number of the
+        exchange, which seeds random choices. ``up``, ``down``: compression on the way to the server and on the way
+        back.
         """
         like = parts[0]
         messages = [

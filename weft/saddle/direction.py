@@ -10,16 +10,17 @@ from weft.sync.compressor import Compressor
 
 @dataclass
 class Direction:
-    """One direction of the exchange.
+    """How values are compressed in one direction, to the server or back.
 
     Attributes:
-        ``compressor``: the compressor of what is sent.
-        ``residuals``: what compression has lost so far, by sender and name of the tensor; None without feedback.
+        ``compressor``: the compressor of the values.
+        ``residuals``: what compression has lost so far, by sender and name of the tensor, to be added to the next
+            message; None: it is not added.
     """
 
     compressor: Compressor
     residuals: dict[int, Values] | None = None
 
     def nbytes(self, values: Values) -> int:
-        """Return the bytes of one message with a tensor for each of ``values``."""
+        """Return the bytes of a message that has a tensor for each of ``values``."""
         return sum(self.compressor.nbytes(t.shape, t.dtype) for t in values.values())

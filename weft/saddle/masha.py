@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MashaSettings(Section):
-    """Settings of both variants."""
+    """Settings of the saddle methods MASHA1 and MASHA2."""
 
     refresh: float = Field(
         0.0,
@@ -33,15 +33,16 @@ class MashaSettings(Section):
 
 
 class Masha(SaddleMethod):
-    """MASHA1, or MASHA2 where :attr:`feedback` is True.
+    """The saddle methods MASHA1, or MASHA2 if :attr:`feedback` is True.
 
     With the parameters ``z``, the reference ``w`` and the probability ``p`` of a new reference, a round is ::
 
         ahead = (1 - p) z + p w - lr mean F(w)
         z     = ahead - back(mean up(lr (F(ahead) - F(w))))
 
-    where ``up`` and ``back`` compress, and ``F`` is a device's operator. If only a few samples are taken for ``F(ahead)
-    - F(w)``, they are the same for both, and ``mean F(w)`` is that of all samples.
+    where ``up`` and ``back`` compress. ``F`` is a device's operator: its gradients, with the sign turned for parameters
+    that maximise. If only a few samples are taken for ``F(ahead) - F(w)``, they are the same for both; ``mean F(w)`` is
+    always over all samples.
     """
 
     feedback = False

@@ -12,10 +12,10 @@ from weft.train.setup import device_type
 
 
 class SaddleDifference(NamedTuple):
-    """How far ranks are from one device.
+    """Difference between a run on ranks and the same run on one device.
 
     Attributes:
-        ``parameters``: the largest difference on any rank, as a part of the largest value.
+        ``parameters``: the largest difference on any rank, divided by the largest value.
         ``worst``: name of the parameter with this difference.
         ``sent``: bytes that all ranks have sent to others.
     """
@@ -26,9 +26,8 @@ class SaddleDifference(NamedTuple):
 
 
 def compare_saddle(recipe: Recipe, rounds: int) -> SaddleDifference | None:
-    """Join the ranks of ``recipe``, take ``rounds`` rounds, and compare with one device. Collective.
-
-    Returns the differences on the first rank, and None on all others.
+    """Join the ranks of ``recipe``, take ``rounds`` rounds there and on one device, and compare the parameters.
+    Collective. Return the differences on the first rank, and None on all others.
     """
     device = device_type(recipe)
     with rank_process(device, recipe.train.timeout, recipe.train.threads):

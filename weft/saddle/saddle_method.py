@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class SaddleMethod(ABC):
-    """Base of methods. All devices hold the same parameters, and each evaluates its own part of the objective.
-
-    ``problem``: the objective; ``exchange``: how devices agree; ``settings``: the section ``[saddle]``.
+    """Base of methods that search for saddle points. All devices hold the same parameters, and each evaluates its own
+    part of the objective. ``problem``: the objective; ``exchange``: computes means over devices; ``settings``: the
+    section ``[saddle]``.
 
     Attributes:
         ``values``: the parameters, the same on all ranks.
-        ``wholes``: how often devices have sent whole operators.
-        ``size``: bytes of an operator that is sent whole.
+        ``wholes``: how often devices have sent operators without compression.
+        ``size``: bytes of an operator that is not compressed.
     """
 
     def __init__(
@@ -52,33 +52,43 @@ class SaddleMethod(ABC):
 
     @abstractmethod
     def traffic(self, rounds: int) -> tuple[int, int]:
-        """Return the bytes that each device has sent, and those that it has got back, in ``rounds`` rounds."""
+        """Return two numbers of bytes for ``rounds`` rounds: those that each device has sent, and those that it has
+        received.
+        """
 
     def shared(self) -> Values:
         """Return the tensors of which all ranks have the same values, by name, for a checkpoint."""
         return {f"values.{name}": t for name, t in self.values.items()}
 
     def residuals(self) -> dict[str, tuple[Direction, int]]:
-        """Return directions with residuals, by name, each with its number of senders."""
+        """Return the directions that have residuals, each with its number of senders, by the direction's name, for a
+        checkpoint. By default there are none.
+        """
         return {}
 
     def resume(self, wholes: int) -> None:
-        """Go on after a checkpoint has been loaded. ``wholes``: what :attr:`wholes` was. Collective."""
+        """Continue after the tensors of a checkpoint have been loaded. ``wholes``: the saved value of :attr:`wholes`.
+        Collective.
+        """
         self.wholes = wholes
 
     def whole_mean(self, parts: Sequence[Values]) -> Values:
-        """Return the mean of what devices send without compression. Collective."""
+        """Send ``parts``, the values of this rank's devices, without compression, and return the mean over all devices.
+        Collective.
+        """
         self.wholes += 1
         return self.exchange.mean(parts, self.wholes, self._plain, self._plain)
 
     def operators(self, values: Mapping[str, T], draw: Draw) -> list[Values]:
-        """Return the operators of this rank's devices at ``values``."""
+        """Return the operator of each of this rank's devices at the parameters ``values``: gradients, with the sign
+        turned for parameters that maximise. ``draw``: random choices, such as of samples.
+        """
         return [
             self.problem.operator(device, values, draw) for device in self.exchange.own
         ]
 
     def moved(self, values: Mapping[str, T]) -> Values:
-        """Set the parameters to ``values``; return the changes."""
+        """Set the parameters to ``values``; return by how much each has changed, by name."""
         changes = {name: values[name] - t for name, t in self.values.items()}
         for name, t in self.values.items():
             t.copy_(values[name])
@@ -87,18 +97,21 @@ class SaddleMethod(ABC):
     def stepped(
         self, values: Mapping[str, T], direction: Mapping[str, T], rate: float
     ) -> Values:
-        """Return ``values`` after a step of size ``rate`` against ``direction``."""
+        """Return the parameters after a step of size ``rate`` from ``values`` against ``direction``. :attr:`values`
+        stays as it is.
+        """
         return {name: t - rate * direction[name] for name, t in values.items()}
 
 
 class Extragradient(SaddleMethod):
-    """The extragradient method: a step to look ahead, then a step by the operator at the place ahead.
-
-    Operators go through :meth:`agreed`, whole or compressed.
+    """The extragradient method for saddle points: a step to look ahead, then a step from the old place by the operator
+    at the place ahead. Devices exchange operators by :meth:`agreed`, whole or compressed.
     """
 
     def agreed(self, parts: Sequence[Values], number: int) -> Values:
-        """Return the mean of the devices' operators ``parts``. ``number``: number of the exchange. Collective."""
+        """Return the mean of all devices' operators. ``parts``: those of this rank's devices; ``number``: number of the
+        exchange. Collective.
+        """
         return self.whole_mean(parts)
 
     def take_round(self, number: int) -> Values:
@@ -115,10 +128,9 @@ class Extragradient(SaddleMethod):
 def directions_of(
     settings: Any, exchange: DeviceExchange, values: Values, feedback: bool
 ) -> tuple[Direction, Direction]:
-    """Return the directions to the server and back with the compressors of ``settings``, the section ``[saddle]``.
-
-    ``feedback``: whether errors of compression are fed back, which needs contractive compressors. Raises
-    :class:`UsageError` if a compressor is not for a tensor of ``values``.
+    """Return how values are compressed on the way to the server and back, with the compressors of ``settings``, the
+    section ``[saddle]``. ``feedback``: whether errors of compression are added to the next message, which needs
+    contractive compressors. Raises :class:`UsageError` if a compressor does not support a tensor of ``values``.
     """
     ways = []
     senders = exchange.own, range(exchange.devices, exchange.devices + exchange.serves)

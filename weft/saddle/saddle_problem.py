@@ -20,7 +20,7 @@ Values = dict[str, "torch.Tensor"]
 
 
 class Draw(NamedTuple):
-    """Random choices of one evaluation of the objective: samples, latent variables.
+    """Random choices of one evaluation of the objective, such as samples or latent variables.
 
     Attributes:
         ``number``: number of the choice; the same number gives the same samples.
@@ -32,10 +32,9 @@ class Draw(NamedTuple):
 
 
 class SaddleProblem(ABC):
-    """Base of saddle problems. Each device has an objective of its own, and their mean is the objective.
-
-    ``settings``: the section ``[saddle]``. ``seed``: seed of all that is random; ``dtype`` and ``device``: type of the
-    parameters, and where they are.
+    """Base of saddle problems: some parameters minimise an objective, others maximise it. Each device has an objective
+    of its own, and the mean of these is the objective. ``settings``: the section ``[saddle]``. ``seed``: seed of all
+    random choices; ``dtype`` and ``device``: type of the parameters, and where they are.
 
     Attributes:
         ``maximised``: names of the parameters that maximise; the others minimise.
@@ -62,7 +61,9 @@ class SaddleProblem(ABC):
 
     @abstractmethod
     def measures(self, values: Mapping[str, T]) -> dict[str, float]:
-        """Return what tells how good the parameters ``values`` are, by name."""
+        """Return numbers that say how good the parameters ``values`` are, such as the distance to the solution, by
+        name.
+        """
 
     def write_results(self, values: Mapping[str, T], folder: Path) -> None:  # noqa: B027, most have nothing to show
         """Write files into ``folder`` that show the parameters ``values``; by default none."""

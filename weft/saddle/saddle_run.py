@@ -35,7 +35,7 @@ from weft.train.training import Outcome
 
 
 def open_saddle(recipe: Recipe, mesh: Mesh) -> SaddleMethod:
-    """Return the method of ``recipe``, with its problem and, over the ranks of ``mesh``, its devices."""
+    """Build the saddle method of ``recipe`` with its problem. Its devices are divided over the ranks of ``mesh``."""
     settings = recipe.saddle
     assert settings is not None
     dtype = {"float32": torch.float32, "float64": torch.float64}[recipe.train.dtype]
@@ -50,7 +50,9 @@ def open_saddle(recipe: Recipe, mesh: Mesh) -> SaddleMethod:
 
 
 def saddle_facts(recipe: Recipe) -> dict[str, Any]:
-    """Return what must be the same in a run that goes on: all of ``[saddle]`` but its length, and the seed."""
+    """Return the settings that must not change when a run is continued: all of ``[saddle]`` except the number of
+    rounds, the interval of evaluations and the learning rate, and the seed and type of ``[train]``.
+    """
     assert recipe.saddle is not None
     facts: dict[str, Any] = recipe.saddle.model_dump(mode="json")
     for key in ("rounds", "evaluate", "lr"):

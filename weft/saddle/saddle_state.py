@@ -14,9 +14,9 @@ T = torch.Tensor
 
 
 class SaddleState:
-    """Tensors of ``method`` by name: those that all ranks of ``mesh`` have, and the residuals of this rank's senders.
-
-    A residual is a row of a logical tensor with a row for each sender, so that other ranks can take it over.
+    """The state of ``method`` for checkpoints: tensors that are equal on all ranks of ``mesh``, and the compression
+    residuals of this rank's senders. The residuals of all senders are rows of one logical tensor, so that a run with
+    other ranks can take them over.
     """
 
     tiers = NoTiers()
@@ -25,7 +25,9 @@ class SaddleState:
         self._method, self._mesh = method, mesh
 
     def saved(self) -> dict[str, Part]:
-        """Return all tensors as parts. Loading a checkpoint writes into them."""
+        """Return all tensors of the state as parts of logical tensors. Loading a checkpoint writes into the same
+        memory.
+        """
         rank, ranks = self._mesh.rank("dp"), self._mesh.layout.dp
         parts = {
             name: Part(

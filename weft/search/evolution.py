@@ -21,7 +21,9 @@ TOURNAMENT = 4
 
 
 class JudgedExpression(NamedTuple):
-    """An expression with its cost; the smaller cost is the better one. ``source``: where it comes from, in a word."""
+    """An expression with its cost; a smaller cost is better. ``source``: how the expression came about, in a word, such
+    as a seed or a mutation.
+    """
 
     cost: float
     expression: Expression
@@ -29,12 +31,14 @@ class JudgedExpression(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, str]:
-        """What orders scored expressions, the best first."""
+        """Sort key that puts the best expression first: cost, then size, then text."""
         return self.cost, f"{self.expression.size:04d} {self.expression}"
 
 
 class SearchGeneration(NamedTuple):
-    """A generation of the search. ``number``: from 0; ``best``: the best so far; ``judged``: expressions so far."""
+    """A generation of the evolution. ``number``: number of the generation, from 0; ``best``: the best expression so
+    far; ``judged``: number of expressions judged so far.
+    """
 
     number: int
     best: JudgedExpression
@@ -52,11 +56,11 @@ def evolve(
         [Sequence[JudgedExpression]], Sequence[Expression]
     ] = lambda best: (),
 ) -> Iterator[SearchGeneration]:
-    """Search for an expression of low cost, and yield every generation with the best expression so far.
-
-    ``seeds``: expressions to begin with; they are judged first, and stay unless better ones push them out.
-    ``features``: names that expressions may use. ``cost``: judges an expression. ``propose``: returns further
-    expressions, given the best so far; called once in every generation.
+    """Search for an expression of low cost by evolution, and yield every generation with the best expression so far.
+    ``seeds``: expressions to begin with; they are judged first, and stay until better ones replace them. ``features``:
+    names that expressions may use. ``cost``: function that judges an expression. ``generations``: number of
+    generations; ``population``: number of expressions in each. ``random``: source of random choices. ``propose``:
+    function that returns further expressions, given the best so far; called once in every generation.
     """
     known: dict[str, float] = {}
 
@@ -99,7 +103,7 @@ def _winner(living: Sequence[JudgedExpression], random: Random) -> Expression:
 
 
 def drawn_expression(features: Sequence[str], depth: int, random: Random) -> Expression:
-    """Draw an expression over ``features`` of at most ``depth`` levels below its root."""
+    """Draw a random expression over ``features`` with at most ``depth`` levels below its root."""
     if depth == 0 or random.random() < 0.25:
         if random.random() < 0.7:
             return feature(random.choice(features))
@@ -113,7 +117,9 @@ def drawn_expression(features: Sequence[str], depth: int, random: Random) -> Exp
 
 
 def mutated(parent: Expression, features: Sequence[str], random: Random) -> Expression:
-    """Return ``parent`` with a random change: a part replaced, wrapped, left out, or a number moved."""
+    """Return ``parent`` with one random change: a part is replaced, wrapped in an operation or left out, or a number is
+    changed.
+    """
     for _ in range(20):
         at = random.randrange(parent.size)
         old = _part(parent, at)

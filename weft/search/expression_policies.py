@@ -50,7 +50,9 @@ NO_DEADLINE = 1000.0
 
 
 class ExpressionDispatch:
-    """A dispatch policy that chooses the engine for which an expression is smallest. ``source``: the expression."""
+    """A dispatch policy that chooses the engine for which the value of an expression is smallest. ``source``: text of
+    the expression.
+    """
 
     source: ClassVar[str] = "answers"
 
@@ -93,10 +95,9 @@ class _PromptRank(NamedTuple):
 
 
 class ExpressionOrder(SchedulingPolicy):
-    """A scheduling policy: new tokens first, then prompts in the order of an expression, the smallest first.
-
-    ``source``: the expression. Requests that arrived more than :data:`PATIENCE` seconds ago come first, so that no
-    request waits without end.
+    """A scheduling policy: first requests that need one token, then prompts in the order of an expression's value, the
+    smallest first. ``source``: text of the expression. Requests that arrived more than :data:`PATIENCE` seconds ago
+    come first, so that no request waits without end.
     """
 
     source: ClassVar[str] = "-waited"

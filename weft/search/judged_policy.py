@@ -10,18 +10,17 @@ Formula = Callable[[Sequence[float]], float]
 
 
 class JudgedPolicy:
-    """A kind of decision that an expression makes, with a simulator as its judge.
-
-    The expression gives a number for each choice, and the choice with the smallest number is made.
+    """A kind of decision that an expression makes, with a simulator that judges it. The expression gives a number for
+    each choice, and the choice with the smallest number is made.
 
     Attributes:
         ``features``: the names that an expression may use, with what each of them means.
         ``baselines``: expressions of known policies, by name. The search begins with them.
-        ``greedy``: name of the baseline that is in use where nothing else is said.
+        ``greedy``: name of the baseline that Weft uses by default.
         ``unit``: unit of the cost, for people.
-        ``registered``: kind of technique as which a find is registered.
-        ``base``: name of the class in :mod:`weft.search.expression_policies` that runs a find.
-        ``usage``: command line that uses a find; ``{module}`` and ``{name}`` stand for those of the find.
+        ``registered``: kind of technique as which a result is registered.
+        ``base``: name of the class in :mod:`weft.search.expression_policies` that runs a result.
+        ``usage``: command line that uses a result; ``{module}`` and ``{name}`` stand for its module and name.
     """
 
     features: ClassVar[Mapping[str, str]] = {}

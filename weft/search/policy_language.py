@@ -55,9 +55,8 @@ class Expression:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of the language.
-
-    ``parts``: how many expressions it takes. ``run``: computes it. ``text``: writes it from the texts of its parts.
+    """An operation of the language. ``parts``: number of expressions to which it applies. ``run``: function that
+    computes it. ``text``: function that writes it from the texts of its parts.
     """
 
     parts: int
@@ -66,7 +65,9 @@ class Operation:
 
 
 def rounded(value: float) -> float:
-    """Return ``value`` as its text says it, so that an expression that is read back is the same."""
+    """Round ``value`` to the six digits with which expressions are written, so that an expression that is read back is
+    the same.
+    """
     return float(f"{value:.6g}")
 
 
@@ -120,12 +121,12 @@ _SIGNS: dict[type[ast.AST], str] = {
 
 
 def number(value: float) -> Expression:
-    """Return the expression of a constant."""
+    """Return the expression of the constant ``value``."""
     return Expression("number", value=rounded(_bounded(value)))
 
 
 def feature(name: str) -> Expression:
-    """Return the expression of a named feature."""
+    """Return the expression of the feature called ``name``."""
     return Expression("feature", name=name)
 
 

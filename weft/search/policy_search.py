@@ -27,9 +27,9 @@ Propose = Callable[[Sequence[JudgedExpression]], Sequence[Expression]]
 
 
 class SearchSize(NamedTuple):
-    """How much a search tries. ``generations``, ``population``: of the evolution. ``workloads``: number of workloads
-    for the search, and of as many that are held out. ``requests``: requests of each workload. ``seed``: seed of all
-    random choices.
+    """Size of a policy search. ``generations``: number of generations; ``population``: number of expressions in each.
+    ``workloads``: number of workloads for the search; as many are held out. ``requests``: number of requests of each
+    workload. ``seed``: seed of all random choices.
     """
 
     generations: int = 12
@@ -40,12 +40,12 @@ class SearchSize(NamedTuple):
 
 
 class PolicyFind(NamedTuple):
-    """What a search has found.
+    """Result of a policy search.
 
     Attributes:
         ``expression``: the best expression.
-        ``seen``: its cost on the workloads of the search, and that of each baseline by name.
-        ``held_out``: the same on held-out workloads, which decide whether the find is better.
+        ``seen``: costs on the workloads of the search: of the result, as "find", and of each baseline by its name.
+        ``held_out``: the same on held-out workloads, which decide whether the result is better.
         ``judged``: number of expressions that were judged.
     """
 
@@ -55,7 +55,9 @@ class PolicyFind(NamedTuple):
     judged: int
 
     def gain(self, baseline: str) -> float:
-        """Return by which share the find costs less than ``baseline`` on held-out workloads; below 0: it costs more."""
+        """Return the fraction by which the result costs less than ``baseline`` on held-out workloads; below 0: it costs
+        more.
+        """
         cost = self.held_out[baseline]
         return 1 - self.held_out["find"] / cost if cost else 0.0
 
@@ -119,7 +121,9 @@ def search_policy(
 
 
 def plugin_text(policy: JudgedPolicy, kind: str, name: str, find: PolicyFind) -> str:
-    """Return the source of a module that registers a find as the technique ``name``. ``kind``: the searched kind."""
+    """Return the source of a Python module that registers the result ``find`` of a search as the technique ``name``.
+    ``policy``, ``kind``: the kind of policy that was searched, and its name.
+    """
     ours, greedy = find.held_out["find"], find.held_out[policy.greedy]
     return f'''"""A policy that `weft search {kind}` has found.
 
@@ -175,7 +179,7 @@ def write_plugin(path: Path, text: str) -> None:
 
 
 def expression_diff(policy: JudgedPolicy, find: PolicyFind) -> str:
-    """Return the difference between the expression in use and the find, as ``diff -u`` writes it."""
+    """Return the difference between the expression in use and the result of the search, as ``diff -u`` writes it."""
     before = parse_policy(policy.baselines[policy.greedy], [*policy.features])
     lines = difflib.unified_diff(
         _broken(before), _broken(find.expression), policy.greedy, "find", lineterm=""
@@ -194,7 +198,9 @@ def _broken(expression: Expression, deep: int = 2) -> list[str]:
 
 
 def find_json(kind: str, size: SearchSize, find: PolicyFind) -> str:
-    """Return a find as JSON, with its figures and the size of the search."""
+    """Return the result of a search as JSON, with its costs and the size of the search. ``kind``: name of the kind of
+    policy.
+    """
     return json.dumps(
         {
             "policy": kind,

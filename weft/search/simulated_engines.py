@@ -32,7 +32,7 @@ LIMIT, BUDGET, BLOCK = 8, 2048, 16
 
 @cache
 def engine_price() -> EnginePrice:
-    """Return what predicts the time of a step."""
+    """Return an object that predicts the time of a step of the simulated engines, from a fixed model and device."""
     machine = load_cluster(DEVICE, 1).machine()
     return EnginePrice(load_model(MODEL).shape, machine)
 
@@ -40,7 +40,9 @@ def engine_price() -> EnginePrice:
 def new_engines(
     speeds: Sequence[float], policy: Callable[[], Policy] = lambda: exact_fill
 ) -> list[SimulatedEngine]:
-    """Return new engines with these relative speeds. ``policy``: makes the scheduling policy of each."""
+    """Return new simulated engines, one for each of the relative ``speeds``. ``policy``: function that makes the
+    scheduling policy of each.
+    """
     price = engine_price()
 
     def curve(speed: float, step: ScheduledStep) -> float:
@@ -59,9 +61,9 @@ def new_engines(
 def at_load(
     requests: Sequence[ClusterRequest], speeds: Sequence[float], load: float
 ) -> list[ClusterRequest]:
-    """Return ``requests`` with their times stretched so that engines are busy for about the share ``load``.
-
-    The engines' rate is that at which they end all requests if these come at once.
+    """Return ``requests`` with their times stretched so that engines of these relative ``speeds`` are busy for about
+    the fraction ``load`` of the time. The engines' rate is that at which they complete all requests if these come at
+    once.
     """
     together = [request._replace(time=0.0) for request in requests]
     outcomes = simulate_cluster(new_engines(speeds), together)
@@ -76,7 +78,9 @@ def mean_seconds(
     load: Sequence[ClusterRequest],
     dispatch: DispatchPolicy | None = None,
 ) -> float:
-    """Return the mean seconds from a request's arrival to the end of its answer."""
+    """Simulate ``load`` on ``engines``, and return the mean seconds from a request's arrival to the end of its answer.
+    ``dispatch``: chooses the engine of each request; None: the one with the most free cache blocks.
+    """
     outcomes = (
         simulate_cluster(engines, load)
         if dispatch is None

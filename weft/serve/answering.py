@@ -127,9 +127,8 @@ class Answering:
 
     async def respond(self, request: Request, context: Any, n: int) -> Response:
         """Generate ``n`` answers to each prompt, and return the HTTP response to ``request``. If the client asked for
-        fewer than ``n``, the response has those with the highest scores.
-
-        ``context``: what :meth:`Backend.answers` has returned, a context manager from which the answers come.
+        fewer than ``n``, the response has only those with the highest scores. ``context``: context manager of the
+        answers, as :meth:`Backend.answers` returns it.
         """
         self.n = n
         answers = await entered(
@@ -273,9 +272,8 @@ class EventStream(StreamingResponse):
 
 
 async def entered(context: Any, field: str) -> AnswerEvents:
-    """Enter the context manager ``context`` of :meth:`Backend.answers` and return its answers.
-
-    Raises :class:`Refusal` for a request that cannot be answered, such as one with more tokens than the cache holds.
+    """Enter ``context``, the context manager of :meth:`Backend.answers`, and return its answers. Raises
+    :class:`Refusal` for a request that cannot be answered, such as one with more tokens than the cache holds.
     ``field``: the request field that this error names.
     """
     try:

@@ -27,7 +27,7 @@ class ApiRefused(WeftError):
 
 
 class ApiUnreached(WeftError):
-    """Raised when a server cannot be reached, or breaks off."""
+    """Raised when a server cannot be reached, or ends its reply too early."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ class ApiClient:
             ) from None
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a request as :meth:`open` does, and return the JSON of its reply."""
+        """Send a request as :meth:`open` does, and return the parsed JSON of its reply. Raises :class:`ApiRefused`, and
+        :class:`ApiUnreached` also for a reply that is not JSON.
+        """
         try:
             with self.open(path, body) as reply:
                 return json.load(reply)
@@ -74,7 +76,9 @@ class ApiClient:
             raise ApiUnreached(f"{self.url} breaks off: {error!r}") from None
 
     def first_model(self) -> str:
-        """Return the name of the server's first model. Raises :class:`UsageError` for what is no such server."""
+        """Return the name of the first model that the server lists. Raises :class:`UsageError` if it does not speak
+        OpenAI's API, and the errors of :meth:`open`.
+        """
         try:
             with self.open("/models") as reply:
                 return str(json.load(reply)["data"][0]["id"])

@@ -38,7 +38,7 @@ MESSAGES = "/v1/messages"
 
 
 class ServedBackend(Protocol):
-    """What computes the answers of a server."""
+    """Interface of the object that computes a server's answers."""
 
     @property
     def failure(self) -> Exception | None:
@@ -48,14 +48,14 @@ class ServedBackend(Protocol):
         """End all unfinished answers, and return their number."""
 
     def close(self) -> None:
-        """End the work; blocks until the threads of the backend have ended."""
+        """End the work, and wait until the threads of the backend have ended."""
 
 
 class ApiServer:
-    """Serves what ``backend`` makes under ``name``.
+    """Base class of HTTP servers with OpenAI's API: health, metrics, list of models and errors.
 
     Args:
-        ``backend``: makes the answers.
+        ``backend``: computes the answers.
         ``name``: the model's name for clients.
         ``metrics``: counts requests.
         ``keys``: API keys, one of which each request must have; without any, all requests are accepted.
@@ -76,7 +76,9 @@ class ApiServer:
         self.ending = False  # no answer is awaited any more
 
     def app(self, rules: GateRules | None = None) -> Any:
-        """Return the ASGI application for uvicorn, behind ``rules``. The engine's thread ends with the application."""
+        """Return the ASGI application for uvicorn, which checks requests by ``rules``; None: default rules. When the
+        application ends, it closes the backend.
+        """
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -96,7 +98,7 @@ class ApiServer:
         )
 
     def routes(self) -> list[Route]:
-        """Return the paths that are served."""
+        """Return the routes of the server: paths and the methods that answer them."""
         return [
             Route("/health", self.health),
             Route("/metrics", self.measures),
@@ -105,7 +107,9 @@ class ApiServer:
         ]
 
     def closed(self) -> None:
-        """End what the server itself has begun; called once the backend has ended."""
+        """End everything that the server itself has begun. It is called after the backend has ended; by default nothing
+        is done.
+        """
 
     def _weighing(self, app: Any) -> Any:
         """Wrap the ASGI application ``app``, and count the bytes of requests in progress in ``held``."""
@@ -278,7 +282,9 @@ def seed_for_key(key: str, tenant: str) -> int:
 
 
 def refused_for(asked: Modelled, field: str, why: str) -> Refusal:
-    """Build a refusal of ``field`` for the reason ``why``, with the name by which the client knows the field."""
+    """Build a refusal with status 400 for a wrong field of ``asked``. ``field``: the field's name in this class; the
+    refusal has the name by which clients know it. ``why``: the reason.
+    """
     name = asked.NAMES.get(field, field)
     return Refusal(400, f"{name}: {why}", param=name)
 

@@ -44,12 +44,12 @@ PROBE = "probe"
 
 
 class PassWork(NamedTuple):
-    """What a pass computes.
+    """Amount of work of a forward pass.
 
     Attributes:
         ``step``: the six numbers of :func:`weft.generate.step_work.work_of`.
         ``chosen``: number of experts that its tokens choose, over all layers.
-        ``rows``: rows of tokens of these experts.
+        ``rows``: number of rows, one for each token and expert that it chooses.
     """
 
     step: Sequence[float]
@@ -76,8 +76,8 @@ class PassWork(NamedTuple):
 
 
 class MeasuredPass(NamedTuple):
-    """A pass that was measured. ``work``: what it has computed; ``inside``, ``experts``, ``outside``: seconds in
-    blocks without experts, in experts without waiting for them, and outside of blocks.
+    """A forward pass that was measured. ``work``: its amount of work. ``inside``, ``experts``, ``outside``: seconds in
+    blocks without experts, in experts without waiting for their weights, and outside of blocks.
     """
 
     work: PassWork
@@ -87,8 +87,9 @@ class MeasuredPass(NamedTuple):
 
 
 class LayerCost(NamedTuple):
-    """What a layer's experts cost. ``moved``: seconds in which the mover brings them; 0: it does not. ``shares``: the
-    share of all tokens that choose each expert, ``[experts]``; empty without experts.
+    """Costs of a layer's experts. ``moved``: seconds that the mover, the thread that reads experts into memory, needs
+    for all experts of the layer; 0: none are moved. ``shares``: the fraction of all tokens that choose each expert,
+    ``[experts]``; empty without experts.
     """
 
     moved: float
@@ -97,10 +98,9 @@ class LayerCost(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """Costs of passes of a model whose experts move through memory.
-
-    ``inside``, ``experts``, ``outside``: seconds per unit of the numbers of :class:`PassWork` of the same names.
-    ``layers``: costs of the experts of each layer.
+    """Costs of passes of a model whose experts are read into memory layer by layer. ``inside``, ``experts``,
+    ``outside``: seconds per unit of the numbers of :class:`PassWork` of the same names. ``layers``: costs of the
+    experts of each layer.
     """
 
     inside: Sequence[float]
@@ -110,12 +110,12 @@ class BatchCosts:
 
     @property
     def mover(self) -> float:
-        """Seconds in which the mover brings all that a pass needs."""
+        """Seconds in which the mover reads all experts that a pass needs into memory."""
         return sum(layer.moved for layer in self.layers)
 
     def work(self, step: Sequence[float]) -> PassWork:
-        """Return what a pass computes whose tokens choose experts as those of the measurement did. ``step``: the six
-        numbers of :func:`weft.generate.step_work.work_of`.
+        """Return the amount of work of a pass whose tokens choose experts with the same frequencies as in the
+        measurement. ``step``: the six numbers of :func:`weft.generate.step_work.work_of`.
         """
         tokens = step[1]
         every = np.concatenate([layer.shares for layer in self.layers])
@@ -123,7 +123,9 @@ class BatchCosts:
         return PassWork(step, chosen, tokens * float(every.sum()))
 
     def parts(self, work: PassWork) -> dict[str, float]:
-        """Return the seconds in which a pass keeps the "mover", "products" and "attention" busy, by these names."""
+        """Return the seconds that a pass keeps each of three busy, by name: "mover" (reading experts into memory),
+        "products" (of experts) and "attention" (everything else).
+        """
         attention = _dot(self.inside[4:], work.inside[4:])
         computing = _dot(self.inside, work.inside) + _dot(self.experts, work.experts)
         products = computing - attention + _dot(self.outside, work.outside)
@@ -135,12 +137,10 @@ def _dot(rates: Sequence[float], numbers: Sequence[float]) -> float:
 
 
 class RingClock:
-    """Time of passes whose experts move through memory, layer by layer: a layer's experts compute when they have come,
-    and their memory is then given to the layer after the next two.
-
-    ``costs``: the costs of a pass. A call with a planned step returns the seconds of the step, which depend on the
-    steps before. The attribute ``spent`` adds up seconds by what they went to: "mover" (waiting for experts),
-    "products" and "attention".
+    """Predicts the time of passes whose experts are read into memory layer by layer. A layer's experts compute when
+    they have been read; their memory then serves the layer after the next two. ``costs``: the costs of a pass. A call
+    with a planned step returns the seconds of the step, which depend on the steps before. The attribute ``spent`` has
+    the seconds so far by cause: "mover" (waiting for experts), "products" and "attention".
     """
 
     def __init__(self, costs: BatchCosts) -> None:
@@ -175,10 +175,9 @@ class RingClock:
 
 
 class PassTimer:
-    """Adds up the seconds of a model's blocks and experts in forward passes, and counts the experts' tokens.
-
-    ``model``: the model; ``ring``: memory through which its experts move; ``clock``: returns seconds. The timer runs
-    inside of :meth:`running`.
+    """Adds up the seconds of a model's blocks and experts in forward passes, and counts the experts' tokens. ``model``:
+    the model; ``ring``: memory into which its experts are read; ``clock``: returns seconds. Only passes inside the
+    context :meth:`running` are timed.
     """
 
     def __init__(
@@ -200,7 +199,7 @@ class PassTimer:
         self._begun: dict[str, float] = {}
 
     def now(self) -> float:
-        """Return the present second, when the device has computed all that it was given."""
+        """Wait until the device has computed all queued work, and return the time in seconds."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return self.clock()
@@ -240,7 +239,9 @@ class PassTimer:
         self.rows += float(counts.sum())
 
     def measure(self, step: Callable[[], Sequence[float]]) -> MeasuredPass:
-        """Run ``step``, which returns the six numbers of its work, and return its seconds."""
+        """Run ``step``, a function that computes a pass and returns the six numbers of its work. Return the work with
+        the measured seconds.
+        """
         self.seconds.clear()
         self.chosen = self.rows = 0.0
         waited, begun = self.ring.waited, self.now()
@@ -362,8 +363,8 @@ def _costs(
 
 
 def record_seconds(ring: LayerRing) -> float:
-    """Return the seconds in which the mover of ``ring`` brings one expert, from its last reads: the middle one of those
-    that began before the read before them had ended. 0 if nothing was read.
+    """Return the seconds in which the mover of ``ring`` reads one expert: the median of its last reads that began while
+    another read was under way. Without such reads it is the median of all others, and 0 if nothing was read.
     """
     moves = [move for move in ring.moves if move.ended]
     busy, idle = list[float](), list[float]()

@@ -26,16 +26,16 @@ FASTER = 1.02
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a batch is written, and how long this will take.
+    """How a batch of prompts is continued, and how long this will take.
 
     Attributes:
         ``limit``: most texts at a time.
         ``budget``: most tokens of a pass.
         ``order``: indices of the prompts in the order in which they begin.
-        ``bound``: the highest possible rate, in new tokens per second, however many prompts there are.
+        ``bound``: the highest possible rate in new tokens per second, reached with endlessly many prompts.
         ``seconds``: predicted seconds of the whole batch.
-        ``tokens``: new tokens of all texts.
-        ``limits``: share of the time by what it goes to: "mover" (waiting for experts), "products" and "attention".
+        ``tokens``: number of new tokens of all texts.
+        ``limits``: fractions of the time by cause: "mover" (waiting for experts), "products" and "attention".
     """
 
     limit: int
@@ -62,10 +62,9 @@ class BatchPlan:
 def rate_bound(
     costs: BatchCosts, lengths: np.ndarray, new: int, limit: int, budget: int
 ) -> float:
-    """Return the highest rate in new tokens per second, if there were any number of prompts.
-
-    ``costs``: costs of passes; ``lengths``: tokens of each prompt; ``new``: tokens to generate for each; ``limit``:
-    most texts at a time; ``budget``: most tokens of a pass.
+    """Return the highest rate, in new tokens per second, that is possible with endlessly many such prompts. ``costs``:
+    costs of passes; ``lengths``: tokens of each prompt; ``new``: tokens to generate for each; ``limit``: most texts at
+    a time; ``budget``: most tokens of a pass.
     """
     prompt = float(lengths.mean())
     # as many texts begin in a pass as end
@@ -83,10 +82,9 @@ def played_batch(
     costs: BatchCosts, prompts: Sequence[Sequence[int]], new: int, limit: int, budget: int, order: Sequence[int],
     blocks: int, size: int,
 ) -> BatchPlan:  # fmt: skip
-    """Return the plan of a batch that is written in this way, by playing it through with the engine's scheduler.
-
-    ``prompts``: token ids of the prompts; ``blocks``: cache blocks of ``size`` tokens. The other arguments are those of
-    :func:`rate_bound` and of :class:`BatchPlan`.
+    """Simulate a batch with the engine's scheduler, and return its plan. ``prompts``: token ids of the prompts;
+    ``order``: indices of the prompts in the order in which they begin; ``blocks``: number of cache blocks, of ``size``
+    tokens each. The other arguments are those of :func:`rate_bound`.
     """
     clock = RingClock(costs)
     load = [TimedRequest(0.0, prompts[i], new) for i in order]

@@ -286,7 +286,7 @@ def call_form(template: ChatTemplate) -> CallForm | None:
 
 
 def shows_tools(template: ChatTemplate) -> bool:
-    """Return whether ``template`` tells the model which tools there are."""
+    """Return whether ``template`` writes the tools that a request offers into the prompt."""
     try:
         return (
             _NAME in template.render([{"role": "user", "content": "?"}], [_TOOL]).text

@@ -69,10 +69,9 @@ class ClusterRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedPhases:
-    """Two phases of an engine that share its device, each with passes of its own (:mod:`weft.generate.split_phases`).
-
-    ``costs``: predicts the costs of a pass, in place of the engine's curve. ``controller``: chooses the quota; it must
-    be new.
+    """How a simulated engine shares its device between two phases, reading prompts and writing texts, each with passes
+    of its own (:mod:`weft.generate.split_phases`). ``costs``: predicts the time of a pass, in place of the engine's
+    curve. ``controller``: chooses the share of the device for prompts; it must be new.
     """
 
     costs: PhaseCosts

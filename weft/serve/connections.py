@@ -156,7 +156,9 @@ class GuardedProtocol(H11Protocol):
             self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that h11 cannot parse, with status 400. Called while h11's error is being handled."""
+        """Refuse a request that h11 cannot parse, with status 400. uvicorn calls this while it handles h11's error.
+        ``msg``: uvicorn's own message.
+        """
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         self.refuse(

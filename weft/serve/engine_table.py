@@ -68,8 +68,8 @@ class Snapshot(NamedTuple):
 
 
 def read_engines(url: str) -> Snapshot:
-    """Read the metrics of the server at ``url``. Raises :class:`WeftError` if it does not answer, and
-    :class:`UsageError` if it is no server of Weft's.
+    """Read the state of all engines from the metrics of the server at ``url``. Raises :class:`WeftError` if it does not
+    answer, and :class:`UsageError` if it is not a server of ``weft serve``.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -181,8 +181,8 @@ def table_rows(now: Snapshot, before: Snapshot | None) -> list[Sequence[str]]:
 
 
 def found_shares(rows: Sequence[EngineRow]) -> str:
-    """Return which share of the blocks that the engines ``rows`` have looked for outside their caches each place there
-    has given, such as ``host 40 %, files 12 %``; "-" if none was looked for.
+    """Return where blocks were found for which the engines in ``rows`` looked outside their caches: a percentage for
+    each place, such as ``host 40 %, files 12 %``; "-" if no block was looked for.
     """
     looked, given = sum(row.looked for row in rows), Counter[str]()
     for row in rows:
@@ -201,10 +201,9 @@ class FittedTable(NamedTuple):
 def fitted_table(
     now: Snapshot, before: Snapshot | None, width: int, height: int
 ) -> FittedTable:
-    """Return the table of :func:`table_rows` as it fits ``width`` characters and ``height`` lines.
-
-    In a low terminal, engines that write and let wait least make way, and a row says how many do. In a narrow one
-    columns make way, in the order of :data:`SPARED`, and long names are cut in their middle.
+    """Return the table of :func:`table_rows`, shortened to ``width`` characters and ``height`` lines. If lines are
+    lacking, engines with the fewest running and waiting requests are left out, and a last row says how many. If columns
+    do not fit, they are left out in the order of :data:`SPARED`, and long names are cut in their middle.
     """
     rows, lines = table_rows(now, before), max(1, height - 2)
     left_out = len(rows) - lines

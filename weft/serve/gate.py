@@ -69,7 +69,9 @@ class GateRules:
         )
 
     def shares(self, origin: str) -> bool:
-        """Return whether web pages of another site, ``origin``, may send requests and read the answers."""
+        """Return whether web pages of the site ``origin``, another one than the server's, may send requests and read
+        the answers.
+        """
         return "*" in self.origins or origin.lower() in self.origins
 
 

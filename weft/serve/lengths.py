@@ -18,7 +18,7 @@ _QUOTE = ord('"')
 
 
 def check_tree(body: bytes) -> None:
-    """Raise :class:`Refusal` for a JSON body with so many objects, lists, keys or values that parsing it would take
+    """Raise :class:`Refusal` for a JSON body with so many objects, lists, keys or values that parsing it would take too
     long.
     """
     branches, commas = (
@@ -47,8 +47,8 @@ def outside_strings(body: bytes) -> np.ndarray:
 
 
 class TokenLimit(NamedTuple):
-    """The largest number of ``tokens`` that a text may have. ``whose``: what sets this limit, such as "the cache", for
-    an error line.
+    """Largest number of tokens of a text. ``tokens``: this number. ``whose``: what sets it, such as "the cache" or "the
+    model's context", for an error line.
     """
 
     tokens: int
@@ -69,7 +69,9 @@ class TooManyTokens(UsageError):
         )
 
     def refusal(self, field: str) -> Refusal:
-        """Return the refusal for a client that sent the text in ``field``, with the error code that clients know."""
+        """Return the error for a client whose text in ``field`` is too long, with the error code that clients of
+        OpenAI's API know.
+        """
         return Refusal(400, f"{field}: {self}", "context_length_exceeded", field)
 
 

@@ -25,7 +25,9 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 class LoadRequest(NamedTuple):
-    """A request of a benchmark load. ``prompt``: its text or token ids; ``tokens``: number of tokens to generate."""
+    """A request of a benchmark load. ``prompt``: text or token ids of the prompt; ``tokens``: number of tokens to
+    generate.
+    """
 
     prompt: str | list[int]
     tokens: int  # of the answer

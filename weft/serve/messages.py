@@ -123,10 +123,9 @@ def _calls(calls: Any, name: str) -> list[Message]:
 
 
 def arguments_of(given: Any) -> Any:
-    """Return the arguments of a tool call as a dictionary. ``given``: a dictionary, or its JSON text, also if that is
-    encoded twice.
-
-    Missing arguments (None, ``null`` or blank text) become an empty dictionary. All others are returned unchanged.
+    """Return the arguments of a tool call as a dictionary. ``given``: a dictionary, or its JSON text, even if that is
+    encoded twice. Missing arguments (None, ``null`` or blank text) become an empty dictionary. Any other value is
+    returned unchanged.
     """
     value = given
     for _ in range(3):

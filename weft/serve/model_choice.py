@@ -40,10 +40,9 @@ Embed = Callable[[str], Awaitable[torch.Tensor]]
 
 @dataclass(frozen=True)
 class ModelRule:
-    """Which texts the model named ``model`` answers.
-
-    ``words``: texts with any of these words. ``pattern``: texts that match this regular expression. ``examples``: texts
-    that are near to these in meaning.
+    """A rule that says which texts the model named ``model`` answers. ``words``: texts with any of these words.
+    ``pattern``: texts in which this regular expression finds a match. ``examples``: texts that are near to one of these
+    in meaning.
     """
 
     model: str

@@ -11,7 +11,9 @@ MOST_STEPS, LONGEST_PROMPT = 1000, 32_000
 
 
 def read_picture_prompt(given: Any) -> str:
-    """Return what an image is to be as text; a number of a class may come as a number. Raises ValueError for others."""
+    """Return the prompt of a request for images as text. ``given``: a text, or the number of a class. Raises ValueError
+    for any other value and for texts that are too long.
+    """
     if isinstance(given, int) and not isinstance(given, bool):
         return str(given)
     if not isinstance(given, str):
@@ -26,14 +28,14 @@ def read_picture_prompt(given: Any) -> str:
 
 
 class PictureRequest(Modelled):
-    """A request for images. Names are OpenAI's; the fields after ``response_format`` are Weft's own.
+    """A request for images. Names of fields are OpenAI's; the fields after ``response_format`` are Weft's own.
 
     Attributes:
-        ``prompt``: name or number of a class; "" or "none": no class in particular.
+        ``prompt``: name or number of a class, or a text if the model reads texts; "" or "none": no condition.
         ``n``: number of images.
-        ``size``: width and height, such as "64x64", which must be those of the model; "auto": those.
-        ``response_format``: whether an image comes as base64 or as an URL that holds it.
-        ``seed``: seed of the noise; None: another one each time, which the answer tells.
+        ``size``: width and height in pixels, such as "64x64", which must be those of the model; "auto": the model's.
+        ``response_format``: whether an image is sent as base64 or as a URL that contains the image.
+        ``seed``: seed of the noise; None: a random one, which the response names.
         ``steps``: number of denoising steps.
         ``guidance``: scale of classifier-free guidance; 1: none.
         ``sampler``: name of the sampler.

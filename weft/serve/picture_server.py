@@ -36,7 +36,7 @@ PICTURE_LOAD = (
 
 
 class PictureLoadCollector:
-    """Collects Prometheus metrics of how busy ``service`` is."""
+    """Collects Prometheus metrics of the load of ``service``: running and waiting images, and predictions so far."""
 
     def __init__(self, service: PictureService) -> None:
         self.service = service
@@ -51,7 +51,7 @@ class PictureMetrics(RequestMetrics):
     """Prometheus metrics of the requests for images that ``service`` answers.
 
     Attributes:
-        ``images_sent``: images that were finished and sent.
+        ``images_sent``: number of images that were completed and sent.
     """
 
     def __init__(self, service: PictureService) -> None:
@@ -61,7 +61,7 @@ class PictureMetrics(RequestMetrics):
 
 
 class PictureServer(ApiServer):
-    """Serves the images that ``denoiser`` makes under ``name``.
+    """HTTP server of OpenAI's API for images, made by ``denoiser`` and offered under ``name``.
 
     Args:
         ``service``: denoises, in a thread of its own.
@@ -89,7 +89,9 @@ class PictureServer(ApiServer):
 
     @property
     def size(self) -> str:
-        """Width and height of an image, or of a frame of a video, as requests give them."""
+        """Width and height in pixels of an image, or of a frame of a video, in the form of requests, such as
+        "64x64".
+        """
         height, width = self.denoiser.shape[-2:]
         return f"{width}x{height}"
 
@@ -98,7 +100,7 @@ class PictureServer(ApiServer):
         return super()._card(name) | about
 
     async def images(self, request: Request) -> Response:
-        """Answer a request for images."""
+        """Answer ``POST /v1/images/generations``: read the request, wait for its images, and return them as JSON."""
         asked = await self._question(request, PictureRequest)
         asks = self._asks(request, asked)
         images = await while_connected(request, self.service.make(asks))

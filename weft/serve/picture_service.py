@@ -17,9 +17,8 @@ R = TypeVar("R")
 
 
 class PictureLoad(NamedTuple):
-    """How busy an engine of pictures is.
-
-    ``running``: images in the batch; ``waiting``: images that wait; ``evaluations``: predictions so far.
+    """Load of an engine that makes images. ``running``: number of images in the batch; ``waiting``: number of images
+    that wait; ``evaluations``: number of the model's predictions so far.
     """
 
     running: int
@@ -63,9 +62,8 @@ class PictureService:
         self.thread.start()
 
     async def make(self, asks: Sequence[PictureAsk]) -> list[torch.Tensor]:
-        """Return the images of ``asks``, each ``[channels, (frames,) height, width]``.
-
-        A caller that is cancelled takes its images out of the batch. Raises :class:`Busy` if too many images wait, and
+        """Make the images that ``asks`` describe, and return each as ``[channels, (frames,) height, width]``. If the
+        caller is cancelled, its images are taken out of the batch. Raises :class:`Busy` if too many images wait, and
         :class:`ServerEnding` when the server ends.
         """
         if self._cut:

@@ -48,7 +48,7 @@ class EngineLayout(NamedTuple):
 
 
 class EngineGroup(NamedTuple):
-    """Engines of a placement that are alike: ``engines`` engines of ``layout``."""
+    """Engines of a placement that are alike. ``engines``: their number. ``layout``: how each of them runs."""
 
     engines: int
     layout: EngineLayout
@@ -236,8 +236,7 @@ class PlacementSearch:
 
 @dataclass(frozen=True)
 class LayoutNeeds:
-    """How many engines of one layout a load keeps fully busy, as fractions: 1.5 is more work than one engine can do.
-
+    """Work of a load in numbers of engines of one layout that it keeps fully busy: 1.5 is more than one engine can do.
     A placement needs at least as many engines. The numbers are infinite if engines of this layout cannot serve the
     load.
 
@@ -246,7 +245,7 @@ class LayoutNeeds:
         ``prefill``: number of engines if they only process prompts.
         ``decode``: number of engines if they only compute the tokens after the first.
         ``both``: number of engines if they do both.
-        ``reason``: why engines of this layout cannot serve the load, or an empty text.
+        ``reason``: why engines of this layout cannot serve the load; "": they can.
     """
 
     layout: EngineLayout
@@ -259,8 +258,8 @@ class LayoutNeeds:
     def of(
         cls, search: PlacementSearch, layout: EngineLayout, load: Sequence[TimedRequest]
     ) -> "LayoutNeeds":
-        """Return the needs of ``load`` for engines of ``layout``. They follow from the time of a step with one prompt,
-        and of a step with as many texts as the limits of ``search`` allow.
+        """Return how many engines of ``layout`` the ``load`` keeps busy. The numbers follow from the time of a step
+        with one prompt, and of a step with as many texts as the limits of ``search`` allow.
         """
         prompt = round(sum(len(each.prompt) for each in load) / len(load))
         longest = max(len(each.prompt) + each.tokens for each in load)

@@ -25,10 +25,8 @@ Build = Callable[[str, int], Engine]
 
 
 class Candidate(NamedTuple):
-    """A scheduling policy with a token budget, and how well both answer a load.
-
-    ``policy``: word of ``--policy``. ``budget``: most tokens of a step. ``figures``: simulated statistics, under the
-    names of ``vllm bench serve``.
+    """A scheduling policy with a token budget, and how well both answer a load. ``policy``: value of ``--policy``.
+    ``budget``: most tokens of a step. ``figures``: simulated statistics, under the names of ``vllm bench serve``.
     """
 
     policy: str

@@ -51,8 +51,9 @@ class ChatPrompt(NamedTuple):
 
 
 class PromptEncoder:
-    """Encodes prompts in a thread of its own, as tokenizers are not thread-safe. ``name``: the model's name in error
-    messages. ``copied``: whether to work on a copy of ``tokenizer``, as another encoder uses it.
+    """Encodes prompts in a thread of its own, because tokenizers are not thread-safe. ``tokenizer``: the model's
+    tokenizer. ``name``: the model's name in error messages. ``copied``: whether to work on a copy of ``tokenizer``,
+    because another encoder uses the original.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str, copied: bool = False) -> None:
@@ -66,7 +67,7 @@ class PromptEncoder:
 
     @cached_property
     def lengths(self) -> TextLengths:
-        """The check of texts against limits, by the tokenizer of this encoder."""
+        """Object that checks with this encoder's tokenizer whether texts are too long."""
         return TextLengths(self.tokenizer)
 
     @cached_property
@@ -254,9 +255,9 @@ def copied(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def as_written(message: Message, form: CallForm | None) -> Message:
-    """Return ``message`` with those tool calls turned back to text whose arguments were cut off. The text is as the
-    model wrote it, and is appended to the message's content. Complete calls stay calls. ``form``: how the model writes
-    calls.
+    """Return ``message`` with each tool call whose arguments were cut off turned back to text, as the model wrote it.
+    The text is appended to the message's content. Complete calls stay calls. ``form``: how the model writes calls;
+    None: it is not known, and nothing changes.
     """
     calls = message.get("tool_calls", [])
     whole = [call for call in calls if isinstance(call["function"]["arguments"], dict)]
@@ -278,10 +279,9 @@ def continued(
     tools: Sequence[Message],
     variables: Mapping[str, Any],
 ) -> Marked:
-    """Render the conversation ``talk`` up to the end of its last message, which the model is to continue. ``tools``:
-    tools that the model may call; ``variables``: further variables of the chat template.
-
-    Raises :class:`UsageError` if the last message is not a message of the assistant's with text.
+    """Render the conversation ``talk`` as a prompt that ends with its last message, so that the model continues that
+    message. ``template``: the chat template; ``tools``: tools that the model may call; ``variables``: further variables
+    of the chat template. Raises :class:`UsageError` if the last message is not a message of the assistant with text.
     """
     last = talk[-1]
     if last["role"] != "assistant" or not last["content"].strip():

@@ -79,8 +79,8 @@ def _are_ids(given: Any) -> bool:
 
 
 def read_stops(given: Any) -> list[str]:
-    """Return the stop strings in ``given``, which is one or a list of them. Raises ValueError for too many, too long,
-    and anything else.
+    """Return the stop strings in ``given``, which is one string or a list of strings; empty strings are left out.
+    Raises ValueError for too many or too long strings, and for any other value.
     """
     stops = [given] if isinstance(given, str) else given
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
@@ -110,9 +110,8 @@ def shown_json(value: Any) -> str:
 
 
 class StreamOptions(RequestFields):
-    """Options of a stream. ``include_usage``: whether the stream ends with the numbers of tokens.
-
-    ``include_obfuscation`` changes nothing. ``continuous_usage_stats`` must be false.
+    """Options of a streamed response. ``include_usage``: whether the stream ends with the numbers of tokens.
+    ``include_obfuscation``: accepted without effect. ``continuous_usage_stats``: must be false.
     """
 
     include_usage: bool = False
@@ -122,10 +121,9 @@ class StreamOptions(RequestFields):
 
 
 class NamedSchema(RequestFields):
-    """A JSON schema with a name, in OpenAI's field ``response_format``.
-
-    ``name``, ``description``: what clients call and say of the schema. ``schema_``: the schema itself, which clients
-    send as ``schema``. ``strict``: changes nothing, as answers always meet the schema.
+    """A JSON schema with a name, in OpenAI's field ``response_format``. ``name``, ``description``: name and description
+    that the client gives the schema. ``schema_``: the schema itself, which clients send as ``schema``. ``strict``:
+    accepted without effect, because answers always meet the schema.
     """
 
     name: str
@@ -135,8 +133,8 @@ class NamedSchema(RequestFields):
 
 
 class ResponseFormat(RequestFields):
-    """Form of an answer. ``type``: any text, any JSON object, or JSON that meets a schema. ``json_schema``: this
-    schema.
+    """Form of an answer. ``type``: any text, any JSON object, or JSON that meets a schema. ``json_schema``: the schema
+    in the last case.
     """
 
     type: Literal["text", "json_object", "json_schema"]
@@ -215,7 +213,7 @@ class WorkflowStage(RequestFields):
     deadline_ms: float | None = Field(None, ge=-LONGEST_JOB, le=LONGEST_JOB)
 
     def begun(self, now: float) -> Workflow:
-        """Return the workflow of a request that came ``now``, in seconds of ``time.monotonic``."""
+        """Return the workflow of a request that came at the time ``now``, in seconds of ``time.monotonic``."""
         return Workflow.of_frame(self.model_dump(), now)
 
 
@@ -263,7 +261,7 @@ class SamplingRequest(Modelled):
 
     @property
     def language(self) -> Language | None:
-        """The constraint on the text, if there is one."""
+        """The constraint on the text; None if there is none."""
         if said := self.structured_outputs:
             if said.json_ is not None:
                 return Language("json", said.json_)
@@ -303,7 +301,7 @@ class SamplingRequest(Modelled):
 
     @property
     def sampling(self) -> Sampling:
-        """Settings of sampling, with a random seed if the request sets none."""
+        """Settings of sampling that the request asks for. If it sets no seed, every access draws a random one."""
         seed = random.getrandbits(31) if self.seed is None else self.seed
         return Sampling(
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
@@ -391,8 +389,8 @@ class Tool(RequestFields):
 
 
 class ToolChoice(NamedTuple):
-    """Which tools an answer calls. ``mode``: whether it may ("auto"), must ("required") or cannot ("none") call tools;
-    ``names``: names of the allowed tools (None: any).
+    """Which tools an answer may or must call. ``mode``: whether it may ("auto"), must ("required") or cannot ("none")
+    call tools. ``names``: names of the allowed tools; None: any.
     """
 
     mode: Literal["none", "auto", "required"] = "auto"
@@ -400,8 +398,8 @@ class ToolChoice(NamedTuple):
 
 
 def read_choice(given: Any) -> ToolChoice:
-    """Return the tool choice in ``given``, which is a mode, one function, or a mode with functions. Raises
-    ValueError.
+    """Return the tool choice in ``given``, which is a mode, one function, or a mode with functions. Raises ValueError
+    for any other value.
     """
     if given in ("none", "auto", "required"):
         return ToolChoice(given)
@@ -483,7 +481,7 @@ class Conversing(Modelled):
 
 
 class ChatRequest(SamplingRequest, Conversing):
-    """``POST /v1/chat/completions``: a conversation to be continued by the assistant."""
+    """``POST /v1/chat/completions``: a conversation that the model is to continue with the assistant's next message."""
 
     IDLE: ClassVar[dict[str, Any]] = {"add_special_tokens": False}
 
@@ -516,7 +514,7 @@ class ChatRequest(SamplingRequest, Conversing):
 
     @property
     def offered(self) -> list[Tool]:
-        """Tools that the model may call."""
+        """List of the tools that the request lets the model call; empty if it may call none."""
         mode, names = self.tool_choice
         return (
             []

@@ -83,7 +83,7 @@ class Replies:
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
 
     def begun(self) -> Iterator[dict[str, Any]]:
-        """Yield the events with which a stream begins before the first token: none in this API."""
+        """Yield the events with which a stream begins before the first token. This API has none."""
         yield from ()
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[dict[str, Any]]:
@@ -211,8 +211,8 @@ class TextOffsets:
 
 
 def usage_of(prompt: int, written: int, hits: int = 0, thinking: int = 0) -> Usage:
-    """Build the token counts of a response from its ``prompt`` and ``written`` (generated) tokens. ``hits``: prompt
-    tokens from the cache; ``thinking``: reasoning tokens.
+    """Build the token counts of a response. ``prompt``, ``written``: numbers of tokens of prompt and answer. ``hits``:
+    number of prompt tokens that were in the cache; ``thinking``: number of reasoning tokens of the answer.
     """
     counts = {
         "prompt_tokens": prompt,
@@ -232,7 +232,9 @@ def usage_of(prompt: int, written: int, hits: int = 0, thinking: int = 0) -> Usa
 
 
 def call_fields(piece: CallPiece) -> dict[str, Any]:
-    """Build the JSON of a tool call of which ``piece`` is all, or in a stream the new part."""
+    """Build the JSON of ``piece``: of a whole tool call, or in a stream of the new part of a call. Only a first part,
+    which has a name, gets an id.
+    """
     if piece.name is None:
         return {"function": {"arguments": piece.arguments}}
     said = {"name": piece.name, "arguments": piece.arguments}

@@ -37,10 +37,9 @@ class ResidentModels:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[None]:
-        """Return a context in which the model ``name`` is in memory.
-
-        Raises :class:`Busy` if too many requests wait, :class:`ServerEnding` if the server ends meanwhile, and
-        :class:`WeftError` if the model cannot be read.
+        """Return a context in which the model ``name`` is in memory; entering it may wait. Raises :class:`Busy` if too
+        many requests wait, :class:`ServerEnding` if the server ends meanwhile, and :class:`WeftError` if the model
+        cannot be read.
         """
         if name not in self.openings:
             yield

@@ -79,8 +79,8 @@ def _included(asked: Schema) -> list[Any]:
 
 
 def nested(tool: Any) -> Any:
-    """Convert ``tool``, a tool of the Responses API, to the form of chat requests, in which name and parameters stand
-    in the field ``function``.
+    """Convert ``tool``, a tool of the Responses API, to the form of chat requests: name, parameters and all other
+    fields except the type move into the field ``function``.
     """
     if not isinstance(tool, dict):
         return tool

@@ -68,7 +68,9 @@ class RoleWatch:
 
 
 def role_placements(layout: EngineLayout, engines: int) -> list[EnginePlacement]:
-    """Return all placements of ``engines`` engines of one layout: all alike, and every number of those for prompts."""
+    """Return all ways to give ``engines`` engines of one layout their roles: all answer whole requests, or some only
+    read prompts and the others only write, with every possible number of each.
+    """
     apart = [
         placement_of(layout, engines, RoleCounts(prefill, engines - prefill))
         for prefill in range(1, engines)
@@ -79,8 +81,8 @@ def role_placements(layout: EngineLayout, engines: int) -> list[EnginePlacement]
 def placement_of(
     layout: EngineLayout, engines: int, counts: RoleCounts
 ) -> EnginePlacement:
-    """Return the placement of ``engines`` engines of which ``counts`` have a role. Beside engines for prompts, all
-    others count as engines for writing.
+    """Return the placement of ``engines`` engines of one layout. ``counts``: how many engines only read prompts or only
+    write. If some only read prompts, all others count as engines that only write.
     """
     if not counts.prefill:
         return EnginePlacement(EngineGroup(engines, layout))

@@ -227,8 +227,8 @@ class Server(ApiServer):
 
     @property
     def limit(self) -> TokenLimit:
-        """Largest number of tokens of a prompt and its answer together, and whether the cache or the model's context
-        sets it.
+        """Largest number of tokens of a prompt and its answer together. It also says whether the cache or the model's
+        context sets it.
         """
         cache = self.backend.facts.cache
         if self.context is None or self.context > cache:
@@ -441,7 +441,7 @@ class Server(ApiServer):
 
 
 def session_of(request: Request, asked: SamplingRequest) -> str:
-    """Return the name of the conversation or user to which a request belongs, or an empty string. It is in the header
-    ``x-session-id`` of ``request``, or else in the body ``asked``.
+    """Return the name of the conversation or user to which a request belongs, or "". It stands in the header
+    ``x-session-id`` of ``request``, or else in a field of the body ``asked``.
     """
     return request.headers.get("x-session-id", "") or asked.session

@@ -73,12 +73,12 @@ class LoadCollector:
 
 
 class RequestMetrics:
-    """Prometheus metrics of requests, whatever they ask for.
+    """Prometheus metrics of requests of any kind.
 
     Attributes:
         ``registry``: all metrics.
-        ``requests``: requests by path and status.
-        ``whole``: seconds from a question to an answer's end.
+        ``requests``: number of answered requests, by path and status.
+        ``whole``: seconds from a request's arrival to the end of its answer.
     """
 
     def __init__(self) -> None:
@@ -91,17 +91,21 @@ class RequestMetrics:
         )
 
     def counter(self, name: str, said: str, labels: tuple[str, ...] = ()) -> Counter:
-        """Return a new counter called ``name``, of which ``said`` is said."""
+        """Return a new counter called ``weft_NAME`` in the registry. ``said``: its description; ``labels``: names of
+        its labels.
+        """
         return Counter(f"weft_{name}", said, labels, registry=self.registry)
 
     def timed(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
-        """Return a new histogram of seconds called ``name``, of which ``said`` is said."""
+        """Return a new histogram called ``weft_NAME_seconds`` in the registry. ``said``: its description; ``buckets``:
+        upper bounds of its buckets in seconds.
+        """
         return Histogram(
             f"weft_{name}_seconds", said, buckets=buckets, registry=self.registry
         )
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics of the registry in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def counting(self, app: Any) -> Any:

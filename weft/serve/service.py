@@ -28,7 +28,7 @@ from weft.serve.resident_models import ResidentModels
 
 
 def engine_facts(engine: Engine) -> BackendFacts:
-    """Return the numbers against which requests to ``engine`` are checked, such as the size of its cache."""
+    """Return the limits and sizes of ``engine`` against which requests are checked, such as the size of its cache."""
     shape = engine.model.shape
     return BackendFacts(
         vocab=shape.vocab,
@@ -40,8 +40,8 @@ def engine_facts(engine: Engine) -> BackendFacts:
 
 
 class Service:
-    """Backend with one ``engine``. It accepts up to ``most`` answers at a time and refuses others, so that memory stays
-    bounded.
+    """Backend that computes answers with one ``engine`` in a thread. It accepts up to ``most`` answers at the same time
+    and refuses others, so that memory stays bounded.
     """
 
     def __init__(self, engine: Engine, most: int = 1024) -> None:
@@ -147,7 +147,7 @@ class Service:
 
 class Answers:
     """The answers to ``requests``, which are submitted together to ``service``, and the events of their tokens.
-    ``loop``: the event loop in which the caller waits for these.
+    ``loop``: the event loop in which the caller waits for the events.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Answers:
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
 
     def begin(self) -> None:
-        """Submit all requests. Called in the engine's thread."""
+        """Submit all requests to the engine. The engine's thread calls this."""
 
         def tell_of(index: int) -> "partial[None]":
             return partial(self._pass_on, index)
@@ -169,7 +169,7 @@ class Answers:
         self.service.thread.submit(self.requests, tell_of, self.generations)
 
     def end(self) -> None:
-        """Stop all answers that have not ended. Called in the engine's thread."""
+        """Stop all answers that have not ended. The engine's thread calls this."""
         self.service.thread.end(self.generations)
 
     def _pass_on(self, index: int, written: Written | None) -> None:
@@ -181,7 +181,7 @@ class Answers:
         self.loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     def end_early(self) -> None:
-        """Make :meth:`next` raise :class:`ServerEnding`."""
+        """Make the next call of :meth:`next` raise :class:`ServerEnding`."""
         self._events.put_nowait(TokenEvent(0, None, None, "ended"))
 
     async def cancel(self, index: int) -> None:

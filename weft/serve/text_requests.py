@@ -116,10 +116,8 @@ def samples(
     where: Where, settings: Generate, warn: Callable[[str], None], ema: bool = False
 ) -> list[str]:
     """Generate a text for each prompt of ``settings``, and return the list of these texts. With ``settings.chat`` each
-    prompt is a message of the user's, and the text is the model's answer.
-
-    ``where``: the checkpoint of the model. ``warn``: called with warnings. ``ema``: whether to use the moving averages
-    of its parameters in place of the parameters.
+    prompt is a user's message, and the text is the model's answer. ``where``: the checkpoint of the model. ``warn``:
+    called with warnings. ``ema``: whether to use the moving averages of the parameters in place of the parameters.
     """
     model, files, _ = open_model(where, "cpu", warn, ema)
     tokenizer, how = (

@@ -61,9 +61,9 @@ def write_prompt_file(
     experts: StreamedExperts | None,
     warn: Callable[[str], None],
 ) -> list[str]:
-    """Continue all prompts of ``asked``, and return a line of JSON for each, with "prompt" and "text".
-
-    ``experts``: where the model's experts rest; None: in memory. ``warn`` is called with lines about the run.
+    """Continue all prompts of ``asked``, and return a line of JSON for each, with the fields "prompt" and "text".
+    ``device``: where the model computes. ``experts``: where the model's experts rest; None: in memory. ``warn``: called
+    with lines about the run.
     """
     prompts = prompts_of_file(asked.file)
     if experts and experts.file and experts.file.note:
@@ -145,11 +145,10 @@ def write_whole_batch(
     experts: StreamedExperts | None,
     say: Callable[[str], None],
 ) -> list[str]:
-    """Write the texts that ``asks`` describe, and return a list of them in the same order.
-
-    ``experts``: the experts of the engine's model, if they move through memory. Costs are then measured in a few
-    passes, by which number and order of the texts under way are chosen. ``say`` is called with a line about what is
-    predicted, and one about what it was.
+    """Write the texts that ``asks`` describe, and return a list of them in the same order. ``experts``: the experts of
+    the engine's model, if they are read into memory layer by layer; None: they stay there. With ``experts`` the costs
+    of a few passes are measured first. They decide how many texts are written at a time, and in which order. ``say``:
+    called with a line of what is predicted, and later with one of what was measured.
     """
     _fit_cache(engine)
     plan = None if experts is None else _planned(engine, asks, experts)

@@ -17,9 +17,8 @@ ROW_TYPE = np.dtype("<f4")
 
 @dataclass(frozen=True)
 class ArrayColumns:
-    """Names and shapes of a sample's arrays, in the order in which a row has their values.
-
-    ``shapes``: shape of each array by its name.
+    """Names and shapes of a sample's arrays. A row has the values of all arrays of a sample in this order. ``shapes``:
+    shape of each array by its name.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -35,9 +34,8 @@ class ArrayColumns:
         return [[name, list(shape)] for name, shape in self.shapes.items()]
 
     def pack(self, arrays: Mapping[str, Any]) -> np.ndarray:
-        """Return the row of a sample, float32 ``[width]``. ``arrays``: numbers or arrays by name.
-
-        Raises :class:`UsageError` for other names or shapes, and for what is no number.
+        """Join the arrays of a sample to a row, float32 ``[width]``. ``arrays``: numbers or arrays by name. Raises
+        :class:`UsageError` for other names or shapes, and for values that are not numbers.
         """
         if arrays.keys() != self.shapes.keys():
             raise UsageError(
@@ -59,7 +57,7 @@ class ArrayColumns:
         return np.concatenate(parts)
 
     def unpack(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the arrays of ``rows`` ``[rows, width]`` by name, each ``[rows, *shape]``."""
+        """Cut ``rows`` ``[rows, width]`` into the arrays of the samples, each ``[rows, *shape]``, by name."""
         arrays, at = {}, 0
         for name, shape in self.shapes.items():
             size = prod(shape)

@@ -11,7 +11,7 @@ Ranges = Sequence[Sequence[int]]
 
 
 def as_ranges(integers: Collection[int]) -> list[list[int]]:
-    """Return ``integers`` as sorted ranges."""
+    """Return ``integers`` as a sorted list of ranges ``[first, end]`` without the end."""
     if not integers:
         return []
     listed = np.sort(np.fromiter(integers, np.int64, len(integers)))
@@ -22,6 +22,6 @@ def as_ranges(integers: Collection[int]) -> list[list[int]]:
 
 
 def of_ranges(ranges: Ranges) -> Iterator[int]:
-    """Yield the integers of ``ranges``."""
+    """Yield the integers of ``ranges``, pairs ``[first, end]`` without the end, in order."""
     for first, end in ranges:
         yield from range(first, end)

@@ -53,7 +53,7 @@ class Reception:
         self._channel = endpoint.open(CHANNEL, secret, self._serve)
 
     def close(self) -> None:
-        """Tell all simulators that no sample is taken any more, and end their connections."""
+        """Tell all simulators that no further samples are accepted, and end their connections."""
         self._channel.shut()
         self.store.close()
         deadline = time.monotonic() + END_S

@@ -37,10 +37,10 @@ class ProducerState:
 
     Attributes:
         ``next``: index of the first sample that has not come yet.
-        ``again``: indices of earlier samples that are to be sent again, as they were lost before they were drawn.
+        ``again``: indices of earlier samples that must be sent again, because they were lost before they were drawn.
         ``undrawn``: indices of samples that are in the buffer and were not drawn yet.
-        ``ended``: whether the simulator has sent all.
-        ``refused``: why nothing more is taken from it; "" if it is.
+        ``ended``: whether the simulator has sent all of its samples.
+        ``refused``: why no further samples are accepted from it; "": they are.
         ``repeated``: number of samples that came twice and were ignored.
     """
 
@@ -53,12 +53,14 @@ class ProducerState:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether no further sample comes from the simulator: it has sent all, or is refused."""
         return self.ended or bool(self.refused)
 
 
 class DrawnRows(NamedTuple):
-    """Samples of a step. ``rows``: their values, float32 ``[samples, width]``. ``names``: which samples they are."""
+    """Samples of a step. ``rows``: their values, float32 ``[samples, width]``. ``names``: their identities, in the same
+    order.
+    """
 
     rows: np.ndarray
     names: list[SampleName]
@@ -84,7 +86,7 @@ class SampleStore:
         self._names: dict[int, SampleName] = {}
 
     def producer(self, name: str) -> ProducerState:
-        """Return what is known of the simulator ``name``, who may be new."""
+        """Return what is known of the simulator ``name``. An unknown name is registered as that of a new simulator."""
         return self.producers.setdefault(name, ProducerState())
 
     def wants(self, sample: SampleName) -> bool:
@@ -97,10 +99,9 @@ class SampleStore:
         return sample.number == state.next or sample.number in state.again
 
     def put(self, sample: SampleName, row: np.ndarray) -> bool:
-        """Take in ``sample`` with its values ``row``; wait up to :data:`LOOK_S` seconds for room.
-
-        Returns whether the sample is taken in now or was before; False if there is no room. Raises :class:`ValueError`
-        if samples before it are missing.
+        """Add ``sample`` with its values ``row``; wait up to :data:`LOOK_S` seconds for room. Return True if the sample
+        is in now or came before; False if there is no room. Raises :class:`ValueError` if samples before it are
+        missing.
         """
         with self.changed:
             for last in (False, True):
@@ -123,17 +124,18 @@ class SampleStore:
         return False
 
     def end(self, name: str, refused: str = "") -> None:
-        """Note that the simulator ``name`` sends nothing more. ``refused``: why nothing more is taken from it."""
+        """Note that the simulator ``name`` sends no further samples. ``refused``: why none are accepted from it; "": it
+        has sent all.
+        """
         with self.changed:
             state = self.producer(name)
             state.ended, state.refused = not refused, refused
             self.changed.notify_all()
 
     def draw(self, count: int, ended: bool) -> DrawnRows | None:
-        """Draw the samples of a step, and count them as trained; None if it is too early, or none are left.
-
-        ``count``: number of samples; the last step of a stream may get fewer. ``ended``: whether no sample comes any
-        more.
+        """Draw the samples of a step, and count them as trained. Return None if it is too early to draw, or no sample
+        is left. ``count``: number of samples; the last step of a stream may get fewer. ``ended``: whether no further
+        sample comes.
         """
         with self.changed:
             self.ledger.ended = ended
@@ -152,7 +154,7 @@ class SampleStore:
             return DrawnRows(rows, names)
 
     def close(self) -> None:
-        """Take no further samples, so that simulators that wait for room stop waiting."""
+        """Accept no further samples, and wake the simulators that wait for room."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -168,7 +170,9 @@ class SampleStore:
             return self.ledger.repetitions()
 
     def state(self) -> dict[str, Any]:
-        """Return as JSON values which samples have come and which of them were not drawn yet, for a checkpoint."""
+        """Return the state of the stream for a checkpoint, as JSON values: which samples have come, and which of these
+        were not drawn yet.
+        """
         with self.changed:
             producers = {
                 name: [p.next, as_ranges(p.undrawn | p.again), p.ended]
@@ -186,9 +190,8 @@ class SampleStore:
             }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue the stream of a checkpoint. Samples that were not drawn are to be sent again; others are let go.
-
-        ``state``: what :meth:`state` has returned.
+        """Continue the stream of a checkpoint. Samples that had come and were not drawn must be sent again; the values
+        of others are not needed. ``state``: the result of :meth:`state`.
         """
         with self.changed:
             self.producers = {

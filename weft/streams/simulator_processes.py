@@ -34,14 +34,11 @@ class _Simulator:
 
 
 class SimulatorProcesses:
-    """Runs one process for each of ``commands``.
-
-    ``names``: names of the simulators. ``address``, ``secret``: address and secret by which they reach the training.
-    ``folder``: gets a file NAME.log with what each of them prints. ``states``: what the training knows of each
-    simulator; those that have ended are not started. ``restarts``: starts in a row that may bring nothing new. ``say``:
-    prints a line.
-
-    Raises :class:`UsageError` if a command cannot be started.
+    """Runs one process for each of ``commands``, which simulates. ``names``: names of the simulators. ``address``,
+    ``secret``: address and secret by which they reach the training. ``folder``: gets a file NAME.log with the output of
+    each simulator. ``states``: function that returns what the training knows of a simulator, by name; those that have
+    ended are not started. ``restarts``: number of starts in a row after which a simulator may have sent nothing new.
+    ``say``: prints a line. Raises :class:`UsageError` if a command cannot be started.
     """
 
     def __init__(
@@ -72,13 +69,12 @@ class SimulatorProcesses:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Number of each simulator's present process, by the simulator's name."""
+        """Operating-system number of each simulator's present process, by the simulator's name."""
         return {name: each.process.pid for name, each in self._running.items()}
 
     def tend(self) -> None:
-        """Start again those that have died before they had sent all.
-
-        Raises :class:`WeftError` for a simulator that dies again and again and sends nothing new.
+        """Start simulators again whose processes have ended before they had sent all samples. Call this now and then.
+        Raises :class:`WeftError` for a simulator that ends again and again and sends nothing new.
         """
         for name, each in self._running.items():
             state = self._states(name)
@@ -152,7 +148,7 @@ def words_of(command: str) -> list[str]:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of the file ``log`` that is not blank, or say that there is none."""
+    """Return the last line of the file ``log`` that is not blank; if there is none, a text that says so."""
     with suppress(OSError):
         lines = log.read_text(errors="replace").split("\n")
         written = [line.strip() for line in lines if line.strip()]

@@ -34,7 +34,7 @@ PROOF = 512
 
 
 class HeldOut:
-    """Samples for validation, which simulators make before training begins. ``rows``: the samples; None before."""
+    """Samples for validation. ``rows``: the samples; None until simulators have made them, before training begins."""
 
     def __init__(self) -> None:
         self.rows: KnownRows | None = None
@@ -62,9 +62,8 @@ class StreamJob(Job):
         return ArrayColumns({**self.shape.inputs, **self.shape.outputs})
 
     def loader(self, order: Order | RowList, mesh: Mesh) -> KnownLoader:  # type: ignore[override]
-        """Return a loader of the samples for validation or, for the order of training, of random numbers.
-
-        With random numbers proofs compare layouts. ``order``: the order of training or validation data.
+        """Return a loader for the data in ``order``. For validation data it has the samples for validation. For
+        training data it has random numbers, with which proofs compare layouts.
         """
         if order is self.corpus.train:
             keys = np.arange(PROOF)[:, None], np.arange(self.columns.width)
@@ -122,9 +121,8 @@ class StreamJob(Job):
 
 
 def prepare_stream(recipe: Recipe) -> StreamJob:
-    """Complete the model's shape, and check that all goes together.
-
-    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if it does not.
+    """Complete the model's shape in ``recipe``, check that all its settings fit together, and return the job. Raises
+    :class:`UsageError` or :class:`weft.errors.WeftError` if they do not.
     """
     assert recipe.stream is not None
     for command in (*recipe.stream.producers, *recipe.stream.held_out):

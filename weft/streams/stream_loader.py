@@ -26,7 +26,9 @@ TURN_S = 1.0
 
 
 def shared_rows(rows: np.ndarray | None, shape: tuple[int, int], mesh: Mesh) -> np.ndarray:  # fmt: skip
-    """Return ``rows`` of the first rank, float32 of the given ``shape``, on every rank. Collective."""
+    """Send ``rows`` from the first rank to all ranks, and return them: float32 of the given ``shape``. ``rows`` is read
+    on the first rank only. Collective.
+    """
     group = mesh.step_group
     if group is None or group.size() == 1:
         assert rows is not None
@@ -40,9 +42,9 @@ def shared_rows(rows: np.ndarray | None, shape: tuple[int, int], mesh: Mesh) -> 
 def array_batches(
     rows: np.ndarray, columns: ArrayColumns, recipe: Recipe, mesh: Mesh, position: int
 ) -> list[Batch]:
-    """Return the batches of this rank, one per pass, of a step's samples ``rows``, float32 ``[samples, width]``.
-
-    Ranks get equal shares in their order, of which the last may be padding. ``position``: number of the first sample.
+    """Return the batches of this rank, one per pass, for a step's samples ``rows``, float32 ``[samples, width]``. The
+    ranks get equal shares of the samples in order; shares of the last ranks may be padded. ``position``: number of the
+    first sample.
     """
     layout = recipe.batch_layout(mesh.layout)
     per_pass, passes = recipe.rows_per_pass(mesh.layout)
@@ -125,12 +127,12 @@ class StreamLoader:
         ``recipe``: the checked recipe.
         ``columns``: arrays of a sample.
         ``mesh``: this rank's position among the ranks of the run.
-        ``recorder``: writes the run's records, and prints.
+        ``recorder``: writes the run's records, and prints lines.
         ``interrupted``: function that returns whether this rank is asked to end the run.
-        ``kept``: JSON values that checkpoints keep: the streams before and after the last step, by the position at
-            which they hold.
-        ``open_source``: function that opens the source of samples on the first rank, and gets the stream of a
-            checkpoint or None.
+        ``kept``: JSON values for checkpoints: states of the stream before and after the last step, by the position at
+            which each holds.
+        ``open_source``: function that opens the source of samples on the first rank; it gets the state of the stream in
+            a checkpoint, or None.
         ``over``: why there are no samples for the next step; "" if there are.
     """
 
@@ -158,7 +160,7 @@ class StreamLoader:
         return range(position, position + count)
 
     def questions(self) -> dict[str, Any]:
-        """Return an empty dict: this loader asks the model nothing."""
+        """Return an empty dict: this loader has no questions that the model must answer for it."""
         return {}
 
     def is_ready(self, position: int) -> bool:
@@ -166,9 +168,9 @@ class StreamLoader:
         return position == self._position
 
     def make_ready(self, position: int) -> bool:
-        """Draw the samples of the step that starts at sample ``position``, and wait for them.
-
-        Returns False if a rank is asked to end the run meanwhile, or at the end of the stream, which :attr:`over` says.
+        """Draw the samples of the step that starts at sample ``position``, and wait for them. Return whether they were
+        drawn. It is False if a rank is asked to end the run meanwhile, or at the end of the stream; :attr:`over` then
+        says why.
         """
         while True:
             rows, failure = None, ""
@@ -256,9 +258,8 @@ class StreamLoader:
 
 
 def kept_at(kept: Mapping[str, Any], position: int) -> Mapping[str, Any] | None:
-    """Return the stream that ``kept`` has for the step that starts at sample ``position``; None for a new stream.
-
-    Raises :class:`WeftError` if ``kept`` is of another step.
+    """Return the state of the stream that ``kept`` has for the step that starts at sample ``position``; None for a new
+    stream. Raises :class:`WeftError` if ``kept`` has states of other steps only.
     """
     streams = kept.get("streams", [])
     for at, state in streams:

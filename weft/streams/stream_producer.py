@@ -25,7 +25,9 @@ WINDOW, SILENCE_S, CONNECT_S = 32, 120.0, 60.0
 
 
 class TrainingOver(WeftError):
-    """Error of a simulator whose training takes no more samples. ``with producer()`` ends without an error then."""
+    """Raised in a simulator when its training accepts no further samples. The context of :func:`producer` ends without
+    an error then.
+    """
 
 
 def producer(address: str = "", name: str = "", wait: float = CONNECT_S) -> StreamProducer:  # fmt: skip
@@ -78,28 +80,29 @@ class StreamProducer:
 
     @property
     def received(self) -> int:
-        """Number of samples that the training has had from earlier runs of this simulator, from the first one on.
-
-        A simulator that can begin anywhere may leave these out, with :meth:`skip`, unless :meth:`wants` says otherwise.
+        """Number of samples that the training has received from earlier runs of this simulator. A simulator that can
+        begin anywhere may skip these with :meth:`skip`, unless :meth:`wants` says that one is needed again.
         """
         return self._next
 
     def wants(self, index: int) -> bool:
-        """Return whether the training has yet to get the sample ``index``."""
+        """Return whether the training still needs the sample ``index``."""
         return index >= self._next or index in self._again
 
     def skip(self) -> None:
-        """Count a sample without making it, as the training has had it. Raises :class:`ValueError` if it has not."""
+        """Count the next sample as made, because the training already has it. Raises :class:`ValueError` if the
+        training still needs it.
+        """
         if self.wants(self.samples):
             raise ValueError(f"sample {self.samples} is yet to be sent")
         self.samples += 1
 
     def send(self, arrays: Mapping[str, Any]) -> None:
-        """Send the next sample, and wait while the training has no room for it. A sample that it has had is not sent.
-
-        ``arrays``: numbers or arrays by the names in ``model.inputs`` and ``model.outputs`` of the training's recipe;
-        they travel as float32. Raises :class:`UsageError` for other arrays and if the training refuses the sample,
-        :class:`TrainingOver` if the training takes no more, and :class:`WeftError` if the training is gone.
+        """Send the next sample, and wait while the training has no room for it. A sample that the training already has
+        is not sent. ``arrays``: numbers or arrays by the names in ``model.inputs`` and ``model.outputs`` of the
+        training's recipe; they travel as float32. Raises :class:`UsageError` for other arrays and if the training
+        refuses the sample, :class:`TrainingOver` if the training accepts no further samples, and :class:`WeftError` if
+        the training is gone.
         """
         row = self.columns.pack(arrays)
         index, self.samples = self.samples, self.samples + 1
@@ -114,7 +117,7 @@ class StreamProducer:
             self._hear()
 
     def close(self) -> None:
-        """Say that all samples are sent, and wait until the training has taken them."""
+        """Tell the training that all samples are sent, and wait until it has received them."""
         try:
             while self._pending:
                 self._hear()
@@ -128,7 +131,9 @@ class StreamProducer:
             self.hang_up()
 
     def hang_up(self) -> None:
-        """End the connection without a word, so that the training waits for this simulator to be started again."""
+        """Close the connection without telling the training that all samples are sent. The training then waits for this
+        simulator to be started again.
+        """
         self._connection.close()
         self._endpoint.close()
 

@@ -32,14 +32,14 @@ ANYWHERE = ("0.0.0.0", "::")
 
 
 class StreamSource:
-    """Receives the samples of a stream on the first rank, and runs the simulators of its host.
+    """Receives the samples of a stream on the first rank, and runs the simulators of its host. ``stream``: section
+    ``[stream]`` of the recipe. ``columns``: arrays of a sample. ``seed``: seed of the draws. ``folder``: gets the
+    output of the simulators. ``encrypt``: which connections are encrypted. ``state``: state of the stream in a
+    checkpoint, as :meth:`SampleStore.state` returns it; None: a new stream. ``kind``: first part of the names of the
+    simulators that are started. Raises :class:`UsageError` if it cannot listen, or a simulator cannot be started.
 
-    ``stream``: section ``[stream]`` of the recipe. ``columns``: arrays of a sample. ``seed``: seed of the draws.
-    ``folder``: gets what the simulators print. ``encrypt``: which connections are encrypted. ``state``: stream of a
-    checkpoint, as :meth:`SampleStore.state` returns it, or None for a new one. ``kind``: first part of the names of the
-    simulators that are started. :attr:`lines` are lines to print.
-
-    Raises :class:`UsageError` if it cannot listen, or a simulator cannot be started.
+    Attributes:
+        ``lines``: lines to print for the user.
     """
 
     def __init__(
@@ -77,12 +77,16 @@ class StreamSource:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Number of the present process of each simulator that was started here, by the simulator's name."""
+        """Operating-system number of the present process of each simulator that was started here, by the simulator's
+        name.
+        """
         return self._processes.pids
 
     @property
     def ended(self) -> bool:
-        """Whether all simulators that are known or expected have sent all."""
+        """Whether no further sample comes: all simulators that were started, have joined or are expected have sent all,
+        or are refused.
+        """
         states = self.store.producers
         own = [states.get(name) for name in self.names]
         others = [state for name, state in states.items() if name not in self.names]
@@ -93,10 +97,9 @@ class StreamSource:
         return enough and all(state is not None and state.over for state in [*own, *joined])  # fmt: skip
 
     def draw(self, count: int, wait: float) -> DrawnRows | None:
-        """Draw ``count`` samples, or what is left at the stream's end; None if none can be drawn in ``wait`` seconds.
-
-        Raises :class:`WeftError` if a simulator dies again and again, or if nothing has come for ``stream.patience``
-        seconds.
+        """Draw ``count`` samples, or fewer at the stream's end. Return None if none can be drawn within ``wait``
+        seconds. Raises :class:`WeftError` if a simulator dies again and again, or if nothing has come for
+        ``stream.patience`` seconds.
         """
         begun = time.monotonic()
         while True:
@@ -120,7 +123,7 @@ class StreamSource:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the stream has ended, and everything was drawn."""
+        """Whether the stream has ended, and all its samples were drawn."""
         return self.ended and not self.store.size
 
     def close(self) -> None:
@@ -143,8 +146,8 @@ class StreamSource:
 
 
 class StreamAddress(NamedTuple):
-    """Where simulators reach a training. ``endpoint``: listens there. ``address``: HOST:PORT for simulators of this
-    host. ``secret``: secret of the channel, beside ``WEFT_SECRET``.
+    """Address at which simulators reach a training. ``endpoint``: listens there. ``address``: HOST:PORT for simulators
+    of this host. ``secret``: secret of the channel; simulators of other hosts know it from ``WEFT_SECRET``.
     """
 
     endpoint: Endpoint
@@ -177,11 +180,11 @@ def all_samples(
     folder: Path,
     wait: Callable[[], bool],
 ) -> np.ndarray:
-    """Run simulators to their end, and return all their samples, float32 ``[samples, width]``.
-
-    ``commands``: commands of the simulators, whose samples come one simulator after the other. ``stream``: section
-    ``[stream]``, of which limits are read. ``folder``: gets what they print. ``wait``: called now and then; if it
-    returns False, the samples so far are returned. Raises :class:`WeftError` if there are none.
+    """Run simulators to their end, and return all their samples, float32 ``[samples, width]``: those of the first
+    simulator, then of the second, and so on. ``commands``: commands of the simulators. ``stream``: section
+    ``[stream]``, whose limits apply. ``columns``: arrays of a sample. ``folder``: gets the output of the simulators.
+    ``wait``: called now and then; if it returns False, the samples so far are returned. Raises :class:`WeftError` if
+    there are none.
     """
     alone: dict[str, Any] = {"producers": tuple(commands), "listen": "", "others": 0}
     alone |= {"buffer": "fifo", "capacity": ALL, "watermark": 0}

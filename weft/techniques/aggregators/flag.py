@@ -25,14 +25,12 @@ FLAG_TURNS, DIFFERENCES = 5, 1.0
     figure="as Krum's",
 )
 class Flag(Aggregator):
-    """Takes the mean of the gradients' directions, projected onto a subspace on which most of them agree.
-
-    The subspace has about half as many dimensions as there are gradients. Of all such subspaces it has the least sum of
-    distances to the gradients' directions and to the differences of each two directions. It is found by iterations.
-    Because weighted sums of the gradients span it, their inner products suffice for that.
-
-    The result has the gradients' median length, unlike in the program of the paper's authors: equal gradients are
-    returned unchanged, and a gradient that is scaled up counts no more than the others.
+    """Takes the mean of the gradients' directions, projected onto a subspace on which most of them agree. The subspace
+    has about half as many dimensions as there are gradients. It has the least sum of distances to the gradients'
+    directions and to the pairwise differences of these directions. Iterations find it from the gradients' inner
+    products alone, because weighted sums of the gradients span it. The result has the gradients' median length, unlike
+    in the program of the paper's authors: equal gradients are returned unchanged, and a gradient that is scaled up
+    counts no more than the others.
     """
 
     def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:

@@ -39,39 +39,43 @@ if TYPE_CHECKING:
     ),
 )  # fmt: skip
 class DiffusionArchitecture:
-    """Architecture of models of kind "diffusion": checks, parameter table, sizes, model class and job."""
+    """Architecture of diffusion transformers (``model.kind = "diffusion"``): checks of the shape, parameters, sizes,
+    class of the model, and job of training.
+    """
 
     @staticmethod
     def check(shape: ModelShape) -> None:
-        """Check the settings of ``shape``. Raises :class:`ValueError` for wrong ones."""
+        """Raise :class:`ValueError` if the settings of ``shape``, the section ``[model]``, are wrong."""
         from weft.shapes.diffusion_shape import check_settings
 
         check_settings(shape)
 
     @staticmethod
     def parameters(shape: ModelShape) -> list[Parameter]:
-        """Return the rows of the parameter table."""
+        """Return descriptions of all parameters of a model of ``shape``: names, dimensions and initial values."""
         from weft.shapes.diffusion_shape import diffusion_parameters
 
         return diffusion_parameters(shape)
 
     @staticmethod
     def numbers(shape: ModelShape) -> Shape:
-        """Return the sizes on which time and memory depend."""
+        """Return the sizes of a model of ``shape`` from which the planner computes time and memory."""
         from weft.shapes.diffusion_shape import diffusion_numbers
 
         return diffusion_numbers(shape)
 
     @staticmethod
     def model() -> type[Transformer]:
-        """Return the class of the model."""
+        """Return the class of the model, a subclass of :class:`Transformer`."""
         from weft.models.diffusion_transformer import DiffusionTransformer
 
         return DiffusionTransformer
 
     @staticmethod
     def prepare(recipe: Recipe) -> Job:
-        """Open the images or videos of ``recipe``, and check them against the model."""
+        """Open the images or videos of ``recipe``, and check them against the model. Return the job that trains on
+        them.
+        """
         from weft.diffusion.image_job import prepare_images
 
         return prepare_images(recipe)

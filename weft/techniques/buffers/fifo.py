@@ -11,10 +11,9 @@ from weft.registry import register
 
 @register("buffer", "fifo", title="Training on a stream in its order")
 class Fifo:
-    """Buffer that gives every sample once, the earliest first.
-
-    ``capacity``: largest number of samples. ``watermark``: samples that stay in the buffer until the stream ends.
-    ``seed``: is not used, as nothing is random.
+    """Buffer of a stream of samples that gives every sample once, the earliest first. ``capacity``: largest number of
+    samples. ``watermark``: number of samples that stay in the buffer until the stream ends. ``seed`` is not used,
+    because nothing is random.
     """
 
     empties = True

@@ -12,10 +12,9 @@ from weft.registry import register
     "buffer", "firo", title="Training on a stream in random order, each sample once"
 )
 class Firo:
-    """Buffer that gives every sample once, a random one of those that are there.
-
-    ``capacity``: largest number of samples. ``watermark``: samples that stay in the buffer until the stream ends, so
-    that a draw has some to choose from. ``seed``: seed of the random choices.
+    """Buffer of a stream of samples that gives every sample once, in random order: a draw takes any sample in the
+    buffer. ``capacity``: largest number of samples. ``watermark``: number of samples that stay in the buffer until the
+    stream ends, so that a draw has a choice. ``seed``: seed of the random choices.
     """
 
     empties = True

@@ -30,15 +30,12 @@ WHOLE_BURSTS = Rule(
 
 @dataclass(frozen=True)
 class SelectiveRepetition(GradientCode):
-    """SR-SGC: a gradient code whose ranks compute missing results again later, so that a weaker code suffices.
-
-    A job is the gradient of some samples. A new job begins in each round. A result is a weighted sum of gradients that
-    a rank computes for a job. If too few results of the job of ``burst`` rounds earlier arrived in time, some ranks
-    compute a result of that job instead.
-
-    ``burst``, ``window``, ``ranks_late``: in any ``window`` successive rounds at most ``ranks_late`` different ranks
-    may be late, each in at most ``burst`` rounds. From these numbers follows ``stragglers``, the number of late ranks
-    that the code tolerates in a round.
+    """SR-SGC: a gradient code whose ranks compute missing results again later, so that a weaker code suffices. A job is
+    the gradient of some samples, and a new job begins in each round. A result is a weighted sum of gradients that a
+    rank computes for a job. When too few results of a job have arrived in time, some ranks compute one of its results
+    ``burst`` rounds after the job began, in place of one for the new job. ``burst``, ``window``, ``ranks_late``: in any
+    ``window`` successive rounds at most ``ranks_late`` different ranks may be late, each in at most ``burst`` rounds.
+    From these numbers follows ``stragglers``, the number of late ranks that the code tolerates in a round.
     """
 
     burst: int = 1
@@ -121,9 +118,8 @@ class SelectiveRepetition(GradientCode):
     ),
 )
 def selective_repetition(settings: Resilience, ranks: int) -> SelectiveRepetition:
-    """Return the SR-SGC code for ``ranks`` data parallel ranks.
-
-    It has the least redundancy that tolerates the bursts of late ranks that the recipe allows for.
+    """Return the SR-SGC code for ``ranks`` data parallel ranks. It has the least redundancy that tolerates as many late
+    ranks as ``settings``, the section ``[resilience]`` of the recipe, allows for.
     """
     own, late = settings.own(SequentialSettings), settings.stragglers
     weaker = ceil(own.burst * late / (own.window - 1 + own.burst))

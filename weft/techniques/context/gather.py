@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     ),
 )
 class Gather(AttentionScheme):
-    """Fetches all keys and values at once. A rank computes the tiles of its own keys first, then all other tiles."""
+    """Fetches the keys and values of all ranks at once. While they travel, a rank computes attention to its own keys,
+    and then to all others.
+    """
 
     paired = True
 

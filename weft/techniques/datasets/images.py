@@ -21,11 +21,10 @@ def images(
     clusters: str = "",
     cluster: int = 0,
 ) -> PictureSet:
-    """Read the images at ``path``.
-
-    ``size``: height and width to which they are scaled; ``colours``: whether pixels have three values, None for as many
-    as they have; ``clusters``: file of ``weft experts --clusters`` that divides them, of which only ``cluster`` is
-    read.
+    """Read the images at ``path``. ``size``: height and width in pixels to which they are scaled; empty: the images'
+    own size. ``colours``: whether a pixel has three values instead of one; None: as many as the images have.
+    ``clusters``: file of ``weft experts --clusters``, which divides the images; only those of ``cluster`` are read. "":
+    all are read.
     """
     from weft.data.pictures import read_pictures
 

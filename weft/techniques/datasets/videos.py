@@ -24,10 +24,9 @@ def videos(
     clusters: str = "",
     cluster: int = 0,
 ) -> PictureSet:
-    """Read the videos at ``path`` as clips of ``frames`` frames.
-
-    ``clusters``: file of ``weft experts --clusters`` that divides the clips, of which only ``cluster`` is read. The
-    other arguments are those of :class:`weft.data.clips.ClipForm`.
+    """Read the videos at ``path`` as clips of ``frames`` frames. ``clusters``: file of ``weft experts --clusters``,
+    which divides the clips; only those of ``cluster`` are read. "": all are read. The other arguments are those of
+    :class:`weft.data.clips.ClipForm`.
     """
     from weft.data.clips import ClipForm, read_clips
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FedAsyncSettings(Section):
-    """Settings of FedAsync."""
+    """Settings of FedAsync, which a recipe gives beside those of ``[federated]``."""
 
     unbiased: bool = Field(
         False,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FedBuffSettings(Section):
-    """Settings of FedBuff."""
+    """Settings of FedBuff, which a recipe gives beside those of ``[federated]``."""
 
     buffer: PositiveInt = Field(
         3, description="Number of updates after which the model is changed."
@@ -41,7 +41,7 @@ class FedBuffSettings(Section):
     draws={"buffer": (1, 2), "unbiased": (True, False)},
 )
 class FedBuff(BufferedPolicy):
-    """Changes the model after every ``buffer`` updates, of any clients; no client waits for another."""
+    """Changes the model whenever ``buffer`` updates have come, from any clients; no client waits for another."""
 
     def __init__(self, settings: Federated) -> None:
         super().__init__(settings)

@@ -29,7 +29,7 @@ ROUNDING = 1e-9
 
 
 class FedCompassSettings(Section):
-    """Settings of FedCompass."""
+    """Settings of FedCompass: limits of a client's local steps, and how long a group of clients waits."""
 
     min_steps: PositiveInt = Field(20, description="Fewest local steps of a client.")
     max_steps: PositiveInt = Field(
@@ -69,8 +69,10 @@ class ArrivalGroup:
     """Clients whose updates are planned to arrive at the same time.
 
     Attributes:
-        ``expected``: planned time of arrival; ``latest``: time after which the group no longer waits.
-        ``waiting``: clients whose updates are still to come; ``arrived``: updates with their staleness.
+        ``expected``: planned time of arrival in seconds.
+        ``latest``: time after which the group no longer waits.
+        ``waiting``: clients whose updates are still to come.
+        ``arrived``: the updates that have come, each with its staleness.
     """
 
     expected: float
@@ -95,14 +97,13 @@ class ArrivalGroup:
     draws={"max_steps": (40, 100), "normalise": (True, False)},
 )
 class FedCompass(FederationPolicy):
-    """Chooses each client's number of local steps so that the updates of a group arrive together.
-
-    The server measures each client's speed, in seconds for a step. A client that begins joins the group whose expected
-    arrival leaves it the most steps between ``min_steps`` and ``max_steps``. If there is none, it opens a group of its
-    own, which is to arrive when the next round of an open group will. When the last client of a group has arrived, or
-    at the group's latest time, the updates change the model; those that come later are part of the next change. An
-    update counts its client's share among all clients, less if it is stale. A client's first work, by which its speed
-    is measured, changes the model by itself.
+    """Chooses each client's number of local steps so that the updates of a group of clients arrive together. The server
+    measures each client's speed, in seconds for a step. A client that begins joins the group whose expected arrival
+    leaves it the most steps between ``min_steps`` and ``max_steps``. If there is none, it opens a group of its own,
+    which is to arrive when the next round of an open group will. The model changes when the last client of a group has
+    arrived, or at the group's latest time. Updates that come later are part of the next change. An update is weighted
+    by its client's share among all clients, less if it is stale. A client's first work, by which its speed is measured,
+    changes the model by itself.
     """
 
     def __init__(self, settings: Federated) -> None:

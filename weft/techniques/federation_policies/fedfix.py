@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class FedFixSettings(Section):
-    """Settings of FedFix."""
+    """Settings of FedFix: the time between two changes of the model, and the weight of slow clients."""
 
     tick: PositiveFloat = Field(
         60.0, description="Seconds between two changes of the model."
@@ -49,12 +49,11 @@ class FedFixSettings(Section):
     draws={"tick": (30.0, 1000.0), "unbiased": (True, False)},
 )
 class FedFix(FederationPolicy):
-    """Changes the model every ``tick`` seconds by the updates that have come since the last time.
-
-    A client that has sent its update waits for the next tick, and then goes on with the new model. Its update counts
-    ``d_i p_i``: its share times the number of ticks from the beginning of its work to the change, which is
-    ``ceil(time / tick)`` for work that begins at a tick. Over many ticks every client then has its share, whatever
-    its speed, and no speed has to be known.
+    """Changes the model every ``tick`` seconds by the updates that have come since the last change. A client that has
+    sent its update waits for the next tick, and then goes on with the new model. The update of client ``i`` is weighted
+    by ``d_i p_i``. ``p_i`` is the client's share, and ``d_i`` the number of ticks from the beginning of its work to the
+    change: ``ceil(time / tick)`` for work that begins at a tick. Over many ticks every client then has its share,
+    whatever its speed, and no speed has to be known.
     """
 
     def __init__(self, settings: Federated) -> None:

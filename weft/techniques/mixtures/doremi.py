@@ -15,7 +15,7 @@ from weft.section import Section
 
 
 class DoremiSettings(Section):
-    """Settings of DoReMi."""
+    """Settings of DoReMi: its reference model, step size and smallest weights."""
 
     mix_reference: str = Field(
         "",
@@ -48,7 +48,9 @@ class DoremiSettings(Section):
     figure="uniform weights where proxy and reference are the same; every layout equals one device",
 )
 class Doremi:
-    """Mixture whose samples have fixed shares, and whose losses have weights that follow the excess losses."""
+    """Mixture of data sources (DoReMi): samples are drawn with fixed shares, and the losses of a source are multiplied
+    by a weight. The weights of sources with a larger excess loss over a reference model grow.
+    """
 
     measures: ClassVar = "steps"
 
@@ -83,15 +85,21 @@ class Doremi:
         self.state.setdefault("steps", 0)
 
     def bound(self, state: dict[str, Any]) -> Doremi:
-        """Return the mixture with its weights in ``state``, which a checkpoint keeps."""
+        """Return this mixture with the weights in ``state``. A checkpoint keeps ``state``, which later calls change in
+        place.
+        """
         return Doremi(self.about, state)
 
     def knows(self, first: int, last: int) -> bool:
-        """Return whether the weights for the step that starts at sample ``first`` are decided."""
+        """Return whether the losses' weights for the step that begins at sample number ``first`` have been decided.
+        ``last`` is not used.
+        """
         return bool(self.state.get("position") == first)
 
     def decide(self, position: int, excess: Sequence[float | None]) -> None:
-        """Update the weights by the mean excess loss of each source; None is a source that the step does not have."""
+        """Update the weights of the sources for the step that begins at sample number ``position``. ``excess``: mean
+        excess loss of each source; None for a source without samples in the step.
+        """
         state = self.state
         state["scores"] = [
             before if new is None else new
@@ -110,7 +118,9 @@ class Doremi:
 
     @property
     def average(self) -> list[float]:
-        """The mean of the weights over all steps, which is the answer of DoReMi."""
+        """Mean of each source's weight over all steps, in the order of the sources. It is the result of DoReMi, by
+        which a later run draws its samples.
+        """
         steps = self.state["steps"]
         return [x / steps for x in self.state["sum"]] if steps else [*self.state["w"]]
 

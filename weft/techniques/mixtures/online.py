@@ -15,7 +15,7 @@ from weft.section import Section
 
 
 class OnlineSettings(Section):
-    """Settings of a mixture that follows measured losses."""
+    """Settings of a mixture of data sources that follows measured losses."""
 
     mix_every: PositiveInt = Field(
         50, description="Steps between two measurements of the sources' losses."
@@ -57,7 +57,9 @@ class OnlineSettings(Section):
     figure="decisions and losses of every layout equal one device's, through resumes",
 )
 class Online:
-    """Mixture whose shares are multiplied by ``exp(rate * (loss - target))`` after each measurement."""
+    """Mixture of data sources whose shares follow losses on held-out rows. After each measurement a source's share is
+    multiplied by ``exp(rate * (loss - target))``.
+    """
 
     measures: ClassVar = "held-out"
     foreseen: ClassVar = False
@@ -95,18 +97,24 @@ class Online:
         self.decided: list[list[float]] = self.state.setdefault("shares", [first])
 
     def bound(self, state: dict[str, Any]) -> Online:
-        """Return the mixture with its decisions in ``state``, which a checkpoint keeps."""
+        """Return this mixture with the decisions in ``state``. A checkpoint keeps ``state``, which later calls change
+        in place.
+        """
         return Online(self.about, state)
 
     def knows(self, first: int, last: int) -> bool:
-        """Return whether the shares of the samples up to ``last`` are decided."""
+        """Return whether the shares of the sources have been decided for all samples up to number ``last``. ``first``
+        is not used.
+        """
         return self._block(last) < len(self.decided)
 
     def _block(self, sample: int) -> int:
         return max(0, sample - self.about["start"]) // int(self.about["block"])
 
     def decide(self, position: int, losses: Sequence[float | None]) -> None:
-        """Decide the shares of the next block by the mean loss of each source; None is a loss that is not known."""
+        """Decide the shares of the sources in the next block of samples. ``losses``: mean loss of each source; None for
+        a loss that is not known.
+        """
         excess = [
             0.0 if loss is None else max(0.0, loss - target)
             for loss, target in zip(losses, self.about["targets"], strict=True)
@@ -122,7 +130,9 @@ class Online:
         )
 
     def recall(self, position: int, shares: Sequence[float]) -> None:
-        """Add what was decided before the step that starts at sample ``position``, unless it is known already."""
+        """Add the ``shares`` that were decided for the block of sample number ``position``, unless they are known
+        already.
+        """
         if self._block(position) == len(self.decided):
             self.decided.append([*shares])
 

@@ -14,7 +14,7 @@ from weft.section import Section
 
 
 class TemperatureSettings(Section):
-    """Settings of a temperature."""
+    """Settings of a mixture of data sources by size: the temperature, and how it falls during the run."""
 
     mix_temperature: PositiveFloat = Field(
         5.0,
@@ -53,7 +53,9 @@ class TemperatureSettings(Section):
     "equal one device's, through resumes",
 )
 class Temperature:
-    """Mixture whose shares are ``weight * n^(1/T)`` of the numbers of tokens ``n``, with a temperature T that falls."""
+    """Mixture of data sources by size: a source of ``n`` tokens has a share proportional to ``weight * n^(1/T)``. The
+    temperature ``T`` may fall during the run.
+    """
 
     @classmethod
     def describe(cls, data: Any, facts: MixFacts) -> dict[str, Any]:
@@ -81,7 +83,7 @@ class Temperature:
         self.temperatures, self.samples = about["temperatures"], about["samples"]
 
     def temperature(self, sample: float) -> float:
-        """Return the temperature at global sample number ``sample``."""
+        """Return the temperature ``T`` at the sample number ``sample`` of the run."""
         (first, last), (begin, end) = self.temperatures, self.samples
         cooled = (sample - begin) / (end - begin) if end > begin else 0.0
         return float(first + (last - first) * min(1.0, max(0.0, cooled)))

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 
 class InBfloat16:
-    """Stores AdamW's moments in bfloat16 with stochastic rounding, so that small changes are not lost.
-
-    The random bits are a function of parameter, element, update and moment, so that every layout rounds alike.
+    """Stores AdamW's moments in bfloat16 with stochastic rounding, so that small changes are not lost. The random bits
+    are a function of parameter, element, update and moment: every layout rounds alike.
     """
 
     def slots(self, held: Held) -> dict[str, Part]:

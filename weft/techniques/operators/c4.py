@@ -41,7 +41,9 @@ class C4Settings(Section):
     figure="decisions of datatrove's filter on 240 pages",
 )
 class C4:
-    """Drops documents with few sentences, filler text or brackets (Raffel et al. 2020, JMLR 21), after ``c4-lines``."""
+    """Drops documents with few sentences, filler text or curly brackets (Raffel et al. 2020, JMLR 21). It runs after
+    the operator ``c4-lines``.
+    """
 
     late: ClassVar = ("least_sentences", "drop_filler", "drop_brackets")
 

@@ -17,7 +17,7 @@ from weft.section import Section
 
 
 class ClassifierSettings(Section):
-    """Settings of the filter by a classifier."""
+    """Settings of the filter of documents by a trained classifier."""
 
     model: str = Field(description="File of a classifier, from weft data classify.")
     least: float = Field(
@@ -44,7 +44,9 @@ class ClassifierSettings(Section):
     figure="AUC at least 0.95 on packages of the standard library that it was not trained on, against spoilt copies",
 )
 class Classifier:
-    """Drops documents that are less like the positive than like the negative examples of a trained classifier."""
+    """Drops documents that a trained classifier finds too unlike its positive examples. A column has the classifier's
+    probability.
+    """
 
     late = ("least",)
 

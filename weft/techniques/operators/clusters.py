@@ -23,7 +23,7 @@ _FEWEST = 10
 
 
 class ClustersSettings(SelectionSettings):
-    """Settings of the pruning by density."""
+    """Settings of the operator that prunes dense clusters of documents."""
 
     embedding: str = Field(
         "", description="Column of vectors. Left out: hashed n-grams of the text."
@@ -89,7 +89,7 @@ class Clusters:
         self._said: list[str] = []
 
     def notes(self) -> list[str]:
-        """Return how much of each cluster the last decision has kept."""
+        """Return lines that say how much of each cluster the last decision kept."""
         return self._said
 
     def summarize(self, documents: Documents) -> dict[str, np.ndarray]:

@@ -19,7 +19,9 @@ from weft.registry import register
     figure="texts without what is marked, and all else of them",
 )
 class CutRepeated:
-    """Cuts the paragraphs that the operator ``paragraphs`` has marked out of texts; a text may be empty afterwards."""
+    """Cuts the paragraphs that the operator ``paragraphs`` has marked out of the documents' texts. A text may be empty
+    afterwards.
+    """
 
     def __init__(self, step: DataStep) -> None:
         del step

@@ -17,7 +17,7 @@ from weft.section import Section
 
 
 class DatatroveSettings(Section):
-    """Settings of a step of datatrove's."""
+    """Settings of a step of the library datatrove: its class and arguments."""
 
     block: str = Field(
         description="Class of the step, such as 'datatrove.pipeline.filters.GopherQualityFilter'."
@@ -43,7 +43,9 @@ class DatatroveSettings(Section):
     proof="tests/curation/test_datatrove.py",
 )
 def datatrove_step(step: DataStep) -> DatatroveFilter | DatatroveMapper:
-    """Return the operator of a step of datatrove's: a filter, or a mapper for any other step on single documents."""
+    """Return the operator that runs a step of the library datatrove: a filter, or a mapper for any other step that
+    works on single documents. ``step``: the step in the recipe of data.
+    """
     settings = step.own(DatatroveSettings)
     block = _built(settings)
     from datatrove.pipeline.filters.base_filter import BaseFilter
@@ -77,9 +79,8 @@ def _fingerprint() -> str:
 
 
 class DatatroveFilter:
-    """Drops the documents that a filter of datatrove's drops, for its reasons.
-
-    What the filter adds to the documents' metadata becomes columns.
+    """Drops the documents that a filter of the library datatrove drops, and gives its reasons. Metadata that the filter
+    adds to documents become columns.
     """
 
     late: ClassVar = ()
@@ -118,7 +119,7 @@ class DatatroveFilter:
 
 
 class DatatroveMapper:
-    """Changes documents by a step of datatrove's, each by itself."""
+    """Changes documents, each by itself, by a step of the library datatrove."""
 
     def __init__(self, block: Any, settings: DatatroveSettings) -> None:
         self.block, self.settings = block, settings

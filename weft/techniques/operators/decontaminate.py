@@ -23,7 +23,7 @@ from weft.section import Section
 
 
 class DecontaminateSettings(Section):
-    """Settings of decontamination."""
+    """Settings of the operator that removes texts of evaluation sets from training data."""
 
     sets: Sequence[str] = Field(
         min_length=1,
@@ -89,7 +89,7 @@ class Decontaminate:
         return files_digest(self.settings.sets)
 
     def notes(self) -> list[str]:
-        """Return a line for every set of which texts are too short to be looked for."""
+        """Return a line for each evaluation set that has texts too short to be searched for."""
         ours = self.settings
         least = min(ours.least_words, ours.ngram)
         return [

@@ -48,7 +48,7 @@ COMPARED: dict[str, Callable[[str], bytes]] = {
 
 
 class ExactSettings(SurvivorSettings):
-    """Settings of exact duplicates."""
+    """Settings of the removal of exact duplicates: which document of equal ones is kept."""
 
     normalize: Literal["text", "spaces", "words"] = Field(
         "spaces",
@@ -68,7 +68,9 @@ class ExactSettings(SurvivorSettings):
     figure="equal texts are always duplicates; the same result in any shards and order",
 )
 class Exact:
-    """Drops documents whose normalised text equals that of another one, by a hash of 128 bits."""
+    """Drops documents whose normalised text equals that of another document. Texts are compared by a hash of
+    128 bits.
+    """
 
     late: ClassVar = ()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PairSettings(Section):
-    """Settings of pairs of real and rephrased documents."""
+    """Settings of the pairs of real and rephrased documents."""
 
     ratio: float = Field(
         1.0,
@@ -42,9 +42,8 @@ class PairSettings(Section):
     proof="tests/curation/test_pairing.py",
 )
 class Pair:
-    """Keeps real documents with those that were made from them, at an exact ratio.
-
-    The column "part" says which is which: "real" or "synthetic".
+    """Keeps real documents together with the documents that were made from them, at an exact ratio. The column ``part``
+    says which kind a document is: "real" or "synthetic".
     """
 
     late: ClassVar = ("ratio", "seed")

@@ -25,7 +25,7 @@ from weft.registry import register
 
 
 class ParagraphsSettings(SurvivorSettings):
-    """Settings of repeated paragraphs."""
+    """Settings of the search for paragraphs that several documents have."""
 
     unit: Literal["paragraph", "line"] = Field(
         "paragraph",
@@ -61,11 +61,11 @@ class ParagraphsSettings(SurvivorSettings):
     figure="one document keeps each paragraph, as a search without hashes says",
 )
 class Paragraphs:
-    """Marks paragraphs that other documents have, too, and drops documents that consist mostly of them.
-
-    One document keeps the paragraph: the longest, the first by id, or the best. Of the others the column
-    ``repeated_spans`` has start and end of each such paragraph, which the operator ``cut-repeated`` cuts out, and
-    ``repeated_share`` their share of the characters. Paragraphs are compared by hashes of 64 bits of their words.
+    """Marks paragraphs that other documents have, too, and drops documents that consist mostly of them. One document
+    keeps such a paragraph: the longest document, the first by id, or the best. For all others the column
+    ``repeated_spans`` lists start and end of each repeated paragraph, and ``repeated_share`` says their share of the
+    characters. The operator ``cut-repeated`` cuts them out. Paragraphs are compared by hashes of 64 bits of their
+    words.
     """
 
     late: ClassVar = ("least_documents", "most_share")

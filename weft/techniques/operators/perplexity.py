@@ -15,7 +15,7 @@ from weft.section import Section
 
 
 class PerplexitySettings(Section):
-    """Settings of the filter by a model's loss."""
+    """Settings of the filter of documents by the loss of a language model."""
 
     model: str = Field(
         description="A run, a checkpoint, a folder of Hugging Face, a GGUF file or an id of the hub."
@@ -60,10 +60,10 @@ class PerplexitySettings(Section):
     figure="the model's own loss to 1e-6, the same for a document alone",
 )
 class Perplexity:
-    """Drops documents that surprise a model too little or too much (Wenzek et al. 2020; Marion et al. 2023).
-
-    Columns: the loss in nats per token, and the number of tokens, under the same name with "_tokens". Documents of
-    fewer than two tokens have no loss; they are dropped if there is a limit.
+    """Drops documents that surprise a language model too little or too much (Wenzek et al. 2020; Marion et al. 2023).
+    The setting ``column`` names a column with the loss in nats per token; a second column, with "_tokens" behind the
+    name, has the number of tokens. Documents of fewer than two tokens have no loss; they are dropped if there is a
+    limit.
     """
 
     late = ("least", "most")

@@ -29,7 +29,7 @@ from weft.registry import register
 
 
 class PruneSettings(SelectionSettings):
-    """Settings of the pruning by difficulty."""
+    """Settings of the operator that selects labelled examples by difficulty."""
 
     metric: Literal["el2n", "forgetting", "prototypes"] = Field(
         "el2n",
@@ -114,7 +114,9 @@ class Prune:
         self._said: list[str] = []
 
     def notes(self) -> list[str]:
-        """Return what each class keeps, the accuracies compared, and warnings, of the last decision."""
+        """Return lines about the last decision: how much of each class it kept, the accuracies that were compared, and
+        warnings.
+        """
         return self._said
 
     def summarize(self, documents: Documents) -> dict[str, np.ndarray]:

@@ -28,7 +28,7 @@ COPY = "copy"
 
 
 class RephraseSettings(Section):
-    """Settings of rephrased documents."""
+    """Settings of the operator that rephrases documents with a language model."""
 
     model: str = Field(
         "",
@@ -159,7 +159,7 @@ class Rephrase:
         return result.documents
 
     def missing(self) -> list[MissingDocument]:
-        """Return what could not be written since the last call."""
+        """Return the documents that could not be written since the last call, with the reasons."""
         failures, self.failures = self.failures, []
         return [
             MissingDocument(each.id, f"{each.style}: {each.reason}")
@@ -168,7 +168,7 @@ class Rephrase:
 
     @cached_property
     def plan(self) -> RephrasePlan:
-        """What is written from every document."""
+        """What is to be written from every document: prompts, sampling, and lengths of passages."""
         from weft.curation.rephrasing import RephrasePlan
 
         of = self.settings
@@ -177,7 +177,7 @@ class Rephrase:
 
     @cached_property
     def store(self) -> TextStore:
-        """Where written texts are kept."""
+        """Store on disk in which texts that were written are kept, so that they are not written again."""
         from weft.curation.text_store import TextStore
 
         chosen = self.settings.cache
@@ -185,7 +185,7 @@ class Rephrase:
 
     @cached_property
     def generator(self) -> TextGenerator:
-        """What writes the texts."""
+        """Object that writes the texts: a model in this process, a server, or one that copies documents."""
         of = self.settings
         if of.model == COPY:
             return CopyGenerator()

@@ -14,7 +14,7 @@ from weft.section import Section
 
 
 class WordsSettings(Section):
-    """Settings of the limits on words."""
+    """Settings of the limits on the number of words of a document."""
 
     least: int = Field(50, ge=0, description="Fewest words of a document that is kept.")
     most: int = Field(
@@ -24,7 +24,7 @@ class WordsSettings(Section):
 
 @register("operator", "words", settings=WordsSettings, title="Limits on words")
 class Words:
-    """Drops documents with too few or too many words. A word is what stands between two white spaces."""
+    """Drops documents with too few or too many words. A word is a string between white spaces."""
 
     late: ClassVar = ("least", "most")
 

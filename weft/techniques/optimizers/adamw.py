@@ -60,10 +60,9 @@ class AdamW(UpdateRule):
         lr: float,
         decay: float,
     ) -> None:
-        """Apply AdamW once in place to the shards of parameters ``held``, with their gradients ``grads``.
-
-        ``averages``, ``squares``: the parameters' first and second moments, changed in place. ``lr``: learning rate;
-        ``decay``: decoupled weight decay, which is multiplied by ``lr``.
+        """Apply AdamW once in place to the shards of parameters ``held``, with their gradients ``grads``. ``averages``,
+        ``squares``: the parameters' first and second moments, changed in place. ``lr``: learning rate; ``decay``:
+        decoupled weight decay, which is multiplied by ``lr``. All sequences have one entry for each parameter.
         """
         from torch.optim.adamw import adamw
 

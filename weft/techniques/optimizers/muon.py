@@ -50,10 +50,9 @@ class MuonSettings(Section):
     figure="4.5 bytes per parameter, loss 2.182 (AdamW 2.292) (`bench/optimizers.py`)",
 )
 class Muon(UpdateRule):
-    """Updates each matrix by its momentum, made orthogonal.
-
-    In a stack of matrices (experts) each matrix is treated by itself. Every rank gathers the whole matrix, computes its
-    update and takes its own shard, so that the result is exact.
+    """Updates each matrix by its momentum, made orthogonal: with all singular values near one. In a stack of matrices
+    (experts) each matrix is treated by itself. Every rank gathers the whole matrix, computes its update and takes its
+    own shard, so that the result is exact.
     """
 
     for_matrices = True
@@ -99,7 +98,9 @@ class Muon(UpdateRule):
 
 
 def orthogonal(x: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with the singular vectors of ``x`` ``[m, n]`` and with all singular values near one."""
+    """Return a matrix ``[m, n]`` with the singular vectors of ``x`` ``[m, n]`` and with all singular values near one,
+    by Newton-Schulz iterations.
+    """
     import torch
 
     y = x.mT if x.size(0) > x.size(1) else x

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @register("phases", "corrected-gradients")
 class CorrectedGradientsTechnique(StepTechnique):
-    """Adds the correction of the present work order to every summed gradient of a client."""
+    """Adds the correction that the server sent with the present round's work to each summed gradient of a client."""
 
     fills = Phase.AGREE
     does = "federated.policy = {0.federated.policy!r} corrects a client's gradients"

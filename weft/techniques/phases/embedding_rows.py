@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def moves_all_rows(optimizer: Optimizer) -> bool:
-    """Return whether an update also changes rows of the table that have no gradient."""
+    """Return whether an update with ``optimizer`` also changes rows of the embedding table that have no gradient, for
+    example by weight decay.
+    """
     decay = optimizer.weight_decay
     for group in optimizer.groups:
         if fnmatchcase("embedding.table", group.match):
@@ -81,9 +83,8 @@ def moves_all_rows(optimizer: Optimizer) -> bool:
     figure="equal to one device to 1e-10; bytes are unique rows x width, counted; by the host, not by a GPU",
 )
 class EmbeddingRowsTechnique(StepTechnique):
-    """Brings and updates the rows of the table of embeddings that a batch's tokens name.
-
-    It fills no phase: the table is a unit of its own kind (:mod:`weft.parallel.row_lookup`).
+    """Loads only those rows of the embedding table that a batch's tokens name, and updates only these. It fills no
+    phase of the step: the table is a unit of its own kind (:mod:`weft.parallel.row_lookup`).
     """
 
     fills = Phase(0)

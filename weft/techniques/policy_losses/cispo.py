@@ -15,9 +15,8 @@ from weft.registry import register
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def cispo() -> dict[str, Any]:
-    """Return the settings of CISPO.
-
-    The ratio, at most 5, is a weight of the log-probability without a gradient of its own.
+    """Return the settings of the policy loss CISPO. The probability ratio, at most 5, is a weight of the
+    log-probability, and has no gradient of its own.
     """
     return {
         "normaliser": "tokens",

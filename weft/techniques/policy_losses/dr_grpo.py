@@ -18,5 +18,7 @@ from weft.registry import register
     ),
 )
 def dr_grpo() -> dict[str, Any]:
-    """Return the settings of Dr. GRPO: sums are divided by a constant, and advantages by nothing."""
+    """Return the settings of the policy loss Dr. GRPO: an answer's sum over tokens is divided by a constant instead of
+    its length, and advantages are not divided by their standard deviation.
+    """
     return {"normaliser": "constant", "advantage": "none"}

@@ -42,12 +42,12 @@ CONTENTION = 0.5
     ),
 )
 class CostQuota(QuotaController):
-    """Chooses the quota by a cost model of both phases.
-
-    While the cache has room, prompts get as much as they can without making a step of the texts longer than ``slack``
-    times its best. When the cache is nearly full, it is the other way round. The quota is searched in small steps from
-    the present one, and changed only by a tenth or more (hysteresis). The costs of compute and of reading memory are
-    fitted to the passes so far. Short prompts are read first; a prompt counts as shorter the longer it waits.
+    """Chooses the share of the device for prompts (the quota) by a cost model of both phases, reading prompts and
+    writing texts. While the cache has room, prompts get as much as possible without making a step of the texts longer
+    than ``slack`` times its best. When the cache is nearly full, texts get as much as possible under the same condition
+    for prompts. The quota is searched in small steps from the present one, and changed only by a tenth or more
+    (hysteresis). The costs of compute and of reading memory are fitted to the passes so far. Short prompts are read
+    first; waiting makes a prompt count as shorter.
     """
 
     example: ClassVar[str] = "nexus:1.6"
@@ -121,8 +121,9 @@ class CostQuota(QuotaController):
 
 
 def fitted_costs(passes: list[PassTime], rounds: int = 200) -> PhaseCosts:
-    """Return the costs that fit the ``passes`` best, in relative terms: of a token and of a product of query and key in
-    compute, of a pass and of a key in memory. None is negative.
+    """Return the cost model that fits the times of ``passes`` best, by relative errors. It has four costs, none
+    negative: of a token and of a product of query and key in compute, and of a pass and of a key in memory traffic.
+    ``rounds``: number of iterations of the fit.
     """
     saturation = PhaseCosts((), ()).saturation
     rows, squares = [], [[0.0] * 4 for _ in range(4)]

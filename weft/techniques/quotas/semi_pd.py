@@ -38,14 +38,13 @@ CLEAR, LOST = 0.05, 4.0
     ),
 )
 class LimitsQuota(QuotaController):
-    """Chooses the quota by limits of latency: ``first`` seconds to a request's first token, ``later`` seconds to each
-    further token.
-
-    A window lasts an eighth of the time that a first token may take. At its end, the first-token time of nine in ten
-    requests and the mean inter-token time are divided by what is aimed at. A request that still waits counts as if it
-    got its token now. Latencies are taken to be inverse to the share of their phase, so that the quota at which both
-    ratios would be equal can be computed. While first tokens are within their limit itself, further tokens keep theirs.
-    The quota goes half of the way there. If both ratios are below nine tenths, it stays.
+    """Chooses the share of the device for prompts (the quota) by limits of latency: ``first`` seconds to a request's
+    first token, ``later`` seconds to each further token. A window lasts an eighth of the limit ``first``. At its end
+    two ratios are computed: the first-token time that nine in ten requests do not exceed, and the mean time between
+    tokens, each divided by its limit. A request that still waits counts as if it got its token now. Latency is assumed
+    to be inverse to the share of its phase, which gives the quota at which both ratios would be equal. If first tokens
+    meet their limit, the texts get at least the share with which further tokens just meet theirs. The quota moves half
+    of the way there. If both ratios are below nine tenths, it stays.
     """
 
     example: ClassVar[str] = "semi-pd:1,0.1"
@@ -95,12 +94,12 @@ class LimitsQuota(QuotaController):
 
 
 def high(latencies: Sequence[float]) -> float:
-    """Return the latency that nine in ten of ``latencies`` do not exceed, or 0 if there are none."""
+    """Return the latency that nine in ten of ``latencies`` do not exceed, in seconds; 0 if there are none."""
     ordered = sorted(latencies)
     last = len(ordered) - 1
     return ordered[min(last, int(RANK * len(ordered)))] if ordered else 0.0
 
 
 def pressure(latency: float, limit: float) -> float:
-    """Return the ratio of ``latency`` and ``limit``, from :data:`CLEAR` to :data:`LOST`."""
+    """Return ``latency / limit``, not less than :data:`CLEAR` and not more than :data:`LOST`."""
     return min(LOST, max(CLEAR, latency / limit))

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 @register("remote", "bucket")
 @dataclass(frozen=True)
 class BucketFolder:
-    """Objects whose keys begin with a prefix; ``address``: s3://bucket/prefix."""
+    """The objects of a bucket whose keys begin with a prefix, as a source of data files. ``address``:
+    s3://bucket/prefix.
+    """
 
     address: str
 
@@ -30,7 +32,9 @@ class BucketFolder:
         return S3Storage(place.bucket, place.path)
 
     def list_files(self, name: str) -> list[RemoteFile]:
-        """Return all objects below the prefix."""
+        """Return all objects below the prefix, whatever ``name`` is. Raises :class:`RemoteProblem` if they cannot be
+        listed.
+        """
         from weft.checkpoint.storage import StorageError
 
         try:

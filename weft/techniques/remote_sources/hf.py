@@ -30,7 +30,9 @@ class _HubPlace(NamedTuple):
 @register("remote", "hf")
 @dataclass(frozen=True)
 class HubFolder:
-    """Files of a data set on the hub below the ``address`` of a folder in it."""
+    """The files of a data set on the Hugging Face hub, below a folder in it, as a source of data files. ``address``:
+    the folder's address.
+    """
 
     address: str
 

@@ -14,7 +14,7 @@ from weft.registry import register
 @register("remote", "https")
 @dataclass(frozen=True)
 class WebFolder:
-    """Files of a web server below the ``address`` of a folder."""
+    """The files of a web server below a folder, as a source of data files. ``address``: the folder's address."""
 
     address: str
 
@@ -23,7 +23,9 @@ class WebFolder:
         return f"{self.address}/{quote(path, safe='/%+~@:,;=&!$()*')}{mark}{query}"
 
     def list_files(self, name: str) -> list[RemoteFile]:
-        """Return what the server says of the file ``name``."""
+        """Return a list with the one file ``name``, with the size and version that the server states. Raises
+        :class:`RemoteProblem` for a pattern, because a web server lists no files, and if the server does not answer.
+        """
         if not name or any(mark in name.partition("?")[0] for mark in "*["):
             raise RemoteProblem(
                 f"{shown_address(self.address)}/{name}: a web server lists no files; name each of them, as in "

@@ -22,7 +22,9 @@ from weft.saddle.masha import Masha, MashaSettings
     settings=MashaSettings,
 )
 class Masha1(Masha):
-    """Sends differences of operators to what they were at a reference, by compressors that lose nothing on average."""
+    """Sends differences between operators at the present point and at a reference point, by compressors whose
+    expectation is exact. An operator is the gradients of both players.
+    """
 
     @classmethod
     def check(cls, settings: Any) -> None:

@@ -20,6 +20,8 @@ from weft.saddle.masha import Masha, MashaSettings
     settings=MashaSettings,
 )
 class Masha2(Masha):
-    """Sends differences of operators by any compressor, and adds what was lost to the next message, both ways."""
+    """Sends differences of operators (the gradients of both players) by any compressor. What compression loses is added
+    to the next message, in both directions.
+    """
 
     feedback = True

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     ),
 )
 class CompressedExtragradient(Extragradient):
-    """Compresses the operators themselves, which do not vanish at the saddle point, and neither do their errors.
-
-    It is there to be compared with.
+    """Compresses the operators (the gradients of both players) themselves. They do not vanish at the saddle point, so
+    that the errors of compression do not either. It is a baseline for other methods.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class BilinearSettings(Section):
-    """Settings of the game."""
+    """Settings of the bilinear game: its size, and how much devices differ."""
 
     size: PositiveInt = Field(
         20,
@@ -57,9 +57,9 @@ class BilinearSettings(Section):
     settings=BilinearSettings,
 )
 class BilinearGame(SaddleProblem):
-    """``x^T A y + a^T x - b^T y + weight / 2 (x^2 - y^2)``: ``x`` minimises and ``y`` maximises.
-
-    Each device has ``A``, ``a`` and ``b`` of its own, and much in common with the others.
+    """A bilinear game with the objective ``x^T A y + a^T x - b^T y + weight / 2 (|x|^2 - |y|^2)``; ``x`` minimises it
+    and ``y`` maximises it. Each device has ``A``, ``a`` and ``b`` of its own, which have much in common with those of
+    the others.
     """
 
     maximised = frozenset({"y"})
@@ -96,7 +96,9 @@ class BilinearGame(SaddleProblem):
         return x @ (self.matrices[number] @ y) + of_x @ x - of_y @ y + paid
 
     def measures(self, values: Mapping[str, T]) -> dict[str, float]:
-        """Return the distance to the saddle point, as a part of the first one."""
+        """Return ``{"distance": ...}``: the distance of ``values`` to the saddle point, divided by the norm of the
+        saddle point.
+        """
         import torch
 
         z = torch.cat((values["x"], values["y"]))

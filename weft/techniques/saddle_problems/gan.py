@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GanSettings(Section):
-    """Settings of the two networks."""
+    """Settings of the generator and of the critic."""
 
     hidden: PositiveInt = Field(
         32, description="Width of the two hidden layers of each network."
@@ -59,11 +59,10 @@ class GanSettings(Section):
     settings=GanSettings,
 )
 class DigitsGan(SaddleProblem):
-    """A generator makes images of random numbers; a critic tells them from real digits and maximises how well it does.
-
+    """A game of a generator, which makes images from random numbers, and a critic, which tells them from real digits.
     Both are perceptrons with two hidden layers. The objective is the mean of ``log D(image)`` over a device's digits
-    and of ``log (1 - D(G(latent)))``, where ``D`` is the critic's probability that an image is real. Devices have
-    different digits: device ``d`` of ``n`` has every ``n``-th, from the ``d``-th on.
+    and of ``log (1 - D(G(latent)))``, where ``D`` is the critic's probability that an image is real. The critic
+    maximises it, the generator minimises it. Device ``d`` of ``n`` has every ``n``-th digit, from the ``d``-th on.
     """
 
     def __init__(
@@ -123,7 +122,9 @@ class DigitsGan(SaddleProblem):
     def generated(
         self, values: Mapping[str, T], count: int, random: torch.Generator
     ) -> T:
-        """Return ``count`` images ``[count, 64]`` of the generator, from -1 to 1."""
+        """Return ``count`` images ``[count, 64]`` that the generator with the weights ``values`` makes, pixels from -1
+        to 1. ``random``: source of the random numbers.
+        """
         import torch
 
         latents = torch.randn(
@@ -174,7 +175,7 @@ class DigitsGan(SaddleProblem):
         }
 
     def write_results(self, values: Mapping[str, T], folder: Path) -> None:
-        """Write 50 generated digits as ``samples.png``."""
+        """Write 50 digits that the generator with the weights ``values`` makes to ``samples.png`` in ``folder``."""
         import torch
 
         from weft.diffusion.image_files import image_grid, png_bytes

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @register("samples", "federated")
 def federated_samples(recipe: Recipe) -> Job:
-    """Check ``recipe``, which has the section ``[federated]``, and open its job."""
+    """Check ``recipe``, which has a section ``[federated]``, and return the job that trains on its samples."""
     if federation_of(recipe).join:
         from weft.federated.client_job import prepare_client
 

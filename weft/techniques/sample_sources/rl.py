@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     figure="loss, gradients and parameters of dp=2,cp=2 equal to 1e-10 in float64",
 )
 def written_answers(recipe: Recipe) -> Job:
-    """Check ``recipe``, which has the section ``[rl]``, and open its tasks."""
+    """Check ``recipe``, which has a section ``[rl]``, and return the job that trains on answers to its tasks."""
     from weft.rl.rl_setup import prepare_rl
 
     return prepare_rl(recipe)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @register("samples", "stream")
 def simulated_samples(recipe: Recipe) -> Job:
-    """Check ``recipe``, which has the section ``[stream]``, and open its job."""
+    """Check ``recipe``, which has a section ``[stream]``, and return the job that trains on its simulated samples."""
     from weft.streams.stream_job import prepare_stream
 
     return prepare_stream(recipe)

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 def dpm_solver(
     process: NoiseProcess, times: tuple[float, ...], x: torch.Tensor
 ) -> Solving:
-    """Extrapolate the image from the last two predictions, in the logarithm of the signal-to-noise ratio.
-
-    The first step and the last, whose end has no noise, are of the first order. The arguments are those of
-    :class:`weft.diffusion.solver.Solver`.
+    """Sample an image with the second-order solver DPM-Solver++: extrapolate the predicted image from the last two
+    predictions, in the logarithm of the signal-to-noise ratio. The first and the last step, which ends without noise,
+    are of the first order. The arguments are those of :class:`weft.diffusion.solver.Solver`.
     """
     import math
 

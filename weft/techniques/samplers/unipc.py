@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     figure="images equal to those of diffusers' scheduler to 1e-5 of the largest value",
 )
 def unipc(process: NoiseProcess, times: tuple[float, ...], x: torch.Tensor) -> Solving:
-    """Predict the next state, and correct it with the prediction that is made there for the next step.
-
-    Order two with B(h) = exp(h) - 1 on predicted images; the first step and the last are of the first order. The
-    arguments are those of :class:`weft.diffusion.solver.Solver`.
+    """Sample an image with UniPC of order two: predict the next state, and correct it with the prediction that the
+    model makes there for the next step. ``B(h) = exp(h) - 1`` on predicted images; the first and the last step are of
+    the first order. The arguments are those of :class:`weft.diffusion.solver.Solver`.
     """
     from weft.diffusion.solver import Query, amounts_at, predicted_image
 
@@ -48,9 +47,9 @@ def unipc(process: NoiseProcess, times: tuple[float, ...], x: torch.Tensor) -> S
 def stepped(
     x: torch.Tensor, at: list[AmountsAt], images: list[torch.Tensor], order: int
 ) -> torch.Tensor:
-    """Return the predictor's state at the last of ``at``, from ``x`` at the one before it.
-
-    ``images``: the predicted images so far, that of ``x`` last.
+    """Return the predictor's next state. ``x``: the state before it. ``at``: amounts of image and noise at the times so
+    far, the last two those of ``x`` and of the result. ``images``: the images that the model has predicted so far, the
+    last one from ``x``. ``order``: order of the step.
     """
     import math
 
@@ -68,9 +67,10 @@ def corrected(
     x: torch.Tensor, at: list[AmountsAt], images: list[torch.Tensor], image: torch.Tensor,
     order: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the corrected state at the last of ``at``, from ``x`` at the one before it.
-
-    ``images``: the predicted images, that of ``x`` last; ``image``: the one predicted at the end of the step.
+    """Return the corrected next state. ``x``: the state before it. ``at``: amounts of image and noise at the times so
+    far, the last two those of ``x`` and of the result. ``images``: the images that the model has predicted so far, the
+    last one from ``x``. ``image``: the image that the model predicts at the end of the step. ``order``: order of the
+    step.
     """
     import math
 

@@ -49,10 +49,9 @@ class DistrifusionSettings(Section):
     ),
 )
 class Distrifusion(SamplingScheme):
-    """Lets a band of the image attend to its own fresh keys and to all other bands' keys of the previous step.
-
-    These keys leave when they are made, and are needed one step later, so that transfers run beside the computation.
-    The first steps are synchronous. Each rank has the whole model.
+    """Cuts the image into bands, one per rank, and lets a band attend to its own fresh keys and to all other bands'
+    keys of the previous step. Old keys can travel while the next step is computed. The first steps are synchronous:
+    they wait for fresh keys of all bands. Each rank has the whole model.
     """
 
     settings: DistrifusionSettings

@@ -52,10 +52,9 @@ class PcppSettings(Section):
     ),
 )
 class Pcpp(SamplingScheme):
-    """Lets a band attend to itself and to a part of its two neighbours, whose keys are one step old.
-
-    Less travels than in DistriFusion, and only between neighbours. What a band does not see is missing for good: unlike
-    the error of old keys, this error does not become smaller with more steps.
+    """Cuts the image into bands, one per rank, and lets a band attend to itself and to a part of its two neighbours,
+    whose keys are one step old. Less travels than in DistriFusion, and only between neighbours. The parts that a band
+    does not see cause an error that more steps do not make smaller, unlike the error of old keys.
     """
 
     settings: PcppSettings

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     figure="one gather per chunk and direction",
 )
 class BreadthFirst(ScheduleBuilder):
-    """Runs all microbatches through one chunk of layers before any enters the next chunk."""
+    """Runs all microbatches through a rank's first stage before any of them enters its next stage (breadth first)."""
 
     about = "GPipe over v chunks per rank"
     paper = "2211.05953"

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     figure="within 0.0014 of the published bubbles, four of six below",
 )
 class ZeroBubble1P(ScheduleBuilder):
-    """Fills waits with weight gradients, by an order that is computed from the given times of the passes.
-
-    A rank holds the activations of at most ``ranks`` microbatches, as in 1F1B.
+    """Fills a rank's idle times with the computation of weight gradients, in an order that is computed from the given
+    times of the passes. A rank holds the activations of at most ``ranks`` microbatches, as in 1F1B.
     """
 
     about = "list-scheduled by the times, peak P"

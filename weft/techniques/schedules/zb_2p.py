@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     figure="within 0.0014 of the published bubbles, four of six below",
 )
 class ZeroBubble2P(ScheduleBuilder):
-    """Fills waits with weight gradients, by an order that is computed from the given times of the passes.
-
-    It needs twice the activation memory of 1F1B, and leaves almost no bubble.
+    """Fills a rank's idle times with the computation of weight gradients, in an order that is computed from the given
+    times of the passes. It needs twice the activation memory of 1F1B, and leaves almost no bubble.
     """
 
     about = "the same in the memory of 2P"

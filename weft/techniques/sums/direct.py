@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     ),
 )
 class DirectSum(AllReduce):
-    """Adds up after one delay of a link.
-
-    Every rank sends and receives ``ranks - 1`` times the bytes.
+    """All-reduce in which every rank sends its values to all others at once. It takes one delay of a link. With tensors
+    of ``b`` bytes every rank sends and receives ``(ranks - 1) b`` bytes.
     """
 
     def add(self, x: torch.Tensor, links: RankLinks) -> torch.Tensor:

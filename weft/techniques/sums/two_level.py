@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     figure="messages and bytes as the formula",
 )
 class TwoLevelSum(AllReduce):
-    """Adds up after one delay of the links between hosts, and two of those within.
-
-    The first rank of each host sends the host's sum to those of all other hosts: ``hosts - 1`` times the bytes leave a
-    host, however many ranks it has.
+    """All-reduce within each host, then between the first ranks of the hosts. It takes one delay of the links between
+    hosts, and two delays of the links within. With tensors of ``b`` bytes ``(hosts - 1) b`` bytes leave a host, however
+    many ranks it has.
     """
 
     def fits(self, links: RankLinks) -> bool:

@@ -13,7 +13,7 @@ from weft.section import Section
 
 
 class AdditionSettings(Section):
-    """Settings of sums."""
+    """Settings of the task of adding two numbers."""
 
     digits: int = Field(
         2, ge=1, le=18, description="Most digits of each of the two numbers."

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CalculatorSettings(Section):
-    """Settings of questions with a calculator."""
+    """Settings of the task of using a calculator."""
 
     digits: int = Field(
         3, ge=1, le=9, description="Most digits of each number of a question."

@@ -23,7 +23,7 @@ LONGEST = 50_000
 
 
 class CodeSettings(Section):
-    """Settings of answers that are Python code."""
+    """Settings of the task of writing Python code that passes tests."""
 
     run_seconds: PositiveFloat = Field(
         3.0,
@@ -46,12 +46,11 @@ class CodeSettings(Section):
 
 @register("task", "code", settings=CodeSettings, title="Python code judged by asserts")
 class CodeTask(PromptTask):
-    """Asks the prompts of a file for Python code, and rewards code whose tests pass.
-
-    A record has ``tests`` (or ``test_list``), a list of asserts, and perhaps ``setup`` (or ``test_setup_code``), code
-    that runs before them. The code is the last block in backticks of the answer, or all of it. It runs in a process
-    without network, files to write and rights (:mod:`weft.rl.sandbox_process`). Code that wants to can still deceive
-    its own tests, for example by objects that are equal to everything.
+    """Asks the prompts of a file for Python code, and rewards code that passes its tests. A record has ``tests`` (or
+    ``test_list``), a list of asserts, and perhaps ``setup`` (or ``test_setup_code``), code that runs before them. The
+    code is the last block in backticks of the answer, or the whole answer if there is none. It runs in a process
+    without network, without files to write and without privileges (:mod:`weft.rl.sandbox_process`). Code can still
+    deceive its own tests on purpose, for example by objects that are equal to everything.
     """
 
     _sandbox: CodeSandbox | None = None

@@ -17,7 +17,7 @@ from weft.section import Section
 
 
 class CombinedSettings(Section):
-    """Settings of several rewards of one answer."""
+    """Settings of a task that combines several rewards of one answer."""
 
     parts: tuple[dict[str, Any], ...] = Field(
         (),

@@ -16,7 +16,7 @@ from weft.section import Section
 
 
 class CountdownSettings(Section):
-    """Settings of the game of numbers."""
+    """Settings of the task of making a number of others."""
 
     numbers: int = Field(
         3, ge=2, le=6, description="How many numbers each question gives."
@@ -28,10 +28,9 @@ class CountdownSettings(Section):
 
 @register("task", "countdown", settings=CountdownSettings, title="Countdown")
 class Countdown(RewardTask):
-    """Asks to make a number of others, "3 5 7 -> 22:", and rewards an expression such as "3*5+7" by 1.
-
-    Each given number is to be used exactly once. Every question has a solution. Answers are parsed into a tree whose
-    nodes are checked, and never evaluated by Python. Level n of difficulty gives n + 2 numbers.
+    """Asks for an arithmetic expression that makes a number of given ones, "3 5 7 -> 22:", and rewards a right one such
+    as "3*5+7" by 1. Each given number is to be used exactly once. Every question has a solution. Answers are parsed
+    into a tree whose nodes are checked, and never evaluated by Python. Level n of difficulty gives n + 2 numbers.
     """
 
     @property

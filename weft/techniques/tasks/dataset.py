@@ -14,7 +14,7 @@ from weft.section import Section
 
 
 class DatasetSettings(Section):
-    """Settings of prompts with right answers."""
+    """Settings of the task of giving the right answers to prompts of a file."""
 
     scorer: Literal["exact", "contains", "number", "regex"] = Field(
         "exact",

@@ -19,7 +19,7 @@ LONGEST = 100_000
 
 
 class JsonSchemaSettings(Section):
-    """Settings of answers that are JSON."""
+    """Settings of the task of answering with JSON of a given schema."""
 
     json_schema: dict[str, Any] = Field(
         {},

@@ -16,7 +16,7 @@ STEP = 8
 
 
 class LengthSettings(Section):
-    """Settings of answers of a given length."""
+    """Settings of the task of writing an answer of a given length."""
 
     longest: int = Field(
         32, ge=2, le=4096, description="Most letters that a question asks for."
@@ -25,8 +25,7 @@ class LengthSettings(Section):
 
 @register("task", "length", settings=LengthSettings, title="Answers of a given length")
 class Length(RewardTask):
-    """Asks for n letters a, "a*5=", and rewards exactly so many, "aaaaa", by 1, and all else by 0.
-
+    """Asks for n letters a, "a*5=", and rewards the answer with exactly n of them, "aaaaa", by 1, and any other by 0.
     Right answers of very different lengths show how a loss weighs short and long ones.
     """
 

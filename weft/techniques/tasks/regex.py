@@ -13,7 +13,7 @@ from weft.section import Section
 
 
 class RegexSettings(Section):
-    """Settings of answers of a given form."""
+    """Settings of the task of answering in the form of a regular expression."""
 
     pattern: str = Field(
         "",

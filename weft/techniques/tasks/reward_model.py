@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RewardModelSettings(Section):
-    """Settings of answers that a reward model scores."""
+    """Settings of the task of answering prompts of a file so that a reward model gives high scores."""
 
     model: str = Field(
         "",

@@ -14,7 +14,7 @@ from weft.section import Section
 
 
 class SortingSettings(Section):
-    """Settings of letters to sort."""
+    """Settings of the task of sorting letters."""
 
     letters: int = Field(
         5, ge=2, le=26, description="How many letters each question gives to sort."

@@ -13,9 +13,9 @@ from weft.registry import register
 
 @register("tracker", "mlflow")
 class MLflow:
-    """Sends a run's records to the experiment ``weft`` of the MLflow server at ``MLFLOW_TRACKING_URI``.
-
-    Without this environment variable the records go to the folder ``mlruns`` in ``run``, the run's folder.
+    """Sends the records of a run (losses and other values by step) to the experiment ``weft`` of the MLflow server at
+    ``MLFLOW_TRACKING_URI``. Without this environment variable the records go to the folder ``mlruns`` in ``run``, the
+    run's folder.
     """
 
     def __init__(self, run: Path) -> None:

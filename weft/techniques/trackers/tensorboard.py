@@ -12,7 +12,9 @@ from weft.registry import register
 
 @register("tracker", "tensorboard")
 class TensorBoard:
-    """Writes a run's records as TensorBoard events into the run's folder, ``run``."""
+    """Writes the records of a run (losses and other values by step) as TensorBoard events into ``run``, the run's
+    folder.
+    """
 
     def __init__(self, run: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -12,9 +12,8 @@ from weft.registry import register
 
 @register("tracker", "wandb")
 class WandB:
-    """Sends a run's records to Weights & Biases, which its environment variables ``WANDB_*`` configure.
-
-    With ``WANDB_MODE=offline`` nothing is sent. ``run``: the run's folder.
+    """Sends the records of a run (losses and other values by step) to Weights & Biases, which its environment variables
+    ``WANDB_*`` configure. With ``WANDB_MODE=offline`` nothing is sent. ``run``: the run's folder.
     """
 
     def __init__(self, run: Path) -> None:

@@ -33,8 +33,9 @@ BYTE = 127
 
 
 class HostTokens(NamedTuple):
-    """Blocks on the host. ``kept``: keys and values, ``[2, blocks, size, kv_heads, width]``; ``scales``: what rounded
-    ones are multiplied with, ``[2, blocks, size, kv_heads, 1]``, or None; ``sums``: as :attr:`WeightSumSelector.sums`.
+    """Keys and values of blocks that have moved to the host's memory. ``kept``: keys and values, ``[2, blocks, size,
+    kv_heads, width]``. ``scales``: factors of rounded keys and values, ``[2, blocks, size, kv_heads, 1]``; None if they
+    are not rounded. ``sums``: as :attr:`WeightSumSelector.sums`.
     """
 
     kept: T
@@ -54,18 +55,18 @@ class _Round(NamedTuple):
 
 
 def rounded(x: T) -> tuple[T, T]:
-    """Round the vectors of ``x`` ``[..., width]`` to 8 bits. Return them and what they are multiplied with, ``[...,
-    1]``.
+    """Round the vectors of ``x`` ``[..., width]`` to 8 bits. Return the rounded values, and the factor of each vector
+    by which they are multiplied to get ``x`` back, ``[..., 1]``.
     """
     scales = x.abs().amax(-1, keepdim=True).float() / BYTE
     return (x.float() / scales.clamp(min=1e-30)).round().to(torch.int8), scales
 
 
 class WeightSumSelector(BlockSelector):
-    """Chooses a ``share`` of the tokens, half of them the last ones and half by the sums of their attention weights.
-
-    All tokens of a block choose by the sums from the blocks before, so that the choice does not depend on the pieces in
-    which a text is computed. ``size``: tokens of a block; ``in_bytes``: whether keys and values are rounded to 8 bits.
+    """Chooses the fraction ``share`` of the tokens: half of these are the last tokens, the others those with the
+    largest running sums of attention weights. All tokens of a block choose by the sums from the blocks before, so that
+    the choice does not depend on the pieces in which a text is computed. ``size``: tokens of a block; ``in_bytes``:
+    whether keys and values are rounded to 8 bits.
     """
 
     def __init__(self, share: float, size: int, in_bytes: bool) -> None:

@@ -10,10 +10,9 @@ NEAR, TOGETHER = 4, 8
 
 
 class HostPhase:
-    """Moves blocks of running texts to the host. ``room``: tokens for which the host has room; None: as many as the
-    cache has.
-
-    A block on the host has a negative number in its text's table: ``-1 - number``, with its number there.
+    """Moves cache blocks of running texts to the host's memory. ``room``: tokens for which the host has room; None: as
+    many as the cache has. The block number ``n`` on the host is listed in its text's table as the negative number ``-1
+    - n``.
     """
 
     def __init__(self, scheduler: TextBlocks, room: int | None) -> None:
@@ -22,8 +21,8 @@ class HostPhase:
         self._used = 0  # numbers that have been given away once
 
     def relieve(self) -> bool:
-        """Move the oldest blocks of the text that has most of them on the device. Return whether a block has become
-        free.
+        """Move the oldest blocks on the device of the text that has most of them there to the host. The scheduler calls
+        this when no block is free. Return whether a block has become free.
         """
         pool = self.scheduler.pool
         text = max(self.scheduler.running, key=self._movable, default=None)

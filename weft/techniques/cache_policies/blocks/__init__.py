@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     figure="keys that are read, counted: the share, at equal tokens however the text is cut",
 )
 class TopBlocks(CachePolicy):
-    """Lets each token see a ``share`` of the blocks of its text: its own block, and those others whose mean key has the
-    largest product with the queries of a key head's group.
-
-    Each key head chooses for itself. All keys stay in memory; fewer of them are read. Texts of a few blocks are read
-    whole (:data:`weft.techniques.cache_policies.blocks.blocks_selector.LEAST`).
+    """Lets each token see the fraction ``share`` of the blocks of its text: its own block, and the blocks whose mean
+    key has the largest product with the token's queries. Each key head chooses for its own group of query heads. All
+    keys stay in memory; fewer of them are read. Texts of a few blocks are read whole
+    (:data:`weft.techniques.cache_policies.blocks.blocks_selector.LEAST`).
     """
 
     example: ClassVar[str] = "blocks:0.25"

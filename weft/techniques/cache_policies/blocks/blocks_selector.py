@@ -53,7 +53,9 @@ class _Plan(NamedTuple):
 
 
 class MeanKeySelector(BlockSelector):
-    """Chooses a ``share`` of the blocks by their mean keys, for each key head. The means are kept beside the cache."""
+    """Chooses for each key head the fraction ``share`` of a text's blocks by their mean keys. The means are kept beside
+    the cache.
+    """
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -61,7 +63,9 @@ class MeanKeySelector(BlockSelector):
         self.means: T | None = None  # [blocks, kv_heads, width]
 
     def kept_blocks(self, blocks: int) -> int:
-        """Return how many of a text's ``blocks`` blocks a token in the last one sees, the last one included."""
+        """Return how many blocks of a text a token in its last block sees, that block included. ``blocks``: number of
+        the text's blocks.
+        """
         return max(min(LEAST, blocks), ceil(self.share * blocks - 1e-9))
 
     def written(self, pages: SelectedPages) -> None:

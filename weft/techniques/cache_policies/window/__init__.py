@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 )
 class SinkWindow(CachePolicy):
     """Lets each token see the first cache block of its text and the last ``tokens`` tokens before it, rounded up to
-    whole blocks.
-
-    The first tokens of a text get much attention whatever they say (attention sinks), so that a window without them
-    spoils the text. All other blocks are given back to the pool as soon as no later token sees them: a text may be much
+    whole blocks. The first tokens of a text get much attention whatever they say (attention sinks), so that a window
+    without them spoils the text. A block that no later token sees is given back to the pool at once: a text may be much
     longer than the cache. Keys stay rotated to their positions in the text.
     """
 
@@ -52,7 +50,9 @@ class SinkWindow(CachePolicy):
         return WindowSelector(self.tokens, self.blocks(size))
 
     def blocks(self, size: int) -> int:
-        """Return how many blocks before its own a token sees. ``size``: tokens of a block."""
+        """Return how many blocks before its own block a token sees, without the first block of the text. ``size``:
+        tokens of a block.
+        """
         return -(-self.tokens // size)
 
     def hidden(self, computed: int, size: int) -> range:

@@ -14,10 +14,8 @@ T = torch.Tensor
 
 class WindowSelector(BlockSelector):
     """Lets each token see the first block of its text, ``blocks`` blocks before its own, and its own. ``tokens``: the
-    window in tokens.
-
-    Where blocks are hidden, the text is attended to as if it consisted of the others alone. Keys have been rotated
-    already, so that any attention backend can do that.
+    window in tokens. Attention runs as if the text consisted of the visible blocks alone. Keys have been rotated before
+    they are cached, so that any attention backend can compute this.
     """
 
     def __init__(self, tokens: int, blocks: int) -> None:
@@ -40,10 +38,10 @@ class WindowSelector(BlockSelector):
         pages.attend_spans(pieces, q, out, window)
 
     def visible(self, span: Span, size: int, window: int) -> Iterator[Span]:
-        """Yield pieces of ``span`` whose tables have the visible blocks only.
-
-        ``size``: tokens of a block; ``window``: the layer's own window, 0 if it has none. A layer whose own window is
-        the smaller one needs no other. A layer with a larger one of its own has no attention sinks.
+        """Cut ``span``, the new tokens of a text, into pieces, and yield each with a table that has only the blocks
+        that it sees. ``size``: tokens of a block; ``window``: the layer's own window in tokens, 0 if it has none. If
+        the layer's own window is not larger than the policy's, ``span`` is yielded unchanged. A layer with a larger
+        window of its own does not see the first block for its own sake.
         """
         end = span.past + span.last - span.first
         sinks = 0 if window else 1

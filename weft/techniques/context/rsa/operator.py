@@ -19,14 +19,14 @@ T = torch.Tensor
 
 
 class Spot(NamedTuple):
-    """A rectangle of attention scores, of one block of queries and one block of keys.
+    """A rectangle of the matrix of attention scores, of one block of queries and one block of keys.
 
     Attributes:
         ``q``: the rectangle's queries, as a slice of the block's flattened queries.
         ``k``: the rectangle's keys, as a slice of the block's flattened keys.
         ``at``: position of the rectangle in the tensor of scores, ``[batch, heads, seq held, seq]``.
-        ``causal``: whether a query sees only some keys: query ``i`` of the rectangle sees keys 0 to ``i``. Otherwise it
-            sees all keys of the rectangle.
+        ``causal``: whether query ``i`` of the rectangle sees only its keys 0 to ``i``; otherwise every query sees all
+            keys of the rectangle.
         ``flipped``: whether query ``i`` of a causal rectangle sees the keys from ``i`` on instead.
     """
 

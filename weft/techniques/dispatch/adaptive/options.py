@@ -28,9 +28,8 @@ T = torch.Tensor
 
 
 class Option(NamedTuple):
-    """One way to bring tokens and experts together: a dispatcher, and blocks of ranks that share expert weights.
-
-    In a block every rank gathers the weights of all experts of the block, so that tokens need not be sent within it.
+    """One way to bring tokens and experts together: a dispatcher, and blocks of ranks that share expert weights. Every
+    rank gathers the weights of all experts of its block, so that tokens need not be sent within the block.
 
     Attributes:
         ``way``: the dispatcher between blocks.
@@ -105,9 +104,8 @@ class Adaptive:
         return arrived
 
     def best(self, numbers: T) -> int:
-        """Return the index of the smallest of ``numbers``, the elements that all ranks send with each option.
-
-        The index is 0 in a rehearsal, where tensors have no values.
+        """Return the index of the smallest of ``numbers``, the elements that all ranks send with each option. In a
+        rehearsal, where tensors have no values, the index is 0.
         """
         return int(numbers.argmin()) if has_numbers(numbers) else 0
 

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     ),
 )
 class StayWithExpert(DispatchWay):
-    """Leaves a token that is being written on the rank of its experts, where its next layer computes.
-
-    Every rank caches the keys and values of all tokens, so that attention runs wherever a token is. In training, and
-    where prompts are read, tokens return home: each travels once to each rank that has any of its experts.
+    """Sends a token that is being generated to a rank of its experts, and lets it stay there for the attention of its
+    next layer. Every rank caches the keys and values of all tokens, so that attention can run on any rank. In training
+    and while prompts are read, tokens come back after each layer: a token travels once to each rank that has some of
+    its experts.
     """
 
     unequal = True

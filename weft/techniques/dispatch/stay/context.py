@@ -31,10 +31,9 @@ class HeldTokens(NamedTuple):
 
 
 class SharedStep(NamedTuple):
-    """What all ranks know after a step.
-
-    ``x``: on the first rank the last block's output for all tokens, ``[1, tokens, embed]``; elsewhere it has no tokens.
-    ``owners``: the rank of each token before each block, and after the last, int64 ``[blocks + 1, tokens]``.
+    """What all ranks know after a step. ``x``: on the first rank the last block's output for all tokens, ``[1, tokens,
+    embed]``; on other ranks it has no tokens. ``owners``: number of the rank that has each token, before each block and
+    after the last, int64 ``[blocks + 1, tokens]``.
     """
 
     x: T
@@ -44,15 +43,15 @@ class SharedStep(NamedTuple):
 def share_context(
     members: ExpertRanks, pages: Sequence[Pages], path: Sequence[HeldTokens], places: T, blocks: int
 ) -> SharedStep:  # fmt: skip
-    """Cache on every rank the keys and values of a step's tokens, and give the first rank its output. Collective.
-
-    A rank sends others the numbers of the tokens that it had in each layer, then the layers' keys and values, and to
-    the first rank the tokens that it has after the last layer.
+    """Cache on every rank the keys and values of a step's tokens, and give the first rank its output. Collective. A
+    rank sends the others the numbers of the tokens that it had in each layer, and then the layers' keys and values. It
+    sends the first rank the tokens that it has after the last layer.
 
     Args:
-        ``pages``: the cache of each layer, in which each rank has what it has computed.
+        ``members``: the ranks that hold the experts.
+        ``pages``: the cache of each layer, to which each rank has written the tokens that it computed.
         ``path``: the tokens on this rank before each block, and after the last.
-        ``places``: of each token of the step its place in the cache, ``[tokens]``.
+        ``places``: index of each token of the step in the cache, counted over the tokens of all blocks, ``[tokens]``.
         ``blocks``: number of blocks that the cache must have.
     """
     rank, last = members.rank, path[-1]
@@ -112,12 +111,16 @@ def as_bytes(x: T) -> T:
 
 
 def cached_rows(pages: Pages, places: T) -> T:
-    """Return what a layer's cache holds of the tokens at ``places``: ``[tokens, parts, heads, width]``."""
+    """Return the cached values of some tokens in one layer: ``[tokens, parts, heads, width]``. ``places``: indices of
+    the tokens in the cache, counted over the tokens of all blocks, ``[tokens]``.
+    """
     assert pages.store is not None
     return pages.store.flatten(1, 2)[:, places].transpose(0, 1)
 
 
 def write_rows(pages: Pages, places: T, rows: T) -> None:
-    """Write ``rows``, as :func:`cached_rows` returns them, to a layer's cache."""
+    """Write ``rows`` to a layer's cache: the values of the tokens at ``places``, in the form that :func:`cached_rows`
+    returns.
+    """
     assert pages.store is not None
     pages.store.flatten(1, 2)[:, places] = rows.transpose(0, 1)

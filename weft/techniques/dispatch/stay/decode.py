@@ -31,11 +31,9 @@ T = torch.Tensor
 
 
 class ExpertRows(NamedTuple):
-    """Tokens with experts on this rank, in one layer.
-
-    ``x``: the residual stream, ``[rows, embed]``; ``weights`` and ``slots``: those of all of a token's experts,
-    ``[rows, k]``; ``target``: the rank of the token's next layer, ``[rows, 1]``; ``own``: the token's number in the
-    step, ``[rows, 1]``.
+    """Tokens with experts on this rank, in one layer. ``x``: the residual stream, ``[rows, embed]``. ``weights``,
+    ``slots``: factors and numbers of all of a token's experts, ``[rows, k]``. ``target``: the rank on which the token's
+    next layer is computed, ``[rows, 1]``. ``own``: number of the token in the step, ``[rows, 1]``.
     """
 
     x: T
@@ -109,7 +107,7 @@ class StayingTokens:
         return step.x
 
     def summary(self) -> str:
-        """Return a line about what has travelled between the ranks; "" before the first decode step."""
+        """Return a line for the user about what has travelled between the ranks; "" before the first decode step."""
         sent, layers = self.travelled, self.travelled["layers"]
         if not layers:
             return ""
@@ -225,6 +223,6 @@ class StayingTokens:
 
 
 def ranks_of(mixture: Mixture) -> ExpertRanks:
-    """Return the ranks that hold the experts of ``mixture``."""
+    """Return the ranks among which the experts of ``mixture`` are divided."""
     assert isinstance(mixture.dispatcher, Placing)
     return mixture.dispatcher.ranks

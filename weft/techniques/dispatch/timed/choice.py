@@ -28,9 +28,9 @@ T = torch.Tensor
 
 
 class DispatchClock:
-    """Times the dispatch, the experts and the combination of one pass on this rank, forward and backward.
-
-    ``times``: where the seconds of the option ``number`` are noted; ``x``: the tokens before dispatch.
+    """Times one pass on this rank, from the dispatch of tokens to the combination of the experts' results, in forward
+    and backward. ``times``: where the seconds are noted, as those of the option ``number``; ``x``: the tokens before
+    dispatch, whose gradient ends backward.
     """
 
     def __init__(self, times: OptionTimes, number: int, x: T) -> None:
@@ -41,7 +41,9 @@ class DispatchClock:
             x.register_hook(self._backward_ends)
 
     def back(self, tokens: T) -> T:
-        """Note that the results ``tokens`` are back; return them."""
+        """Note that the experts' results ``tokens`` have come back, which ends forward, and return them. Their gradient
+        begins backward.
+        """
         self.forward = now(tokens) - self.begun
         self.times.note(self.number, self.forward, None)
         if self.learns and tokens.requires_grad:
@@ -87,10 +89,9 @@ class TimedDispatch(Adaptive):
         return self._by(option, x, choice, trials if timed else None)
 
     def size(self, x: T, choice: Choice) -> str:
-        """Return a name for the size of a pass. Passes of similar size share their name, and their measured times.
-
-        Two passes share it if they are of one kind and shape among as many ranks, and if the largest number of tokens
-        that a rank has in the pass lies between the same powers of two. ``x``: this rank's tokens.
+        """Return a name for the size of a pass; passes with equal names share their measured times. Passes share a name
+        if they are of one kind and shape among as many ranks, and if the largest number of tokens that a rank has lies
+        between the same powers of two. ``x``: this rank's tokens; ``choice``: their experts.
         """
         ranks = self.ranks
         tokens = (ranks.most(len(x)) if self.uneven else len(x)).bit_length()
@@ -104,7 +105,7 @@ class TimedDispatch(Adaptive):
 
     @property
     def table(self) -> TimeTable:
-        """The times that were measured on this machine, as the first of the ranks keeps them in its cache folder."""
+        """Table of times measured on this machine, in the cache folder. The first rank reads and writes it for all."""
         if self._table is None:
             device = self.ranks.mesh.device
             self._table = TimeTable.at(cache_root(), device, kind="dispatch")
@@ -122,13 +123,17 @@ class TimedDispatch(Adaptive):
         return shared.tolist()
 
     def keep(self, size: str, trials: OptionTimes) -> None:
-        """Write the times of a ``size`` to the table, on the first rank."""
+        """Write the times in ``trials`` for passes of this ``size`` to the table, on the first rank; other ranks do
+        nothing.
+        """
         if self.ranks.rank == 0:
             times = enumerate(trials.known)
             self.table.keep(size, {str(i): s for i, s in times if isfinite(s)})
 
     def agree(self, trials: OptionTimes, device: torch.device) -> bool:
-        """Let ``trials`` learn each option's time on its slowest rank. Collective. Return whether a round has ended."""
+        """Agree with all ranks on each option's time on its slowest rank, and give these times to ``trials``.
+        Collective. Return whether a round of trials has ended.
+        """
         seconds = [trials.forward, trials.backward]
         slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.ranks.group)

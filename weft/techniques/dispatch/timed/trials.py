@@ -30,17 +30,22 @@ MARGIN = 0.02
 
 @dataclass
 class OptionTimes:
-    """Measured times of dispatch options in passes of one size, and the option that all ranks have chosen.
+    """Measured times of dispatch options in passes of one size, and the option that all ranks have chosen. A round
+    tries some options, each in several turns.
 
     Attributes:
-        ``known``: of each option, its shortest time on the slowest rank in the last round that tried it; inf: never.
+        ``known``: for each option, its shortest time in seconds on the slowest rank in the last round that tried it;
+            inf: never tried.
         ``chosen``: index of the chosen option, -1 before the first choice.
         ``left``: options that this round still tries, in order; empty between rounds.
-        ``best``: of each option the shortest time in this round.
-        ``forward``, ``backward``: the shortest times on this rank of each option since the ranks have last agreed.
-        ``usual``: the chosen option's forward time since it was chosen; inf: not looked at yet.
-        ``turn``: number of the turn in this round. ``passes``: passes in this turn, or since the round.
-        ``rounds``: number of rounds that have ended. ``agreements``: how often the ranks have agreed.
+        ``best``: for each option, the shortest time in this round.
+        ``forward``,
+        ``backward``: for each option, the shortest times on this rank since the ranks last agreed.
+        ``usual``: the chosen option's forward time since it was chosen; inf: not measured yet.
+        ``turn``: number of the turn in this round.
+        ``passes``: number of passes in this turn, or since the round if none is under way.
+        ``rounds``: number of rounds that have ended.
+        ``agreements``: how often the ranks have agreed.
     """
 
     known: list[float]
@@ -73,7 +78,9 @@ class OptionTimes:
         self.forward, self.backward = ([inf] * len(self.known) for _ in range(2))
 
     def note(self, option: int, forward: float, backward: float | None) -> None:
-        """Note the seconds of a pass with ``option``; None: its backward is not known."""
+        """Note the seconds that forward and backward of a pass with ``option`` took on this rank. ``backward`` None: it
+        is not known.
+        """
         self.forward[option] = min(self.forward[option], forward)
         if backward is not None:
             self.backward[option] = min(self.backward[option], backward)
@@ -93,11 +100,10 @@ class OptionTimes:
         return self.passes > 0 and self.passes % WATCHED == 0
 
     def learn(self, forward: list[float], backward: list[float]) -> bool:
-        """Take note of the times that all ranks have agreed on, and choose. Return whether a round has ended.
-
-        ``forward``, ``backward``: of each option its time on the slowest rank since the last call; inf: not timed.
-        Backward counts if it was timed with all options of a turn, which it is not where a pipeline computes other
-        passes first.
+        """Take the times on which all ranks have agreed, and choose an option. Return whether a round has ended.
+        ``forward``, ``backward``: for each option, its seconds on the slowest rank since the last call; inf: not timed.
+        Backward counts only if it was timed with all options of a turn. In a pipeline, which computes other passes
+        between forward and backward, it is not timed.
         """
         self._forget()
         if not self.left:

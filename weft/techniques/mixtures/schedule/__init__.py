@@ -16,7 +16,7 @@ from weft.section import Section
 
 
 class MixPoint(Section):
-    """Weights of the sources from a moment of the run on."""
+    """An entry of a schedule of weights: the weights of the data sources from a moment of the run on."""
 
     at: int | float = Field(
         ge=0,
@@ -32,7 +32,7 @@ class MixPoint(Section):
 
 
 class ScheduleSettings(Section):
-    """Settings of a schedule of weights."""
+    """Settings of a mixture of data sources whose weights follow a schedule."""
 
     mix_schedule: tuple[MixPoint, ...] = Field(
         (),
@@ -68,7 +68,9 @@ class ScheduleSettings(Section):
     figure="shares to within one sample of their integral at the end of every block; every layout equals one device",
 )
 class Schedule:
-    """Mixture whose shares are set for moments of the run, and move in a straight line or in steps between them."""
+    """Mixture of data sources whose shares are given for some moments of the run. Between two moments they change in a
+    straight line or stay.
+    """
 
     @classmethod
     def describe(cls, data: Any, facts: MixFacts) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from weft.registry import register
 
 
 class TopSettings(SelectionSettings):
-    """Settings of the selection by a column."""
+    """Settings of the operator that selects documents by a column of numbers."""
 
     column: str = Field(
         "",

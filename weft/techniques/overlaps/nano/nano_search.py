@@ -16,10 +16,9 @@ NUMBERS, GROWTHS = (2, 3, 4), (1.0, 1.5, 1 / 1.5)
 
 
 class NanoChoice(NamedTuple):
-    """A way to cut a pass.
-
-    ``number``: number of nano-batches. ``rows``: whether they are rows; else they are tokens of all rows. ``order``:
-    key of :attr:`NanoSearch.ORDERS`. ``growth``: size of a nano-batch divided by that of the one before.
+    """A way to cut a pass into parts, called nano-batches. ``number``: number of nano-batches. ``rows``: whether a
+    nano-batch is some of the rows; otherwise it is some tokens of every row. ``order``: name of the order of their
+    turns, a key of :attr:`NanoSearch.ORDERS`. ``growth``: size of a nano-batch divided by that of the one before.
     """
 
     number: int
@@ -28,14 +27,14 @@ class NanoChoice(NamedTuple):
     growth: float = 1.0
 
     def weave(self, tokens: PassTokens) -> Weave:
-        """Return how the nano-batches of a pass take turns."""
+        """Return the nano-batches of a pass over ``tokens``, and how they take turns."""
         shares = [self.growth**i for i in range(self.number)]
         parts = tokens.row_parts(shares) if self.rows else tokens.token_parts(shares)
         return Weave(parts, NanoSearch.ORDERS[self.order])
 
 
 def every_choice(tokens: PassTokens) -> list[NanoChoice]:
-    """Return all choices for a pass, of which a search tries a few."""
+    """Return all choices that are possible for a pass over ``tokens``. A search tries only a few of them."""
     numbers = (tokens.asked,) if tokens.asked else NUMBERS
     cuts = [False] * tokens.cuts_tokens + [True] * (tokens.rows > 1)
     ways = product(numbers, cuts, NanoSearch.ORDERS, GROWTHS)
@@ -43,10 +42,12 @@ def every_choice(tokens: PassTokens) -> list[NanoChoice]:
 
 
 class NanoSearch:
-    """A search for the fastest choice for passes like ``tokens``, which asks for one trial after the other.
+    """A search for the fastest way to cut passes like ``tokens`` into nano-batches, by one trial after the other.
 
-    The attribute ``choice`` is the choice to try next, or at the end the fastest. ``trying``: whether trials remain.
-    ``seconds``: the shortest time of each choice so far.
+    Attributes:
+        ``choice``: the choice to try next, or the fastest one after the last trial.
+        ``trying``: whether trials remain.
+        ``seconds``: the shortest time of each choice so far.
     """
 
     #: Orders of turns by name.

@@ -27,11 +27,10 @@ from weft.registry import register
     ),
 )
 class TokenWeave(Overlap):
-    """Cuts the tokens of every row into halves, of which one computes while the other travels.
-
-    The later half attends to the keys of the earlier one. The paper's fusion of the reduction with the residual sum and
-    the norm is the norm region of :mod:`weft.layout.boundary`: tokens are summed and scattered, each rank of ``tp``
-    adds and normalises its own, and they are gathered.
+    """Cuts the tokens of every row into halves: while one half travels, the other is computed. The later half attends
+    to the keys of the earlier one. The paper fuses the reduction with the residual sum and the norm. Here
+    :mod:`weft.layout.boundary` does the same: tokens are summed and scattered, each rank of ``tp`` adds and normalises
+    its own tokens, and they are gathered.
     """
 
     def __call__(self, tokens: PassTokens) -> Weave:

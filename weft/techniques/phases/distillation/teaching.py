@@ -31,16 +31,15 @@ T = torch.Tensor
 
 @dataclass
 class SoftTargets:
-    """Loss of tokens with the joint probabilities of teachers as targets, for one pass.
-
-    A call returns the loss of the next tokens of the pass. Calls come in the order of the labels; the teachers' outputs
-    have one row for each label.
+    """Loss of the next tokens of one pass, with the joint probabilities of teachers as targets. Every call takes the
+    logits of some tokens. Calls come in the order of the labels, and the teachers' outputs have one row for each label.
 
     Attributes:
         ``outputs``: output of each teacher for the labelled tokens of the pass.
         ``share``: weight of the teachers in the loss; the rest is the cross entropy with the labels.
-        ``average``: what is averaged over the teachers.
-        ``position``: number of tokens that have had their loss.
+        ``average``: the setting
+        ``loss.teacher_average``: what is averaged over the teachers, such as their probabilities.
+        ``position``: number of tokens whose loss has been computed.
     """
 
     outputs: Sequence[TokenOutputs]
@@ -59,10 +58,9 @@ class SoftTargets:
 
 
 class Teaching(PhaseFiller):
-    """Fills the gradient phase: each pass asks the teachers first, whose answers are targets of the model's pass.
-
-    ``context``: the model, state and mesh of the run. ``teachers``: the teachers, whole on this rank's device.
-    ``loss``: the section ``[loss]``.
+    """Computes gradients with teachers: in each pass the teachers run first, and their probabilities are targets of the
+    model's loss. ``context``: the model, state and mesh of the run. ``teachers``: the teachers, whole on this rank's
+    device. ``loss``: the section ``[loss]``.
     """
 
     def __init__(
@@ -79,7 +77,9 @@ class Teaching(PhaseFiller):
         )  # fmt: skip
 
     def taught(self, batch: Batch) -> Hooks:
-        """Return the hooks of the model's pass over ``batch``: its loss knows what the teachers say."""
+        """Run the teachers on ``batch``; return hooks for the model's pass over it, whose loss uses the teachers'
+        outputs as targets.
+        """
         outputs = [token_outputs(teacher, batch) for teacher in self.teachers]
         targets = SoftTargets(
             outputs, self.loss.teacher_share, self.loss.teacher_average

@@ -63,7 +63,9 @@ class Coding(PhaseFiller):
         )
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """Compute nothing and return 0: :meth:`agree` computes gradients, as arriving results decide which ones."""
+        """Return 0 without computing anything. The gradients are computed in :meth:`agree`, because the results that
+        arrive decide which ones are needed.
+        """
         return torch.zeros(())
 
     def agree(self, given: StepInput, shares: T) -> Agreed:

@@ -36,9 +36,8 @@ def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
 
 
 def sizes(unit: Unit, memory: Memory, free: bool) -> Sizes:
-    """Return how many bytes of a unit's weights, gradients and moments lie in files, over all ranks.
-
-    A unit is a group of parameters that are updated together. What is kept in memory counts as 0. The result also says
+    """Return how many bytes of a unit's weights, gradients and moments lie in files, over all ranks. A unit is a group
+    of parameters that are updated together. The result counts 0 bytes for whatever stays in memory. It also says
     whether any of the unit's parameters is trained, and repeats ``free``. ``memory``: the recipe's section
     ``[memory]``, which says what lies in files. ``free``: whether the unit may be updated during backward.
     """

@@ -25,7 +25,9 @@ Links = Sequence[tuple[int, int]]
 
 
 class LinkExchange(NamedTuple):
-    """An exchange between two islands at ``time``, counted from the last gradient; it is the ``number``-th since."""
+    """An exchange between two islands. ``time``: when it happens, counted from the last gradient. ``islands``: numbers
+    of both islands. ``number``: index of the exchange since that gradient.
+    """
 
     time: float
     islands: tuple[int, int]
@@ -68,7 +70,9 @@ class Dynamics:
 
     @property
     def root(self) -> float:
-        """Rate at which an accelerated vector and its slow partner approach each other: ``(2 condition)^(-1/2)``."""
+        """Rate at which an accelerated vector of the state and its slow partner approach each other: ``(2
+        condition)^(-1/2)``.
+        """
         return float((2 * self.condition) ** -0.5)
 
     @property

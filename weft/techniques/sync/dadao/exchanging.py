@@ -27,9 +27,9 @@ LAST = 3
 
 
 class Unsynchronised(PhaseFiller):
-    """Fills the phase after a step: applies a gradient every ``sync.every`` steps, then exchanges with neighbours.
-
-    ``context``: what the phases of a step work on. ``how``: the recipe's section ``[sync]``. ``own``: DADAO's settings.
+    """Acts after a training step: applies a gradient every ``sync.every`` steps, then exchanges vectors with
+    neighbouring islands. ``context``: model, state and mesh of the run. ``how``: the recipe's section ``[sync]``.
+    ``own``: DADAO's settings.
     """
 
     def __init__(self, context: StepContext, how: Sync, own: DADAOSettings) -> None:
@@ -63,7 +63,9 @@ class Unsynchronised(PhaseFiller):
 
     @torch.no_grad()
     def learn_and_exchange(self, gradients: int) -> None:
-        """Apply gradient number ``gradients`` of this island, then its exchanges up to the next gradient."""
+        """Apply gradient number ``gradients`` of this island to its state, and make all exchanges with neighbours that
+        come before the next gradient.
+        """
         # [6, n]
         state = torch.stack([flat_values(self.held, name) for name in DADAO.slots])
         self.dynamics.learn(state, state[X] - flat_values(self.held))

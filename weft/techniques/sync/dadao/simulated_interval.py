@@ -20,7 +20,10 @@ NAMES = ("anchor", "ahead", "dual", "dual_ahead", "pull", "pull_ahead")
 
 
 def drift(replica: One, root: float, nu: float, time: float) -> None:
-    """Advance the six vectors of ``replica`` by ``time`` without an event, by the equation's eigenvectors."""
+    """Advance the six vectors of the simulated island ``replica`` by ``time`` without an event, by the eigenvectors of
+    the differential equation. ``root``, ``nu``: constants of the equation, :attr:`Dynamics.root` and
+    :attr:`Dynamics.shift`.
+    """
     half = 1 / (2 * root)
     # rows and columns in the order of NAMES
     slope = np.array([
@@ -37,7 +40,9 @@ def drift(replica: One, root: float, nu: float, time: float) -> None:
 
 
 def simulate_interval(at: Round, own: DADAOSettings) -> None:
-    """Simulate one parameter of all islands: a gradient of each, then all exchanges up to the next gradients."""
+    """Simulate one parameter on all islands over one interval: a gradient on each island, then all exchanges up to the
+    next gradients. ``at``: the parameter's values on the islands; ``own``: DADAO's settings.
+    """
     root = (1 / (2 * own.condition)) ** 0.5
     nu = 1 / (8 * own.condition * own.stride)
     dynamics = Dynamics.of(own, at.how, len(at.ones))
