@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import signal
 import tempfile
 import time
 from contextlib import ExitStack
@@ -14,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from weft.checkpoint.best import Best
-from weft.checkpoint.levels import open_levels
 from weft.checkpoint.reshard import load_parts
-from weft.checkpoint.run_checkpoints import Checkpoints
 from weft.checkpoint.run_state import Progress
 from weft.checkpoint.store import stored_files
 from weft.errors import WeftError
@@ -31,13 +26,10 @@ from weft.federated.plain_tensors import load_values, save_values
 from weft.federated.simulated_speeds import SimulatedSpeeds
 from weft.federated.traffic_count import TrafficCount
 from weft.federated.virtual_clock import VirtualClock
-from weft.observe.host import describe_machine
 from weft.registry import find
 from weft.rl.control.control_state import ControlState
-from weft.run.signals import noted_signals, requests, stop_signals
-from weft.train.progress_recorder import ProgressRecorder
 from weft.train.progress_resume import resume_newest
-from weft.train.runs import Run, open_run
+from weft.train.progress_run import ProgressRun
 from weft.train.training import Outcome
 
 if TYPE_CHECKING:
@@ -45,6 +37,7 @@ if TYPE_CHECKING:
     from weft.federated.policy import ModelChange
     from weft.layout.mesh import Mesh
     from weft.recipe import Recipe
+    from weft.train.progress_recorder import ProgressRecorder
 
 #: Files of a checkpoint: what clock, policy and clients remember, and whose each sample is.
 MEMORY_FILE, PARTITION_FILE = "federation.safetensors", "partition.json"
@@ -126,68 +119,42 @@ def virtual_job(
 
     ``out``: the folder to create; ``resume``: the run or checkpoint to continue.
     """
-    from weft.checkpoint.lease import Lease
-
     settings = recipe.federated
     assert settings is not None
     with ExitStack() as stack:
-        lease = stack.enter_context(Lease())
         simulation = SimulatedFederation(recipe)
         size = sum(t.numel() * t.element_size() for t in simulation.clock.parameters.values())  # fmt: skip
-        run = open_run(recipe, out, resume, lease, size)
-        requests.open_run(run.folder)
-        notes: list[str] = []
-        simulation, progress = _resumed(recipe, run, simulation, mesh, notes)
+        run = ProgressRun(recipe, mesh, out, resume, size, stack)
+        simulation = _resumed(recipe, run, simulation, mesh)
         stack.callback(simulation.close)
-        open_levels(run.levels, run.folder, run.fresh)
-        signals = stack.enter_context(noted_signals(stop_signals()))
         count = sum(t.numel() for t in simulation.clock.parameters.values())
         title = (
             f"{recipe.name}: {settings.policy} over {settings.clients} simulated clients, "
             f"{count:,} parameters"
         )
-        recorder = ProgressRecorder(recipe, run.folder, progress, settings.rounds, title, stack)  # fmt: skip
-        facts = {
-            "recipe": recipe.model_dump(mode="json"),
-            "layout": str(recipe.layout),
-            "world": 1,
-            "steps": settings.rounds,
-        }
-        recorder.log(
-            "run", **facts, **describe_machine(), device="1 x CPU", parameters=count,
-            started=datetime.datetime.now().isoformat(timespec="seconds"),
+        kept = dict(simulation.clock.parameters)
+        state = ControlState({name: t.clone() for name, t in kept.items()}, mesh)
+        files: dict[str, bytes] = {}
+        facts = {"policy": settings.policy, "partition": simulation.partition.digest}
+        run.begin(
+            state, title, settings.rounds, count, "federated", facts, files,
             clients=dict(zip(simulation.cohort.names(), simulation.partition.sizes, strict=True)),
         )  # fmt: skip
-        for note in notes:
-            recorder.event(note)
-        kept = dict(simulation.clock.parameters)
-        files: dict[str, bytes] = {}
-        own = {"policy": settings.policy, "partition": simulation.partition.digest}
-        about = {**facts, "federated": own}
-        state = ControlState({name: t.clone() for name, t in kept.items()}, mesh)
-        checkpoints = stack.enter_context(Checkpoints(
-            run.levels, state, progress, about, files, recipe.model, mesh, recorder, run.folder, Best(),
-            strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
-        ))  # fmt: skip
-        while progress.step < settings.rounds and not signals:
-            begun = time.perf_counter()
-            if not _next_change(simulation, recorder, progress, begun):
+        progress, recorder, stopped = run.progress, run.recorder, run.asked_to_stop()
+        while progress.step < settings.rounds and not stopped:
+            if not _next_change(simulation, recorder, progress, time.perf_counter()):
                 recorder.event(f"federated.seconds = {settings.seconds:g} are over")
                 break
-            if due := checkpoints.due(progress.step):
-                checkpoints.wait_for_copy()
-                _refresh(simulation, state, files)
-                checkpoints.save(due)
-            checkpoints.poll()
-        if signals:
-            recorder.event(f"stopped by {signal.Signals(signals[0]).name}")
-        checkpoints.wait_for_copy()
+            run.save_if_due(lambda: _refresh(simulation, state, files))
+            stopped = run.asked_to_stop()
+        if stopped:
+            run.say_who_stopped()
+        run.checkpoints.wait_for_copy()
         _refresh(simulation, state, files)
         recorder.log("score", **simulation.score())
-        checkpoints.finish(save=True)
-        recorder.event(f"page {write_federation_page(run.folder)}")
-        interrupted = signals[-1] if signals else 0
-        return Outcome(run.folder, checkpoints.last, progress, [], interrupted)
+        outcome = run.finish()
+        recorder.event(f"page {write_federation_page(run.stored.folder)}")
+        return outcome
 
 
 def _next_change(
@@ -247,11 +214,11 @@ def _refresh(
 
 
 def _resumed(
-    recipe: Recipe, run: Run, fresh: SimulatedFederation, mesh: Mesh, notes: list[str]
-) -> tuple[SimulatedFederation, Progress]:
-    """Return the simulation with which a run goes on, and its progress; add lines to print to ``notes``."""
-    if run.fresh:
-        return fresh, Progress()
+    recipe: Recipe, run: ProgressRun, fresh: SimulatedFederation, mesh: Mesh
+) -> SimulatedFederation:
+    """Return the simulation with which ``run`` goes on: ``fresh``, or the newest checkpoint's with its progress."""
+    if run.stored.fresh:
+        return fresh
 
     def check(checkpoint: StoredCheckpoint) -> None:
         about = checkpoint.meta.get("federated")
@@ -279,10 +246,11 @@ def _resumed(
         simulation.clock.parameters = {name: part.values for name, part in loaded.saved().items()}  # fmt: skip
         return simulation, Progress(**checkpoint.meta["progress"])
 
-    checkpoint, (simulation, progress) = resume_newest(
-        run, load, notes.append, check, mesh
+    checkpoint, (simulation, run.progress) = resume_newest(
+        run.stored, load, run.notes.append, check, mesh
     )
-    notes.append(
-        f"resumed from {checkpoint} after {progress.step} changes, at {simulation.clock.now:g} s of the virtual clock"
+    run.notes.append(
+        f"resumed from {checkpoint} after {run.progress.step} changes, at {simulation.clock.now:g} s of the virtual "
+        "clock"
     )
-    return simulation, progress
+    return simulation
