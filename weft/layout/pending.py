@@ -40,7 +40,7 @@ class StartedCollective:
         self.result, self.work, self.unpack = result, work, unpack
 
     def land(self) -> T:
-        """Wait for the collective, and return its result."""
+        """Wait until the collective has ended, and return its result in its final shape."""
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -69,7 +69,7 @@ def scatter_flight(x: T, group: Any) -> StartedCollective:
 
 
 def sum_flight(x: T, group: Any) -> StartedCollective:
-    """Start to sum ``x`` over ``group``; the result is the whole sum."""
+    """Start an all-reduce that sums ``x`` over ``group``; the result is the whole sum, shaped like ``x``."""
     total = x.clone(memory_format=torch.contiguous_format)
     return StartedCollective(total, dist.all_reduce(total, group=group, async_op=True))
 
@@ -125,7 +125,7 @@ class Pending:
         self._started: T | None = _Start.apply(x, self)
 
     def wait(self) -> T:
-        """Wait for the collective, and return its result."""
+        """Wait until the collective has ended, and return its result, through which gradients flow back."""
         started, self._started = self._started, None
         result: T = _End.apply(started, self)
         return result
@@ -141,7 +141,7 @@ class Arrived:
         self._x = x
 
     def wait(self) -> T:
-        """Return the result."""
+        """Return the result at once, in place of :meth:`Pending.wait`."""
         return self._x
 
 

@@ -194,7 +194,7 @@ def with_measured_shares(layout: Layout, device: torch.device, needed: float) ->
 
 
 def by_place(layout: Layout) -> list[list[int]]:
-    """Return, for each coordinate along ``tp``, the world ranks that have it."""
+    """Return a list with, for each coordinate along ``tp``, the world ranks at that coordinate."""
     table = np.moveaxis(rank_table(layout), -1, 0)
     return [place.flatten().tolist() for place in table]
 

@@ -176,7 +176,7 @@ class TokenSums:
         return total
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections to the other ranks."""
         self.links.close()
 
 

@@ -49,7 +49,7 @@ class LayerPredictor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices."""
+        """Bytes of the predictor's matrices in memory."""
         return self.a.nbytes + self.b.nbytes + self.bias.nbytes
 
 

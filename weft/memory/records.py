@@ -40,7 +40,7 @@ class HostCopy:
         return False
 
     def wait(self) -> None:
-        """Let the current CUDA stream wait until the copy has ended."""
+        """Make the current CUDA stream wait until the copy has ended; the calling thread does not wait."""
         torch.cuda.current_stream(self._device).wait_event(self._there)
 
 

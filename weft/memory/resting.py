@@ -450,7 +450,7 @@ class Tiers(OnDevice):
             yield
 
     def stand(self) -> None:
-        """Make all changes that were made in :meth:`trying` permanent."""
+        """Make all changes that were made in :meth:`trying` permanent: :meth:`undo` can no longer take them back."""
         self.tried.clear()
 
     def undo(self) -> None:

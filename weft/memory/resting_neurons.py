@@ -60,7 +60,10 @@ class RestingFeedForward(Module):
         self.predictor = predictor
 
     def early(self, x: T, whole: T, seen: object) -> None:
-        """Do nothing and return None, as :meth:`FeedForward.early` does."""
+        """Do nothing and return None: only a mixture of experts begins work before attention.
+
+        The method takes the place of :meth:`FeedForward.early`.
+        """
 
     def forward(self, x: T, seen: object = None, early: object = None) -> T:
         """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape; ``seen`` and ``early`` are not used."""

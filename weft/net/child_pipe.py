@@ -15,13 +15,13 @@ PipeEnd = Connection
 
 
 class RunningProcess(Protocol):
-    """A process that was started; :class:`subprocess.Popen` is such an object."""
+    """Interface of a child process, the part of :class:`subprocess.Popen` that pipes need."""
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs."""
 
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process at once, by SIGKILL."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the process has ended; return its exit code.

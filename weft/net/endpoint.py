@@ -154,7 +154,7 @@ class Endpoint:
         return Channel(self, name, key_of(secret), SealedConnection.close)
 
     def forget(self, channel: "Channel") -> None:
-        """Stop accepting connections to ``channel``."""
+        """Refuse new connections to ``channel`` from now on. Existing connections go on."""
         with self._lock:
             if self._channels.get(channel.name) is channel:
                 del self._channels[channel.name]
@@ -340,7 +340,7 @@ class Channel:
         ).start()
 
     def shut(self) -> None:
-        """Accept no further connections. Existing connections go on."""
+        """Refuse new connections to this channel from now on. Existing connections go on."""
         self.endpoint.forget(self)
 
     def close(self) -> None:

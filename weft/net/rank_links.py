@@ -138,7 +138,7 @@ class RankLinks:
             raise self._lost(rank, doing, error) from error
 
     def close(self) -> None:
-        """End all connections."""
+        """Close the connections to the other ranks."""
         self._channel.close()
 
     def _frame(self, rank: int, tensor: T) -> _Outgoing:

@@ -101,7 +101,9 @@ class Display:
             self._line()
 
     def restart_clock(self) -> None:
-        """Restart the clock that measures how long the present step takes."""
+        """Restart the clock that measures the time of the present step, so that time before this call does not
+        count.
+        """
         self._pass, self._stepped_at, self._patience = "", time.monotonic(), self._slow
 
     def passes(self, done: int, of: int) -> None:

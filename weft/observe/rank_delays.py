@@ -108,7 +108,7 @@ class Verdict:
 
 
 def digest_trace(trace: Trace, window: int = WINDOW) -> Digest:
-    """Summarise the last ``window`` finished steps of a rank's trace."""
+    """Return a summary of the last ``window`` finished steps in a rank's trace, for the comparison with other ranks."""
     steps = dict[int, StepTimes]()
     done = trace.steps[trace.steps["leave"] > 0][-window:]
     inside = trace.calls[np.isin(trace.calls["step"], done["sequence"])]

@@ -105,7 +105,7 @@ def read_ring(path: Path) -> Trace:
 
 
 def parse(ring: mmap.mmap) -> Trace:
-    """Parse a trace file (ring) from its memory mapping."""
+    """Parse a trace file (ring) that is mapped into memory, and return its content."""
     records = np.frombuffer(ring[HEAD + NAMES :], RECORD)
     after = np.frombuffer(ring[HEAD + NAMES :], RECORD)["number"]
     names = ring[HEAD : HEAD + TIME.unpack_from(ring, len(MAGIC))[0]]

@@ -157,7 +157,7 @@ class RecordedRun:
 
     @property
     def head(self) -> Record:
-        """The ``run`` record of the run's last start."""
+        """The run's last record of kind ``run``, which each start and resume writes: recipe, layout and machine."""
         return self.records.get("run", [{}])[-1]
 
     @property

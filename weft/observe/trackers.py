@@ -25,7 +25,7 @@ class Tracker(Protocol):
         """
 
     def close(self) -> None:
-        """Finish at the end of the run; no call follows."""
+        """End the tracker's run, at the end of the training run. No other call follows."""
 
 
 def remembered(run: Path, name: str, make: Callable[[], str]) -> str:

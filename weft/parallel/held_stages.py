@@ -44,7 +44,7 @@ class HeldStages:
 
     @property
     def layers(self) -> set[int]:
-        """The indices of the layers on this rank."""
+        """The indices of the model's layers that this rank holds."""
         return {layer for s in self.held for layer in self.stages[s].layers}
 
     @property

@@ -99,7 +99,7 @@ class LayerPass:
     result: T | None = None
 
     def go_on(self) -> None:
-        """Run the next part of forward, if any remains."""
+        """Run forward up to the next exchange of tokens or to its end; do nothing if it has ended."""
         if self.result is None:
             self.parts.append(GraphPart())
             with running(self.parts[-1]), deferred(self.tape):

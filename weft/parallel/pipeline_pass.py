@@ -116,7 +116,7 @@ class PipelineRank:
         return [unit for _, unit in self.users]
 
     def units_of(self, stage: int) -> list[TableUnit]:
-        """List the units that have parameters with which ``stage`` computes."""
+        """Return this rank's units that have parameters with which ``stage`` computes."""
         return [unit for stages, unit in self.users if stage in stages]
 
     def weights_of(self, stage: int) -> int:

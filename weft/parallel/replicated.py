@@ -114,11 +114,11 @@ class Parcels:
             parcel.launched, parcel.missing = True, 0
 
     def restart(self) -> None:
-        """Begin again with the first parcel."""
+        """Start again with the first parcel, at the beginning of a pass whose gradients are to be summed."""
         self.next = 0
 
     def launch_complete(self) -> None:
-        """Launch the next parcels, as far as all gradients of each are there."""
+        """Start the sums of the next parcels in order, up to the first parcel that still lacks a gradient."""
         while self.next < len(self.ordered) and not self.ordered[self.next].missing:
             self._launch_next()
 

@@ -69,7 +69,7 @@ class RevocableUpdates:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restore the tensors of all updated units to their bits before the updates."""
+        """Restore the tensors of all units updated since the last :meth:`commit`, bit for bit."""
         for unit in self.done:
             torch._foreach_copy_(self._changing[unit], self._copies[unit])
         self.done.clear()

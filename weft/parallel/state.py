@@ -99,7 +99,9 @@ class Unit:
         return (self,)
 
     def share_of(self, grads: Mapping[str, T]) -> Mapping[str, T]:
-        """Return those of the gradients ``grads`` that update this unit, by name."""
+        """Return the gradients among ``grads`` that update this unit, by name; here all, but a tile takes its rows
+        only.
+        """
         return grads
 
     def update(
@@ -256,7 +258,7 @@ class State:
         }
 
     def clear_gradients(self) -> None:
-        """Forget the gradients of all parameters."""
+        """Drop the gradients of all parameters, so that the next backward starts from zero."""
         for h in self.held:
             h.parameter.grad = None
 

@@ -71,7 +71,7 @@ class WeightTile(TableUnit):
         self.live = True
 
     def release(self, drop: bool) -> None:
-        """Free the tile's rows, whatever ``drop`` says."""
+        """Free the memory of the tile's gathered rows, whatever ``drop`` is."""
         if self.live and self.as_read:
             self.full[0].data = self.full[0].data.new_empty(0)
             self.in_use.close()
@@ -169,7 +169,7 @@ class TiledWeight(PartUnit):
         return self._tiles
 
     def make_slots(self, optimizer: Updater, tiers: OnDevice) -> None:
-        """Make the optimizer's slots of every tile, which rest side by side."""
+        """Make the optimizer's slots of every tile; the slots of one name rest side by side, like the tiles."""
         if not self.learns:
             return
         (held,) = self.held
@@ -188,7 +188,7 @@ class TiledWeight(PartUnit):
             tile.release(True)
 
     def begin_gradient(self) -> None:
-        """Make room for the gradient of a step, unless the step has begun."""
+        """Make room for the weight's gradient of this step, if that has not been done yet."""
         (held,) = self.held
         if held.parameter.grad is not None:
             return

@@ -329,7 +329,7 @@ class Roofline:
 
     @property
     def tokens(self) -> Num:
-        """Tokens of one rank in one microbatch."""
+        """Number of tokens that one rank computes in one microbatch."""
         return self.plan.micro_batch * self.plan.seq / self.plan.cp
 
     @property

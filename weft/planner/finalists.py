@@ -100,11 +100,11 @@ class Final:
 
     @cached_property
     def memory(self) -> RankMemory:
-        """Memory of the fullest rank."""
+        """Memory of the fullest rank, by purpose, in bytes."""
         return max(self.ranks, key=lambda memory: float(memory.total))
 
     def layers(self, rank: int) -> int:
-        """Return the number of layers of a pipeline rank."""
+        """Return the number of model layers that the pipeline rank ``rank`` holds."""
         return (
             sum(len(stage.layers) for stage in self.held(rank))
             if self.simulation
@@ -112,7 +112,7 @@ class Final:
         )
 
     def held(self, rank: int) -> list[Stage]:
-        """Return the pipeline stages that a pipeline rank holds; empty if nothing was simulated."""
+        """Return the pipeline stages that the pipeline rank ``rank`` holds; empty if nothing was simulated."""
         return (
             [self.stages[s] for s in self.simulation.table.held(rank)]
             if self.simulation

@@ -44,7 +44,7 @@ class AgreementCost:
 
     @property
     def exposed(self) -> float:
-        """Share of the time, from 0 to 1, that the exchange takes."""
+        """Share of a step's time, from 0 to 1, that is spent on exchanges between islands."""
         return self.exchange / self.every / self.seconds
 
 
@@ -78,7 +78,7 @@ class Islands:
         return lines
 
     def record(self) -> dict[str, Any]:
-        """Return the islands as JSON."""
+        """Return the plan of islands as JSON: the layout of an island, and the costs of exchange by compressor."""
         ways = [asdict(way) | {"exposed": way.exposed} for way in self.ways]
         return {"count": self.count, "inside": record(self.inside), "agreements": ways}
 

@@ -219,7 +219,7 @@ def pin_text(name: str, value: float) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """Describe a layout in one line, without the features that it does not use."""
+    """Return one line that describes the layout ``plan``, without the features that it does not use."""
     parts = [f"{name}={pin_text(name, getattr(plan, name))}" for name in ("pp", "dp", "shard", "cp", "ep", "tp")
              if getattr(plan, name) > 1]  # fmt: skip
     if plan.shard > 1 or plan.zero >= 3:

@@ -240,7 +240,7 @@ class Cluster(Section):
 
     @property
     def probed(self) -> bool:
-        """Whether ``weft probe`` has measured this cluster."""
+        """Whether the cluster file has curves that ``weft probe`` has measured."""
         return bool(self.calibration.get("settings"))
 
     def machine(self, bits: Num = 16) -> "Machine":

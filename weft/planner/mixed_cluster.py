@@ -77,7 +77,7 @@ class MixedPlan:
         yield f"equal stages {even}; in step with the weakest device and link: {lockstep / self.seconds - 1:+.1%}"
 
     def record(self) -> dict[str, Any]:
-        """Return the plan as JSON."""
+        """Return the plan as JSON: layout, groups and layers by pipeline rank, seconds of a step, and GiB."""
         return {
             "layout": describe(self.plan),
             "groups": [group.title for group in self.groups],

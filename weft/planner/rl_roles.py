@@ -46,12 +46,12 @@ class RolePlan(NamedTuple):
 
     @property
     def in_turn(self) -> bool:
-        """Whether all ranks write and train in turn."""
+        """Whether all ranks write answers and then train, in turn, instead of having one role each."""
         return self.idle == 0.0 and self.writers == self.trainers and not self.staleness
 
     @property
     def settings(self) -> str:
-        """The recipe's settings for this plan, as text."""
+        """Text that names the recipe's settings for this plan, such as ``roles.rollout.ranks``."""
         if self.in_turn:
             return f"layout of {self.trainers}"
         return f"layout of {self.trainers}, roles.rollout.ranks={self.writers}, rl.staleness={self.staleness}"

@@ -150,7 +150,7 @@ class ProcessPool:
         return [pickle.loads(answers[rank].payload or b"") for rank in range(world)]
 
     def close(self) -> None:
-        """End all workers, and delete their files."""
+        """End all worker processes, and delete the files to which they write their stacks."""
         for worker in self._workers:
             worker.conn.close()  # an idle worker leaves at the end of its input
         for worker in self._workers:

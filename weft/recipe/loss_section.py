@@ -107,5 +107,5 @@ class Loss(HostSection):
 
     @property
     def is_own(self) -> bool:
-        """Whether the loss is registered by a plugin."""
+        """Whether a plugin has registered the loss that ``kind`` names."""
         return self.kind != "cross-entropy" and not self.of_pairs

@@ -157,7 +157,9 @@ class Memory(Section):
 
 
 class AskedMemory(Asked):
-    """The section ``[memory]``, as the rules against conflicts read it."""
+    """The recipe's section ``[memory]``, with values that the rules against conflicts use in conditions and
+    messages.
+    """
 
     memory: Memory
 

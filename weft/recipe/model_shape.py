@@ -479,7 +479,7 @@ class ModelShape(Section):
         return bool(self.kind) and self.architecture is None
 
     def experts_of(self, layer: int) -> int:
-        """Return the number of experts of a layer; 0 for a dense layer."""
+        """Return the number of experts of the layer with index ``layer``; 0 for a dense layer."""
         if isinstance(self.experts, tuple):
             return self.experts[layer]
         return (

@@ -21,7 +21,7 @@ class SectionElsewhere:
 
     @property
     def section(self) -> type[Section]:
-        """The class of the section, imported by the first use."""
+        """The class of the section; its module is imported when this property is first read."""
         section: type[Section] = getattr(
             import_module(f"weft.recipe.{self.module}"), self.name
         )

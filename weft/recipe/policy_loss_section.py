@@ -200,12 +200,14 @@ class PolicyLoss(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probabilities under a reference model are needed."""
+        """Whether the loss needs log-probabilities under a reference model, because ``kl`` and ``kl_weight`` are
+        set.
+        """
         return self.kl != "none" and self.kl_weight > 0
 
     @property
     def needs_values(self) -> bool:
-        """Whether a critic's values are needed."""
+        """Whether the loss needs a critic's values, because ``advantage`` is "gae"."""
         return self.advantage == "gae"
 
 

@@ -270,7 +270,7 @@ class Recipe(Section):
 
     @property
     def survives(self) -> bool:
-        """Whether a run without islands goes on when ranks are lost."""
+        """Whether the run, which has no islands, goes on with the remaining ranks when ranks are lost."""
         return (
             self.resilience.survive
             and self.layout.world > 1

@@ -7,7 +7,7 @@ from weft.section import Section
 
 
 class RolloutRole(Section):
-    """Section on the ranks that write answers."""
+    """Section on the processes that write answers in reinforcement learning: their number, layout and place."""
 
     layout: Layout = Field(
         Layout(),
@@ -54,7 +54,7 @@ class RolloutRole(Section):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether answers are written in other processes than those that train."""
+        """Whether processes other than the training ranks write the answers."""
         return bool(self.ranks or self.listen)
 
     @property

@@ -150,6 +150,6 @@ class Sync(HostSection):
 
     @property
     def in_ring(self) -> bool:
-        """Whether islands sum their messages by passing partial sums around a ring."""
+        """Whether islands sum their messages by a ring all-reduce."""
         compressor = self.compressors[0]
         return self.partnership == "all" and (not compressor or compressor.in_rings)

@@ -364,7 +364,7 @@ def rehearsals(
 
 @contextmanager
 def threads_set(count: int) -> Iterator[None]:
-    """Set the number of PyTorch's threads to ``count`` in the context."""
+    """Return a context in which PyTorch computes with ``count`` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

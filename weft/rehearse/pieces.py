@@ -34,7 +34,7 @@ WORK, VOCAB = 6e9, 8192
 
 
 class Line(NamedTuple):
-    """A straight line by number of tokens: ``fixed + slope * tokens``."""
+    """A linear function of the number of tokens in a pass: ``fixed + slope * tokens``, in seconds or bytes."""
 
     fixed: float
     slope: float

@@ -45,7 +45,7 @@ class Rehearsal:
 
     @property
     def seconds(self) -> float:
-        """Processor seconds of this rank's own work."""
+        """Processor seconds of this rank's own work in the step, without communication."""
         return sum(e.seconds for e in self.events)
 
     def slower(self, factor: float) -> Rehearsal:

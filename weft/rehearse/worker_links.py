@@ -39,7 +39,7 @@ class WorkerLinks:
 
     @property
     def uneven(self) -> bool:
-        """Whether links differ enough that the placement of ranks matters."""
+        """Whether some link is slower than :attr:`shared`, so that the placement of ranks matters."""
         apart = self.bandwidth[~np.eye(len(self), dtype=bool)]
         return bool(len(apart) and apart.min() < self.shared)
 

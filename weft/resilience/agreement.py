@@ -88,7 +88,7 @@ class Agreement:
         return self.census.me
 
     def begin(self, view: View) -> None:
-        """Become a member of ``view``, the first view of the run."""
+        """Take ``view`` as the present view without an agreement, because it is the first view of the run."""
         self._adopt(view)
         self.seen = view
 

@@ -213,7 +213,7 @@ class Census:
     # Who can go on.
 
     def others(self) -> list[OtherMember]:
-        """Return the other members of the present view."""
+        """Return the members of the present view except this one, lost or not."""
         members = self.view.members if self.view else ()
         return [
             self.peers[member.address]

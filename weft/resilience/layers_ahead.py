@@ -241,7 +241,7 @@ class LayersAhead:
                 yield f"optimizer.{name}.{held.name}", part
 
     def close(self) -> None:
-        """End all sending and receiving."""
+        """Stop all sending and receiving; incomplete copies of layers are dropped."""
         self._channel.close()
         self._jobs.put("over")
 

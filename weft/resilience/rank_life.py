@@ -243,7 +243,7 @@ class RankParty:
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the present view."""
+        """Rank of this process in the present view, from 0."""
         return self.guard.view.members.index(self.membership.me)
 
     def stay(self) -> Ending:

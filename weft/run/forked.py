@@ -51,7 +51,9 @@ class ForkedRank(psutil.Process):
         self._environment = environment
 
     def begin(self, environment: Mapping[str, str]) -> None:
-        """Let the process become a rank. ``environment``: its environment variables."""
+        """Send the process its environment variables, upon which it becomes a rank. ``environment``: these
+        variables.
+        """
         with suppress(BrokenPipeError), os.fdopen(self._environment, "w") as pipe:
             json.dump(dict(environment), pipe)
 

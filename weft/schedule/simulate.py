@@ -55,7 +55,7 @@ def uniform_costs(table: Table, times: Times = EQUAL) -> Costs:
 
 
 class Timed(NamedTuple):
-    """An action with the times at which it starts and ends."""
+    """An action with the times at which it starts and ends, in the simulation's unit of time."""
 
     action: Action
     start: float
@@ -113,7 +113,7 @@ class Simulation:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time that each rank spends computing, by rank."""
+        """Time for which each rank computes, by rank, in the simulation's unit of time."""
         return tuple(sum(t.end - t.start for t in rank) for rank in self.timeline)
 
     @property
@@ -125,7 +125,7 @@ class Simulation:
 
     @property
     def peaks(self) -> tuple[float, ...]:
-        """Highest level of memory in use, by rank."""
+        """Highest level of memory in use on each rank, by rank, in the unit of the simulation's sizes."""
         levels = ((level for _, level in rank) for rank in self.memory)
         return tuple(max(rank, default=0.0) for rank in levels)
 

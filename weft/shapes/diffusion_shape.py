@@ -168,12 +168,14 @@ class DiffusionSettings(Section):
 
     @property
     def patch_values(self) -> int:
-        """Number of values of a patch."""
+        """Number of values in a patch: its pixels, of all its frames, times the channels."""
         return self.channels * prod(self.patch_size)
 
     @property
     def output_values(self) -> int:
-        """Number of values that the last layer computes for a patch."""
+        """Number of values that the last layer computes per patch: those of the patch, twice if it predicts a
+        variance.
+        """
         return self.patch_values * (1 + self.variance)
 
 

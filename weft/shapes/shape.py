@@ -93,7 +93,7 @@ class Shape:
 
     @property
     def score_dim(self) -> Num:
-        """Mean of the widths of keys and values per head."""
+        """Mean of a head's key width and value width, from which the cost of attention scores follows."""
         return (self.qk + (self.qk == 0) * self.head_dim + self.head_dim) / 2
 
     def reach(self, seq: Num) -> Num:
@@ -130,12 +130,12 @@ class Shape:
 
     @property
     def table(self) -> Num:
-        """Number of elements of the embedding."""
+        """Number of elements of the embedding: vocabulary times width."""
         return self.vocab * self.embed
 
     @property
     def parameters(self) -> Num:
-        """Number of all parameters."""
+        """Number of all parameters of the model, experts included."""
         layer = self.dense_weights + self.expert_weights + self.extras
         return self.layers * layer + (2 - self.tied) * self.table + self.outside
 

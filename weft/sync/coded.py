@@ -116,7 +116,9 @@ class GradientCode(Code):
 
     @cached_property
     def matrix(self) -> np.ndarray:
-        """Coefficients ``[ranks, parts]`` of the sums that the ranks send."""
+        """Coefficients ``[ranks, parts]`` with which each rank sums the gradients of the parts; see
+        :func:`coefficients`.
+        """
         return coefficients(self.ranks, self.stragglers)
 
     def parts_of(self, rank: int) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ class Compressor:
 
     @property
     def exact(self) -> bool:
-        """Whether a payload holds the tensor without loss."""
+        """Whether decompression restores a tensor without loss."""
         return type(self) is Compressor
 
     @property

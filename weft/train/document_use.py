@@ -195,7 +195,7 @@ class RunDocuments:
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        """The attempts of the run."""
+        """The attempts of the run (steps taken with one recipe each), oldest first."""
         return attempts_of(self.run)
 
     def corpus(self, attempt: Attempt) -> Corpus:

@@ -97,7 +97,9 @@ class Guard:
         """
 
     def step(self, number: int) -> AbstractContextManager[None]:
-        """Return a context manager that is held while step ``number`` (from 1) runs."""
+        """Return a context manager inside which step ``number`` (from 1) runs; a derived guard traces the step in
+        it.
+        """
         return nullcontext()
 
     def due(self, step: int) -> bool:

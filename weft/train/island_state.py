@@ -93,7 +93,7 @@ def keep_values(slot: str, held: Sequence[Held], flat: T) -> None:
 
 
 def wider(x: T) -> torch.dtype:
-    """Return the wider of float32 and the dtype of ``x``."""
+    """Return the wider of float32 and the data type of ``x``, in which slots of ``x`` are kept."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

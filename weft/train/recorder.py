@@ -171,7 +171,7 @@ class Recorder:
         )
 
     def report(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
-        """Write a record of the kind ``kind`` with ``values``, and print ``line``."""
+        """Print ``line``, and write a record of the kind ``kind`` with the fields ``values`` for the present step."""
         self.log(kind, **values)
         self.event(line)
 

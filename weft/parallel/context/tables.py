@@ -107,7 +107,7 @@ class TileTable:
 
     @cached_property
     def at(self) -> dict[tuple[int, int], list[Tile]]:
-        """The tiles by ``(step, rank)``."""
+        """The tiles that each rank computes in each step, by ``(step, rank)``."""
         tiles: dict[tuple[int, int], list[Tile]] = defaultdict(list)
         for t in self.tiles:
             tiles[t.step, t.rank].append(t)

@@ -168,7 +168,9 @@ class ChosenExperts(TableUnit):
         self.bring(chosen)
 
     def bring(self, experts: Iterable[int]) -> None:
-        """Wait until ``experts`` are among the whole parameters. Collective."""
+        """Gather those of ``experts`` (indices) that are not in memory yet, and wait until all of them are.
+        Collective.
+        """
         begun = perf_counter()
         self._land()
         if missing := sorted({*experts} - self.here):

@@ -58,7 +58,7 @@ class CopyPlan:
 
 @cache
 def planner() -> ThreadPoolExecutor:
-    """Return the thread that plans placements while training goes on."""
+    """Return a pool of one thread, which plans the copies of experts while training goes on."""
     return ThreadPoolExecutor(1, "weft-placement")
 
 
