@@ -14,7 +14,9 @@ from weft.net.groups import group_along
 
 
 class AxisGroups(NamedTuple):
-    """The position of this rank in a layout, and its process groups; :class:`weft.layout.mesh.Mesh` is made of them."""
+    """The position of this rank in a layout, and its process groups, from which :class:`weft.layout.mesh.Mesh` is
+    made.
+    """
 
     place: Place
     device_mesh: DeviceMesh

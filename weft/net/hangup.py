@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 def spare(*sockets: socket.socket) -> None:
-    """Exclude ``sockets`` from those that :class:`HangUp` shuts, as they belong to no process group."""
+    """Exclude ``sockets``, which belong to no process group, from the connections that :class:`HangUp` shuts."""
     with _lock:
         _spared.update(sockets)
 

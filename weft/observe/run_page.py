@@ -289,7 +289,9 @@ PHASES = 12
 
 
 def answers_shown(records: Records) -> list[Record]:
-    """Return the recorded answers of some rollout phases, the first and the last among them; empty without any."""
+    """Return the recorded answers of some rollout phases, among them the first and the last; empty if none are
+    recorded.
+    """
     kept = records.get("answers", [])
     if len(kept) <= PHASES:
         return kept

@@ -105,7 +105,9 @@ class Lane:
             work()
 
     def finish(self) -> None:
-        """Wait until a CUDA device has run all work that this lane's thread has launched; on a CPU, return at once."""
+        """Wait until the CUDA device has done all work that this lane's thread has launched; on a CPU, return at
+        once.
+        """
         if self.stream is not None:
             self.stream.synchronize()
 

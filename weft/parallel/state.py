@@ -60,7 +60,7 @@ class Held:
 
     @property
     def grad(self) -> T | None:
-        """The reduced gradient of the elements that this rank holds, if there is one."""
+        """The reduced gradient of the elements that this rank holds; None if backward has left none."""
         return self.gradient(self.parameter)
 
     @property

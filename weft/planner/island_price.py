@@ -120,7 +120,7 @@ def islands_of(
 
 
 def words() -> list[str]:
-    """Return the compressors of island exchanges that plans consider, each by its name in a recipe."""
+    """Return the names of the compressors of island exchanges that plans consider, as recipes write them."""
     techniques: list[Any] = [
         technique.implementation for technique in declared("compressor")
     ]
@@ -128,7 +128,7 @@ def words() -> list[str]:
 
 
 def sent(word: str) -> float:
-    """Return the bytes per parameter that the compressor with the name ``word`` sends in one direction."""
+    """Return the bytes that the compressor named ``word`` sends per parameter in one direction."""
     compressor = compressor_of(word)
     return float(compressor.bytes_per_element) if compressor else 4.0
 

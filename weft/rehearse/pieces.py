@@ -78,7 +78,7 @@ class Piece:
     slots: float = 0.0
 
     def times(self, factor: float) -> "Piece":
-        """Return a copy in which all times and bytes are multiplied by ``factor``, such as the number of blocks."""
+        """Return a copy with all seconds and bytes multiplied by ``factor``, such as the number of blocks."""
         forward, both, kept, working, lean = (
             Line(factor * x.fixed, factor * x.slope)
             for x in (self.forward, self.both, self.kept, self.working, self.lean)

@@ -327,9 +327,8 @@ class Census:
         return (self.view.reasons or {}).get(number, GONE)
 
     def wants_change(self) -> bool:
-        """Return whether the set of members is to change.
-
-        That is so if a process can be let into the run, or a member asks to leave it.
+        """Return whether the set of members is to change: a process can be let into the run, or a member asks to
+        leave it.
         """
         if self.view is None:
             return False

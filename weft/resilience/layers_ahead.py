@@ -241,7 +241,7 @@ class LayersAhead:
                 yield f"optimizer.{name}.{held.name}", part
 
     def close(self) -> None:
-        """Stop all sending and receiving; incomplete copies of layers are dropped."""
+        """Stop sending and receiving layers."""
         self._channel.close()
         self._jobs.put("over")
 

@@ -140,9 +140,9 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Return whether ``error`` is only the consequence of something else.
+    """Return whether ``error`` only follows from another failure or from a request to stop.
 
-    It is if it says that another rank is gone or late, or that this process was asked to stop.
+    That is so if it says that another rank is gone or late, or that this process was asked to stop.
     """
     # by name: a typo must not cost an import of torch
     names = {cls.__name__ for cls in type(error).__mro__}

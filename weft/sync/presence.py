@@ -60,7 +60,7 @@ class Presence:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the run had counted before this island joined; in this class 0, as no island joins."""
+        """Number of tokens that the run had counted before this island joined; in this class 0, as no island joins."""
         return 0
 
     def request_stop(self, number: int) -> None:

@@ -158,7 +158,10 @@ def _order(order: Order, kept: dict[str, Any]) -> Order:
 
 
 def kept_mix(corpus: Corpus, kept: Mapping[str, Any]) -> Corpus:
-    """Return ``corpus`` with its training samples in the order of the mixture ``kept``, as a checkpoint keeps it."""
+    """Return ``corpus`` with its training samples in the order that the mixture ``kept`` gives.
+
+    ``kept``: the mixture as a checkpoint keeps it.
+    """
     return replace(corpus, train=_order(corpus.train, deepcopy(dict(kept))))
 
 

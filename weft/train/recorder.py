@@ -171,7 +171,9 @@ class Recorder:
         )
 
     def report(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
-        """Print ``line``, and write a record of the kind ``kind`` with the fields ``values`` for the present step."""
+        """Print ``line``, and write a record of the kind ``kind`` with the fields ``values`` for the last final
+        step.
+        """
         self.log(kind, **values)
         self.event(line)
 
