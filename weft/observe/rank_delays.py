@@ -195,12 +195,13 @@ def slow_computers(
 def slow_links(
     matrix: np.ndarray[Any, Any], digests: Sequence[Digest], size: int = PROBE
 ) -> list[Verdict]:
-    """Return a verdict on each slow link between two ranks, or on a rank whose links are slow as sender or as receiver.
+    """Return a verdict on each slow link between two ranks, or on a rank whose links are slow as sender or as
+    receiver.
 
     ``matrix[a, b]``: seconds of a message of ``size`` bytes from rank a to rank b, ``nan`` if not measured.
-    ``digests``: summary of every rank's last steps. If there are several machines, the ranks of a machine count as one,
-    because they share its network. There is no verdict in two cases: if the slow messages do not lengthen a step much;
-    and if many links are slow that have no few senders or receivers in common, as in a network with distant parts.
+    ``digests``: summary of every rank's last steps. If there are several machines, the ranks of a machine count as
+    one, because they share its network. There is no verdict if the slow messages hardly lengthen a step. There is
+    none either if slow links are many and not those of a few ranks, as in a network with distant parts.
     """
     machines = [d.machine for d in digests]
     keys: list[Any] = machines if len(set(machines)) > 1 else [d.rank for d in digests]

@@ -176,8 +176,8 @@ def page_beside(runs: Sequence[RecordedRun]) -> str:
 def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield ``(name, text)`` for each value in the nested dictionaries ``values``.
 
-    The name joins the keys that lead to the value by dots, such as ``train.batch``. The text is the value in JSON.
-    ``name``: the name of ``values`` itself, with which all names begin.
+    The name consists of the keys that lead to the value, joined by dots, such as ``train.batch``. The text is the
+    value in JSON. ``name``: prefix of all names, the name of ``values`` itself.
     """
     if isinstance(values, dict):
         for key, value in values.items():

@@ -321,8 +321,8 @@ def resident_state(
 ) -> State:
     """Build the state of a model whose parameters are all whole on this rank.
 
-    The model's parameters are themselves the state: no other copy is kept. ``make`` creates the state from units. Each
-    block is a unit, and the parameters outside of blocks are one more.
+    The model's parameters are themselves the state: no other copy is kept. ``make`` creates the state from units.
+    Each block is a unit. All parameters outside of blocks together are another unit.
     """
     described = dict(model.logical_parameters())
     held = {}

@@ -359,7 +359,7 @@ class State:
         self.tiers.forget_sums()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Replace the learning parameters by their moving averages (``optimizer.ema``) inside of the ``with`` block.
+        """Replace the trained parameters by their moving averages (``optimizer.ema``) inside of the ``with`` block.
 
         Nothing may save or update the state meanwhile. Afterwards every bit is as before.
         """
@@ -367,7 +367,7 @@ class State:
 
     @contextmanager
     def swapped(self, slot: str) -> Iterator[None]:
-        """Replace the learning parameters by their slot of this name, such as ``ema``, inside of the ``with`` block.
+        """Replace each trained parameter by its slot named ``slot``, such as ``ema``, inside of the ``with`` block.
 
         Parameters without the slot stay. Nothing may save or update the state meanwhile. Afterwards every bit is as
         before.

@@ -201,7 +201,8 @@ class StripedLatents(StripedKeys):
 
 
 class SplitStates(StatePages):
-    """Cache pages of linear attention: states of this rank's share of the heads, from all ranks' tokens.
+    """Cache pages of linear attention, which hold the states of this rank's share of the heads for the tokens of all
+    ranks.
 
     ``stripes``: which tokens of the present forward pass this rank owns.
     """

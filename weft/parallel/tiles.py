@@ -93,9 +93,10 @@ class WeightTile(TableUnit):
 
     @torch.no_grad()
     def add_gradient(self, gradient: T) -> None:
-        """Sum ``gradient`` ``[rows, in]`` over the ranks that share the state, and add it to that of the step so far.
+        """Sum ``gradient`` ``[rows, in]`` over the ranks that share the state, and add the sum to the tile's
+        gradient of this step.
 
-        Collective. The weights' memory can be freed before.
+        Collective. The tile's gathered rows are not read, so that the caller may free them first.
         """
         self.weight.begin_gradient()
         if self.wide != self.compute:

@@ -10,9 +10,10 @@ NONE = "none"
 
 
 def technique_of(word: str) -> Registered | None:
-    """Return the compressor technique that ``word`` names, such as ``topk:0.01``; None if no compressor has this name.
+    """Return the registered compressor that ``word`` names, such as ``topk:0.01``; None if no compressor has this
+    name.
 
-    The strength after the name (a number of bits, or what follows the colon) is not checked.
+    The argument after the name (a number of bits, or the text after the colon) is not checked.
     """
     name = word.strip().partition(":")[0]
     stem = name.rstrip("0123456789")

@@ -270,7 +270,11 @@ class Recipe(Section):
 
     @property
     def survives(self) -> bool:
-        """Whether the run, which has no islands, goes on with the remaining ranks when ranks are lost."""
+        """Whether the run goes on with the remaining ranks when ranks are lost.
+
+        That needs ``resilience.survive`` and several ranks. It is False for runs with islands, with ``[stream]``, or
+        without a language model.
+        """
         return (
             self.resilience.survive
             and self.layout.world > 1

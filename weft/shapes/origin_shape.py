@@ -48,9 +48,9 @@ def begun_shape(given: ModelShape, shape: ModelShape) -> ModelShape:
 
 
 def converted_shape(shape: ModelShape, given: ModelShape) -> ModelShape:
-    """Return the pretrained model's ``shape`` with the fields of :data:`CONVERTING` that the section ``given`` has.
+    """Return the pretrained model's ``shape`` with the fields of :data:`CONVERTING` that the section ``given`` sets.
 
-    Raises :class:`UsageError` if the pretrained model does not have the first ladder layer.
+    Raises :class:`UsageError` if ``ladder_from`` is no layer of the pretrained model.
     """
     if given.ladder_from >= shape.layers:
         raise UsageError(

@@ -89,10 +89,11 @@ class Trips:
         return {"F": saved, "B": -saved, "I": tape - saved, "W": -tape}[kind]
 
     def claim(self, m: int, where: Sequence[int], step: int) -> Claim:
-        """Return two dicts by rank: the memory that microbatch ``m`` still needs to finish, and what it holds.
+        """Return two dicts by rank: the memory that microbatch ``m`` still needs to finish, and the memory that it
+        holds now.
 
-        ``where``: the rank of every stage on its path, in order; ``step``: how many of its forwards and backwards have
-        started. Memory is in units of ``costs.size``.
+        ``where``: the rank of every stage on its path, in order; ``step``: how many of its forwards and backwards
+        have started. Memory is in units of ``costs.size``.
 
         The input of a postponed weight gradient (tape) counts only at the moment when it is stored. Later it is no
         obstacle: a rank that needs memory can run the weight gradient at any time, which frees the tape.

@@ -83,11 +83,12 @@ class RankSums:
         return full[slices(held.box)]
 
     def agreed(self, x: T) -> T:
-        """Replace ``x``, in place, by the value that one rank has, so that all ranks that share the parameters agree.
+        """Replace ``x``, in place, by the value of one rank, so that all ranks that share the parameters have the
+        same bits.
 
-        All these ranks must have computed ``x`` from the same values, and ``x`` must be a whole result, not a shard. An
-        example is singular vectors, which processors compute differently: by rounding, or by the choice among equal
-        values.
+        All these ranks must have computed ``x`` from the same values, and ``x`` must be a whole result, not a shard.
+        An example is singular vectors, which processors compute differently: by rounding, or by the choice among
+        equal values.
         """
         there = x.to(self.mesh.device)
         for axis in ("dp", "state", *MODEL_AXES):
