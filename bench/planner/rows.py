@@ -284,11 +284,14 @@ def parse(r: dict[str, str]) -> Measurement:
     if "+SP" in r.get("recompute", ""):
         engine = replace(engine, sequence=1.0)
     network = number("internode_gbps_per_gpu", 0) / 8 or None
+    # Jean Zay joins the eight A100 of a node by four NVLinks each (BLOOM, 2211.05100, section 3.4), not by twelve.
+    few_links = "bigscience" in r["source"].lower() and device.name == "A100-80GB"
     machine = machine_of(
         device,
         bits,
         memory=number("gpu_mem_gb", 0) or None,
         network=network,
+        link=device.link / 3 if few_links else None,
         domain=domain,
     )
     unit = r.get("peak_mem_unit", "")
