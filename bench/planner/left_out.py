@@ -14,8 +14,8 @@ sources of five rows or more:
 
 ``checks`` are eight rows of Dao 2023 (2307.08691, table 1: A100, FlashAttention 1 and 2), which nothing was fitted to.
 ``regret`` is the mean over jobs of how much slower the first choice is than the best layout measured; once more without
-sources whose times are sums of pieces instead of steps that ran (``evaluate.composed``). The profile is the median ratio
-of predicted to measured time, by kind, with presets and with sources left out.
+sources whose times are sums of pieces instead of steps that ran (``evaluate.composed``). The profile is the median
+ratio of predicted to measured time, by kind, with presets and with sources left out.
 """
 
 import argparse
