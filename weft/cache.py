@@ -60,8 +60,10 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path`` alone while the context is open. Waits until no other process holds it; the file is
-    removed at the end."""
+    """Hold the lock file ``path`` while the context is open, waiting until no other process holds it.
+
+    The file is removed at the end.
+    """
     while True:
         with open(path, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -8,7 +8,7 @@ class WeftError(Exception):
     """An error of a valid request, such as a missing file or a damaged checkpoint. The command ends with exit code 1.
 
     ``secondary``: whether the error only passes on what another rank has reported. ``hangs``: whether a thread of this
-    process still waits for a device that does not answer, and must not be waited for.
+    process still waits for a device that does not answer; the process must then end without joining this thread.
     """
 
     exit_code = 1
@@ -23,9 +23,9 @@ class UsageError(WeftError):
 
 
 class Interrupted(Exception):
-    """Raised for Ctrl-C in a command.
+    """Raised for Ctrl-C in a command, in place of ``KeyboardInterrupt``.
 
-    For ``KeyboardInterrupt`` Typer would end with the exit code alone, and print nothing.
+    For ``KeyboardInterrupt`` Typer would end the process with an exit code, but print nothing.
     """
 
 

@@ -47,16 +47,16 @@ class Callback:
     every = 1
 
     def start(self, run: Any) -> None:
-        """Called once, before the first step of the run."""
+        """React to the start of a run. Called once, before the first step."""
 
     def after_step(self, run: Any, result: Any) -> None:
-        """Called after a training step. ``result``: loss, gradient norm and other values of the step."""
+        """React to a training step, after it. ``result``: loss, gradient norm and other values of the step."""
 
     def after_evaluation(self, run: Any, values: Mapping[str, float]) -> None:
-        """Called after an evaluation. ``values``: the measured values by name."""
+        """React to an evaluation, after it. ``values``: the measured values by name."""
 
     def end(self, run: Any) -> None:
-        """Called once, at the end of the run, when the last checkpoint is saved."""
+        """React to the end of a run. Called once, after the last checkpoint is saved."""
 
 
 class PluginError(Exception):
@@ -82,7 +82,10 @@ def blaming(technique: Registered, work: Callable[..., Any]) -> Callable[..., An
 
 
 def model_technique(shape: Any) -> Registered:
-    """Return what declares the model ``shape`` (section ``[model]``): of kind "model", or "surrogate" for arrays."""
+    """Return the registered technique that builds the model of ``shape`` (section ``[model]``).
+
+    It is of kind "model", or of kind "surrogate" for a model of arrays.
+    """
     return find("surrogate" if shape.inputs else "model", shape.kind)
 
 

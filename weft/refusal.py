@@ -51,7 +51,7 @@ class Rule(Generic[A]):
         ``needs``: attributes of the settings that the condition reads, separated by spaces.
         ``meets``: the condition; it gets the settings, and returns whether the request is refused.
         ``why``: beginning of the error line, in which ``{0}`` stands for the settings.
-        ``remedy``: rest of this line, which says what the user can do.
+        ``remedy``: rest of the error line, which says what the user can do.
     """
 
     name: str

@@ -39,13 +39,13 @@ class About(TypedDict, total=False):
 
     Attributes:
         ``settings``: section class with the fields that only this technique has.
-        ``rules``: what the technique cannot be combined with.
+        ``rules``: rules that refuse combinations with other settings.
         ``draws``: values of its settings that the fuzzer may draw, by name of the setting.
         ``title``: the technique's name in the catalogue.
         ``paper``: its source.
         ``recipe``: recipe that shows it, with command-line options if necessary.
-        ``proof``: tests of it.
-        ``figure``: what was measured.
+        ``proof``: the tests of it.
+        ``figure``: the result that was measured.
     """
 
     settings: type[Section] | None

@@ -36,7 +36,7 @@ class WrongValue(UsageError, ValueError):
 
 
 class OneLine(ModelMetaclass):
-    """Metaclass of sections, by which a wrong value raises an error of one line instead of pydantic's report."""
+    """Metaclass of sections, which makes a wrong value raise an error of one line instead of pydantic's report."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         model: Any = cls
@@ -58,11 +58,10 @@ class Section(BaseModel, metaclass=OneLine):
 
     @classmethod
     def user_path(cls, path: list[str], given: Any) -> list[str]:
-        """Return the path of a value in this section as the user wrote it, for error lines. In most sections it is
-        ``path`` itself.
+        """Return the path of a value in this section as the user wrote it, for error lines.
 
-        ``path``: keys and indices that lead to the value in the validated section. ``given``: the user's values of the
-        section.
+        In most sections it is ``path`` itself. ``path``: keys and indices that lead to the value in the validated
+        section. ``given``: the user's values of the section.
         """
         return path
 

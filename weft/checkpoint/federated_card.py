@@ -7,9 +7,9 @@ from typing import Any
 
 
 def federated_lines(recipe: Mapping[str, Any], kept: Mapping[str, Any]) -> list[str]:
-    """Return lines of Markdown about the clients of a run, and about the privacy of their data.
+    """Return lines of Markdown about the clients of a federated run and the privacy of their data, for a model card.
 
-    ``recipe``: the recipe's section ``[federated]``. ``kept``: what the run's loader keeps in checkpoints.
+    ``recipe``: the recipe's section ``[federated]``. ``kept``: JSON values of the run's loader in the checkpoint.
     """
     about = kept.get("federated", {})
     changes = kept.get("federated_version", 0)

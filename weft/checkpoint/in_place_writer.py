@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class InPlaceWriter:
     """Writes checkpoints in the calling process, without a copy of the state.
 
-    It has the methods of :class:`weft.checkpoint.staging.WriterProcess`. :meth:`send` returns when the rank's part is
-    written, so training stands still for that time. A copy of the state, and a process beside the rank, are saved.
+    It has the methods of :class:`weft.checkpoint.staging.WriterProcess`. :meth:`send` returns only when the rank's part
+    is written, and training waits for that time. In return, no memory for a copy and no second process are needed.
 
     Attributes:
-        ``values``: the elements that the next task writes, a tensor for each of its shares.
+        ``values``: the elements that the next task writes, a tensor for each share of the task.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,14 @@ class InPlaceWriter:
         self._abandoned = False
 
     def serves(self, size: int) -> bool:
-        """Return True: there is no memory that could be too small."""
+        """Return True for every ``size``, because this writer needs no memory for a copy."""
         return True
 
     def send(self, task: WriteTask | str) -> None:
-        """Write the rank's part as ``task`` describes it. A text makes the next commit fail, as another rank has."""
+        """Write the rank's part as ``task`` describes it, before returning.
+
+        A text in place of a task says that another rank has failed; the next commit then fails with this text.
+        """
         if isinstance(task, str):
             self._abandoned = True
             return
@@ -51,7 +54,7 @@ class InPlaceWriter:
         return bool(self._reports)
 
     def report(self) -> Report | None:
-        """Return the report about the rank's part, then that about the commit, which is made in this call."""
+        """Return the next report: first on the rank's part, then on the commit, which is made during this call."""
         if self._reports:
             return self._reports.popleft()
         task, self._task = self._task, None
@@ -63,7 +66,7 @@ class InPlaceWriter:
         """Do nothing: there is no process."""
 
     def close(self) -> None:
-        """Forget the state's tensors."""
+        """Drop the references to the state's tensors."""
         self.values = ()
 
     def _shares(self) -> Iterator[Elements]:

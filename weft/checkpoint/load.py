@@ -88,7 +88,7 @@ class StoredCheckpoint:
         return {name: read_tensor(tree) for name, tree in self.meta["tensors"].items()}
 
     def blocks(self, name: str, box: Box) -> list[StoredBlock]:
-        """Return the stored blocks of tensor ``name`` that overlap the box ``box``. Each manifest is read only once."""
+        """Return the stored blocks of tensor ``name`` that overlap ``box``. Each manifest is read only once."""
         place = self.meta["tensors"][name]["place"]
         if (place, box) not in self._near:  # many tensors are spread alike
             where = self.meta["places"][place]

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 
 class OpenedModel(NamedTuple):
-    """Trained model, with what lies beside its weights.
+    """Trained model, with the other files of its folder or checkpoint.
 
-    ``files``: contents of the other files (tokenizer, chat template), by name; ``length``: context length in training,
+    ``files``: contents of the other files (tokenizer, chat template), by name. ``length``: context length in training,
     in tokens, or None if it is not known (:func:`learned_length`).
     """
 
@@ -56,10 +56,14 @@ def open_model(
 ) -> OpenedModel:  # fmt: skip
     """Open a trained model: that of a run, of a checkpoint, or of any name that ``model.from`` accepts.
 
-    ``where``: the run's folder, the checkpoint or the name; ``device``: where the weights go; ``warn``: called for each
-    damaged checkpoint that was skipped for an older one; ``ema``: load the run's moving averages of the parameters;
-    ``mesh``: the ranks that share the model (default: this rank alone); ``lift``: function of the model and of what
-    reads its ``values`` that keeps some weights outside the device's memory; None: all are in memory.
+    Arguments:
+        ``where``: the run's folder, the checkpoint or the name.
+        ``device``: device of the weights.
+        ``warn``: called with a line for each damaged checkpoint that is skipped for an older one.
+        ``ema``: load the run's moving averages of the parameters.
+        ``mesh``: the ranks that share the model; None: this rank alone.
+        ``lift``: function that moves some weights out of the device's memory. It is called with the model and the
+            function that reads the parameters' values. None: all weights stay in the device's memory.
     """
     mesh, where = mesh or Mesh.single(device), local_path(str(where))
 

@@ -20,9 +20,9 @@ CARD_FILE = "README.md"
 
 
 def write_model_card(checkpoint: str, folder: Path) -> None:
-    """Write ``README.md`` to the ``folder`` of an export, if the checkpoint is of a run that tells what it has read.
+    """Write ``README.md`` to the ``folder`` of an export, if the checkpoint records on which data its run was trained.
 
-    ``checkpoint``: the run or the checkpoint that is exported.
+    ``checkpoint``: address of the run or the checkpoint that is exported.
     """
     where = local_path(checkpoint)
     if is_foreign(where):
@@ -34,7 +34,7 @@ def write_model_card(checkpoint: str, folder: Path) -> None:
 
 
 def model_card(stored: StoredCheckpoint) -> str | None:
-    """Return the card of a checkpoint as Markdown, or None if it does not tell what its run has read."""
+    """Return the model card of a checkpoint as Markdown; None if it does not record what its run has read."""
     meta: dict[str, Any] = stored.meta
     progress, recipe = meta["progress"], meta["recipe"]
     loader = progress.get("loader", {})

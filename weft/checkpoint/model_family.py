@@ -36,8 +36,8 @@ class FamilyMember:
         ``where``: folder of the model.
         ``files``: contents of the files beside the weights, by name.
         ``digests``: hashes of the weights, by parameter; None until the model has been opened.
-        ``own``: bytes of the model's weights that differ from those of the base model. Before the model has been opened
-            this is not known, and the field is the size of the whole base model.
+        ``own``: bytes of the weights that differ from those of the base model; until the model has been opened, bytes
+            of all weights of the base model.
         ``stamps``: names, sizes and times of the files when the weights were last read.
     """
 

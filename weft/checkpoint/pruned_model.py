@@ -18,13 +18,13 @@ def prune_model(
 ) -> str:  # fmt: skip
     """Prune the model ``checkpoint``, and write it to the new folder ``out``. Returns a line about zeros and bytes.
 
-    The folder is in Hugging Face's form, but pruned weights are bitmaps and values
-    (:mod:`weft.models.sparse_matrix`). All commands of Weft's read it, under any layout.
+    The folder is in Hugging Face's form, but pruned weights are bitmaps and values (:mod:`weft.models.sparse_matrix`).
+    All commands of Weft read it, under any layout.
 
     Args:
-        ``share``: part of each weight's elements that become zero, from 0 to below 1.
-        ``by``: name of the way of pruning.
-        ``texts``: file with a text, for ways of pruning that read one; else None.
+        ``share``: fraction of each weight's elements that become zero, from 0 to below 1.
+        ``by``: name of the pruning technique.
+        ``texts``: file with a text, for techniques that read one; else None.
         ``tokens``: number of the text's tokens that are read.
         ``warn``: called with a line for each damaged checkpoint that is skipped for an older one.
         ``ema``: whether the run's moving averages of the parameters are pruned.
@@ -62,13 +62,13 @@ def prune_model(
 
 
 def pruner_of(name: str) -> Pruner:
-    """Return the way of pruning called ``name``. Raises :class:`UsageError` if there is none."""
+    """Return the pruning technique called ``name``. Raises :class:`UsageError` if there is none."""
     pruner: Pruner = find("pruner", name).implementation()
     return pruner
 
 
 def read_calibration_text(path: Path) -> str:
-    """Return the text in the file ``path``. Raises :class:`UsageError` if it cannot be read, or has none."""
+    """Return the text in the file ``path``. Raises :class:`UsageError` if it cannot be read or is empty."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

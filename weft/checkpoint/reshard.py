@@ -35,7 +35,7 @@ ALIGN = 8
 
 @dataclass(frozen=True)
 class ElementMove:
-    """Transfer of elements of one tensor from a rank to a rank, which may be the same.
+    """Transfer of some elements of one tensor from one rank to another, or within one rank.
 
     Attributes:
         ``name``: name of the tensor.

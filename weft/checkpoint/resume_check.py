@@ -128,9 +128,10 @@ def check_resumable(
 def other_differences(
     checkpoint: StoredCheckpoint, recipe: Recipe, fingerprint: str
 ) -> list[str]:
-    """Return a line of text for each allowed difference between ``recipe`` and the recipe in ``checkpoint``.
+    """Return a line of text for each difference between ``recipe`` and the recipe in ``checkpoint`` that allows
+    resuming.
 
-    Such a difference does not prevent a run from resuming. ``fingerprint``: digest of the data that ``recipe`` names.
+    ``fingerprint``: digest of the data that ``recipe`` names.
     """
     stored, present = checkpoint.meta.get("recipe", {}), recipe.model_dump(mode="json")
     differences = _differing(

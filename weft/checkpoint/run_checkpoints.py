@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Receiver of what a run reports: events (lines of text) and records (named values of one kind)."""
+    """Interface of the receiver of a run's reports: events (lines of text) and records (named values of one kind)."""
 
     def event(self, text: str) -> None:
         """Record the line ``text``."""
@@ -34,7 +34,7 @@ class Listener(Protocol):
 
 
 class StagedTiers(Protocol):
-    """Tiers of a state, as :class:`Checkpoints` sees them."""
+    """Interface that :class:`Checkpoints` uses of a state's tiers (the kinds of memory in which it is kept)."""
 
     @property
     def staging(self) -> Path | None:
@@ -42,11 +42,11 @@ class StagedTiers(Protocol):
 
 
 class SavedState(Protocol):
-    """State whose parts :class:`Checkpoints` saves; :class:`weft.parallel.state.State` is such an object."""
+    """Interface of a state that :class:`Checkpoints` saves, such as :class:`weft.parallel.state.State`."""
 
     @property
     def tiers(self) -> StagedTiers:
-        """Where the state is kept."""
+        """Tiers of the state: the kinds of memory in which it is kept."""
 
     def saved(self) -> Mapping[str, Part]:
         """Return this rank's parts of the tensors to save, by name."""
@@ -55,7 +55,7 @@ class SavedState(Protocol):
 class Checkpoints:
     """Checkpoints of a run: saves its state at each level in the background, and deletes old checkpoints.
 
-    As a context it frees the saver's memory at exit.
+    Use it as a context manager, which frees the memory of background saves at exit.
 
     Args:
         ``levels``: levels of the run, the fastest storage first.
@@ -70,7 +70,7 @@ class Checkpoints:
         ``best``: the run's lowest validation loss so far.
         ``strict``: whether a save that failed in the background ends the run at the next save.
         ``timeout``: seconds that the commit of a save waits for other ranks.
-        ``keeps_best``: whether the state of the lowest validation loss is saved, whenever that is. Otherwise, and if no
+        ``keeps_best``: whether the state is saved whenever the validation loss is the lowest so far. If not, and if no
             level saves during the run, the only save is the last one, which then needs no copy of the state.
     """
 

@@ -28,7 +28,7 @@ class Progress:
         ``position``: number of samples used so far by all ranks together, so that it means the same under every layout.
         ``tokens``: number of tokens in these samples.
         ``updates``: number of steps that changed the parameters.
-        ``loader``: what the loader of the run keeps beside its position, as JSON values; most loaders keep nothing.
+        ``loader``: further JSON values that the run's loader keeps in checkpoints; empty for most loaders.
     """
 
     step: int = 0
@@ -39,11 +39,14 @@ class Progress:
 
     @property
     def mixed(self) -> dict[str, Any]:
-        """The mixture of the run's sources under the key ``mix``; empty if there is one source."""
+        """Description of the mixture of the run's data sources, under the key ``mix``; empty if there is one source."""
         return {"mix": self.loader["mix"]} if "mix" in self.loader else {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the progress as JSON values, from which the class makes it again, without an empty ``loader``."""
+        """Return the progress as JSON values, from which ``Progress(**values)`` restores it.
+
+        An empty ``loader`` is left out.
+        """
         return {name: value for name, value in asdict(self).items() if value != {}}
 
     def advance(self, samples: int, tokens: int, updated: bool) -> None:

@@ -55,7 +55,7 @@ class Saver:
 
     Attributes:
         ``warn``: called with the problem of a failed save, unless ``strict`` is set.
-        ``strict``: whether the next save raises the problem of a failed save.
+        ``strict``: whether the save after a failed save raises its problem.
         ``timeout``: seconds that the commit waits for the other ranks.
         ``group``: ranks that save together (default: all).
         ``folder``: folder for the copy of the state (default: the copy is in main memory).

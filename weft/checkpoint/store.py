@@ -196,7 +196,7 @@ def candidates(
 
 
 def is_new(place: Storage) -> bool:
-    """Return whether the storage ``place`` holds neither folders nor objects."""
+    """Return whether the storage ``place`` is empty: it holds neither folders nor objects."""
     return not place.folders() and not place.list()
 
 
@@ -444,6 +444,7 @@ def rewrite(source: StoredCheckpoint, target: Storage) -> None:
 def first_problem(problem: str, group: dist.ProcessGroup | None = None) -> str:
     """Return the first non-empty ``problem`` of the ranks of ``group``, or "" if all are empty. Collective.
 
-    ``problem``: this rank's error message; ``group``: by default all ranks. All ranks get the same result.
+    All ranks get the same result, so that an error of one rank can be raised on all. ``problem``: this rank's error
+    message. ``group``: by default all ranks.
     """
     return next(filter(None, from_all(problem, group)), "")

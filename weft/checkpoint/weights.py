@@ -43,8 +43,8 @@ class Pretrained:
     Attributes:
         ``name``: the model's name in messages.
         ``shape``: shape of the model.
-        ``values``: function that reads a box (a region of elements) of a parameter; None if the name is that of a
-            ``config.json`` alone, so that there are no weights.
+        ``values``: function that reads a box (a region of elements) of a parameter; None if ``name`` is a
+            ``config.json`` without weights.
         ``files``: contents of the files beside the weights, such as the tokenizer's, by name.
     """
 
@@ -122,7 +122,7 @@ def base_name(name: Where) -> str | None:
 def shape_named(name: str) -> ModelShape:
     """Return the shape of the model called ``name``, in any form that ``model.from`` accepts.
 
-    Of a model on the Hugging Face hub only ``config.json`` is downloaded.
+    For a model on the Hugging Face hub, only ``config.json`` is downloaded.
     """
     path = Path(local_path(f"{name}/config.json" if is_of_hub(name) else name))
     return (
@@ -133,11 +133,11 @@ def shape_named(name: str) -> ModelShape:
 
 
 def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
-    """Return the initial values of a run that starts from the model in ``model.from``, or None.
+    """Return a function that reads the initial values of a run that starts from the model in ``model.from``.
 
-    ``recipe``: the run's recipe; ``shape``: shape of the run's model. None means that all parameters start from random
-    values, because ``model.from`` is left out or names a configuration alone. The values include random ones for what
-    the model lacks: a new adapter, new rows of the vocabulary, or a new output layer.
+    ``recipe``: the run's recipe. ``shape``: shape of the run's model. Parameters that the named model lacks get random
+    values: a new adapter, new rows of the vocabulary, or a new output layer. Returns None if all parameters start from
+    random values, because ``model.from`` is left out or names only a configuration.
     """
     pretrained = (
         None if recipe.model.origin is None else open_pretrained(recipe.model.origin)
@@ -164,8 +164,8 @@ def _with_new_head(base: Values, seed: int) -> Values:
 def stored_name(checkpoint: StoredCheckpoint, name: str, ema: bool = False) -> str:
     """Return the name of the tensor that holds the parameter ``name`` in ``checkpoint``.
 
-    With ``ema`` it is the tensor of the parameter's moving average. A frozen parameter has no average; its own tensor
-    is named then.
+    ``ema``: return the tensor of the parameter's moving average. A frozen parameter has no average, so its own tensor
+    is returned.
     """
     average = AVERAGE + name
     return average if ema and average in checkpoint.tensors else f"model.{name}"
@@ -176,9 +176,9 @@ def open_trained(
 ) -> Pretrained:
     """Open the model in a Weft checkpoint. An adapter is joined with its base model.
 
-    ``name``: what messages call the model, by default the checkpoint's address; ``ema``: take the parameters' moving
-    averages instead of their last values. The shape of the result has no critic, whose values can be read all the same.
-    Raises :class:`WeftError` if the adapter's base model has changed since.
+    ``name``: the model's name in messages, by default the checkpoint's address. ``ema``: take the parameters' moving
+    averages instead of their last values. The critic of a policy is not part of the returned shape, but its values can
+    be read. Raises :class:`WeftError` if the adapter's base model has changed since.
     """
     shape, base = model_of(checkpoint), checkpoint.meta.get("base")
 

@@ -41,7 +41,10 @@ from weft.errors import Interrupted
 
 
 class Commands(TyperGroup):
-    """The group of all commands. It tells Ctrl-C in a command from a command that ends with exit code 130."""
+    """The group of all commands of ``weft``.
+
+    It distinguishes Ctrl-C in a command from a command that returns exit code 130.
+    """
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's own context, which is private
         try:

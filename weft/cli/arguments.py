@@ -184,9 +184,10 @@ SecretFile = Annotated[
 
 
 def import_plugins(modules: Sequence[str] | None) -> None:
-    """Import the modules that the option ``--plugin`` names. ``modules``: None if the option is not given.
+    """Import the modules that the option ``--plugin`` names.
 
-    Raises :class:`UsageError`, which names the module that cannot be imported.
+    ``modules``: names of the modules; None if the option is not given. Raises :class:`UsageError`, which names the
+    module that cannot be imported.
     """
     if not modules:
         return
@@ -215,9 +216,11 @@ def read_keys(file: Path) -> list[str]:
 
 
 def set_secret(file: Path | None, command: str) -> None:
-    """Put the secret of ``file`` into the variable ``WEFT_SECRET``, from which all keys are derived.
+    """Read the secret in ``file`` into the environment variable ``WEFT_SECRET``, from which keys between processes are
+    derived.
 
-    Raises :class:`UsageError` if there is no secret; ``command``: who asks for it.
+    ``file``: None leaves the variable as it is. ``command``: name of the command, for the error. Raises
+    :class:`UsageError` if there is no secret.
     """
     if file is not None:
         try:
@@ -234,8 +237,9 @@ def set_secret(file: Path | None, command: str) -> None:
 
 
 def read_address(text: str, option: str) -> tuple[str, int]:
-    """Return host and port of ``text``, which has the form ``HOST:PORT``. Raises :class:`UsageError` for any other
-    text, which names ``option``.
+    """Return host and port of ``text``, which must have the form ``HOST:PORT``.
+
+    Raises :class:`UsageError`, which names ``option``, for any other text.
     """
     host, colon, port = text.rpartition(":")
     known = colon and host and port.isdecimal() and int(port) <= 65535

@@ -22,14 +22,14 @@ CLUSTERS, ROUTER = "clusters.npz", "router.safetensors"
 
 
 class DividedPictures(NamedTuple):
-    """Images that are divided among experts.
+    """Images that are divided among experts, with the experts that are to be trained on them.
 
     Attributes:
         ``recipe``: the recipe that all experts share.
         ``pictures``: all images.
         ``settings``: settings of the shared recipe's model.
         ``clusters``: the cluster of each image.
-        ``wishes``: an expert for each cluster.
+        ``wishes``: the name and recipe of the expert of each cluster.
     """
 
     recipe: Recipe
@@ -40,17 +40,17 @@ class DividedPictures(NamedTuple):
 
 
 def cluster_names(clusters: int) -> list[str]:
-    """Return the names of the experts of so many ``clusters``."""
+    """Return the names of the experts of ``clusters`` clusters, one name for each."""
     return [f"cluster-{number}" for number in range(clusters)]
 
 
 def divide_images(
     recipe: Path, overrides: Sequence[str], experts: Sequence[str], clusters: int, features: Path | None, out: Path,
 ) -> DividedPictures:  # fmt: skip
-    """Divide the images of a recipe among experts, or read from the folder ``out`` how they are divided.
+    """Divide the images of a recipe among experts, or read from the folder ``out`` how they were divided before.
 
     Nothing is written. ``experts``: values of ``--expert``, which may change the recipe of some clusters. ``features``:
-    file with a vector for each image. Raises :class:`UsageError` for experts that could not be joined.
+    file with a vector for each image. Raises :class:`UsageError` for experts whose predictions could not be combined.
     """
     from weft.curation.picture_clusters import divided_pictures
     from weft.diffusion.image_job import ImageJob
@@ -166,7 +166,7 @@ def _check_left(
 
 
 def write_division(divided: DividedPictures, out: Path) -> None:
-    """Write into the folder ``out`` how images are divided, unless it is there."""
+    """Write into the folder ``out`` how images are divided, unless the folder has that file already."""
     from weft.data.picture_part import write_clusters
 
     if not (out / CLUSTERS).exists():
@@ -178,10 +178,10 @@ def write_division(divided: DividedPictures, out: Path) -> None:
 def join_images(
     divided: DividedPictures, out: Path, top: int, lost: Sequence[str], steps: int
 ) -> None:
-    """Train the router, unless it is there, and write the set of experts in the folder ``out``.
+    """Train the router, unless ``out`` has one already, and write the set of experts in the folder ``out``.
 
-    ``top``: number of experts that count in an image at a step; 0: all. ``lost``: experts that are left out. ``steps``:
-    steps of the router's training.
+    ``top``: number of experts that are computed for an image in a step; 0: all. ``lost``: names of experts that are
+    left out. ``steps``: number of the router's training steps.
     """
     from weft.cache import digest
     from weft.diffusion.cluster_router import (

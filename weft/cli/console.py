@@ -43,13 +43,13 @@ def grid(columns: Iterable[str], left: Collection[str], wrap: bool = False) -> T
 
 
 def plain_console(width: int = 0) -> Console:
-    """Return a console that breaks no line, and that is at least ``width`` characters wide for tables."""
+    """Return a console that breaks no line of text. For tables it is at least ``width`` characters wide."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, width)
     return console
 
 
 def warn(text: str) -> None:
-    """Print ``text`` as a line on the error stream, apart from the command's output."""
+    """Print ``text`` as a line on the error stream, so that it does not mix with the command's output."""
     # one write, so that lines of processes that share a terminal do not mix
     sys.stderr.write(f"weft: {text}\n")

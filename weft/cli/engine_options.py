@@ -187,10 +187,11 @@ def read_engine_options(
     neurons: Neurons = None,
     predictor: Predictor = None,
 ) -> "EngineOptions":
-    """Return the options of an engine, checked as far as they can be without its model. The modules of ``--plugin`` are
-    imported. The parameters are the options of the command line, which :func:`holding_engine` adds to a command.
+    """Import the modules of ``--plugin``, and return the options of an engine, checked as far as possible without the
+    model.
 
-    Raises :class:`UsageError` for options that are wrong on their own or conflict.
+    The parameters are the options of the command line, which :func:`holding_engine` adds to a command. Raises
+    :class:`UsageError` for options that are wrong on their own or conflict.
     """
     from weft.generate.open_engine import EngineOptions
 
@@ -234,8 +235,7 @@ def read_engine_options(
 
 
 def holding_engine(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the options of an engine to ``command``, whose first parameter gets their values as one
-    :class:`EngineOptions`.
+    """Add the options of an engine to ``command``, whose first parameter then gets them as one :class:`EngineOptions`.
 
     The model's name stays the first parameter, and the command's own options come before the others.
     """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ExpertWish(NamedTuple):
-    """An expert that a user asks for: its ``name``, its ``overrides`` of the recipe, and the ``recipe`` with these."""
+    """An expert that a user asks for: ``name``, ``overrides`` of the common recipe, and resulting ``recipe``."""
 
     name: str
     overrides: tuple[str, ...]
@@ -20,14 +20,17 @@ class ExpertWish(NamedTuple):
 
 
 class NamedOverrides(NamedTuple):
-    """An expert's ``name``, and its ``overrides`` of the recipe."""
+    """An expert's ``name``, and its ``overrides`` of the common recipe."""
 
     name: str
     overrides: tuple[str, ...]
 
 
 def read_expert(text: str) -> NamedOverrides:
-    """Read one value of ``--expert``. Raises :class:`UsageError` if it is none."""
+    """Split one value of the option ``--expert`` into name and overrides.
+
+    Raises :class:`UsageError` if it is malformed.
+    """
     try:
         name, *own = shlex.split(text)
     except ValueError:
@@ -42,7 +45,10 @@ def read_expert(text: str) -> NamedOverrides:
 
 
 def read_wish(recipe: Path, text: str, overrides: list[str]) -> ExpertWish:
-    """Read one value of ``--expert``, and its recipe, which is refused as by ``weft train``."""
+    """Read one value of the option ``--expert``, and load the expert's recipe.
+
+    ``overrides``: overrides that all experts share. Raises :class:`UsageError` for a value or a recipe that is wrong.
+    """
     from weft.recipe import load_recipe
 
     name, own = read_expert(text)
@@ -58,7 +64,11 @@ def read_wish(recipe: Path, text: str, overrides: list[str]) -> ExpertWish:
 def check_texts(
     wishes: list[ExpertWish], only: list[str], prior: list[float] | None
 ) -> None:
-    """Raise :class:`UsageError` for experts of texts that cannot be joined, before any of them is trained."""
+    """Check, before any expert of texts is trained, that they can be combined.
+
+    ``only``: names of the experts to train now. ``prior``: weight of each expert; None: equal weights. Raises
+    :class:`UsageError` if they cannot be combined.
+    """
     from weft.data.source_check import check_sources
 
     names = [wish.name for wish in wishes]
@@ -82,7 +92,12 @@ def check_texts(
 def check_expert_names(
     names: Sequence[str], only: Sequence[str], lost: Sequence[str], top: int
 ) -> None:
-    """Raise :class:`UsageError` for names of experts that are given twice or are none, and for a wrong ``top``."""
+    """Check the names of experts and the number ``top`` of experts to compute.
+
+    ``names``: all experts. ``only``, ``lost``: names that the options ``--only`` and ``--lost`` give. Raises
+    :class:`UsageError` for a name that occurs twice or that no expert has, for a name that both options give, if all
+    experts are lost, and for a ``top`` that is too large.
+    """
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(
             f"two experts are named {twice!r}; give each a name of its own"

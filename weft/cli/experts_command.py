@@ -134,7 +134,9 @@ STOPPED = (130, -2)
 
 
 class ExpertRow(NamedTuple):
-    """What an expert is: its ``name``, number of ``parameters`` and of ``tokens`` seen, and ``flops`` of training."""
+    """A row of the table of experts: ``name``, numbers of ``parameters`` and of trained ``tokens``, and ``flops`` of
+    training.
+    """
 
     name: str
     parameters: int
@@ -191,7 +193,7 @@ def _train(
 def training_words(
     recipe: Path, wish: ExpertWish, overrides: list[str], out: Path
 ) -> list[str]:
-    """Return the words of ``weft`` that train an expert in the run folder ``out``, or go on with it."""
+    """Return the arguments of ``weft`` that train an expert in the run folder ``out``, or continue its run."""
     words = ["train", str(recipe), "--out", str(out)]
     for each in (*overrides, *wish.overrides):
         words += ["--set", each]

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FrontDoor:
-    """The options of ``weft serve`` that say where and to whom it answers.
+    """The options of ``weft serve`` for its HTTP server: the address, and who may send requests.
 
     Attributes:
-        ``host``, ``port``: where it listens.
-        ``keys``: API keys of requests; empty: none is needed.
-        ``allowed_hosts``, ``cors``: names of the server, and origins whose pages may ask.
-        ``drain``: seconds that answers may go on at the end.
-        ``connections``: most connections at a time.
+        ``host``, ``port``: address to listen on.
+        ``keys``: API keys, one of which a request must have; empty: none is needed.
+        ``allowed_hosts``: names of the server that a request may use.
+        ``cors``: origins whose web pages may send requests.
+        ``drain``: seconds that answers in progress may take when the server ends.
+        ``connections``: largest number of connections at a time.
     """
 
     host: str
@@ -34,13 +35,13 @@ class FrontDoor:
     connections: int
 
     def check(self) -> None:
-        """Raise :class:`UsageError` for names and origins that no request can have."""
+        """Raise :class:`UsageError` for host names and origins in the options that no request can have."""
         from weft.serve.gate import gate_rules
 
         gate_rules(self.host, self.allowed_hosts, self.cors)
 
     def listening(self) -> Socket:
-        """Return a socket that listens. Raises :class:`UsageError` if none can."""
+        """Return a socket that listens on the address. Raises :class:`UsageError` if that is not possible."""
         try:
             return listen(self.host, self.port)
         except OSError as error:
@@ -49,7 +50,10 @@ class FrontDoor:
             ) from None
 
     def front(self, server: "ApiServer", listening: Socket, about: str) -> "Front":
-        """Return the HTTP server for ``server``, and say where it is. ``about``: what is said of its engine."""
+        """Return the HTTP server for ``server``, and print its address.
+
+        ``listening``: socket of :meth:`listening`. ``about``: description of the engine, for the printed line.
+        """
         from weft.serve.front import front_of, room_for
         from weft.serve.gate import gate_rules
 

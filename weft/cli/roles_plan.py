@@ -9,10 +9,10 @@ from weft.errors import UsageError
 
 
 def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
-    """Print how to share ranks between writing and training, by the times of the run in the folder ``run``.
+    """Print how to divide ranks between generation and training, by the times of the run in the folder ``run``.
 
-    ``ranks``: number of ranks to share; None: as many as the run had, at least 2. ``top``: number of ways to print.
-    Returns the exit code.
+    ``ranks``: number of ranks to divide; None: as many as the run had, at least 2. ``top``: number of divisions to
+    print. Returns the exit code.
     """
     from weft.observe.run_metrics import read_metrics
     from weft.planner.rl_roles import phase_times, role_plans, writers_waited

@@ -40,7 +40,7 @@ def show_schedule(
         ``milliseconds``: times of one microbatch by names of options: "forward", "backward-input", "backward-weight",
             "comm" (a transfer) and "exchange" (experts).
         ``layers``: layers with experts per stage.
-        ``files``: path to write for each kind of drawing, "svg", "html" or "trace"; None: it is not wanted.
+        ``files``: path to write for each kind of drawing, "svg", "html" or "trace"; None: do not draw it.
         ``as_json``: print JSON instead of a table and a drawing.
     """
     for option, value in milliseconds.items():

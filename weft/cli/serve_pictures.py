@@ -18,7 +18,7 @@ HEEDED = {"checkpoint", "requests", "waiting", "ema", "plugins"}
 
 
 def makes_pictures(checkpoint: str) -> bool:
-    """Return whether the model called ``checkpoint`` makes images; what cannot be opened is left to others to say."""
+    """Return whether the model called ``checkpoint`` makes images. If it cannot be opened, the result is False."""
     from weft.checkpoint.weights import shape_named
 
     try:
@@ -28,9 +28,10 @@ def makes_pictures(checkpoint: str) -> bool:
 
 
 def check_heeded(options: "EngineOptions", others: Mapping[str, Any]) -> None:
-    """Raise :class:`UsageError` for the first option that is about texts.
+    """Raise :class:`UsageError` for the first given option that only models of texts use.
 
-    ``others``: further such options that were given, by name; what is empty was left out.
+    ``options``: options of the engine. ``others``: values of further options of this kind, by name; empty values count
+    as not given.
     """
     plain = read_engine_options(options.checkpoint)
     given = [
@@ -47,7 +48,11 @@ def check_heeded(options: "EngineOptions", others: Mapping[str, Any]) -> None:
 
 
 def serve_pictures(options: "EngineOptions", name: str, door: "FrontDoor") -> int:
-    """Serve the images of the model of ``options`` under ``name`` at ``door`` until it is told to end."""
+    """Serve a model of images over HTTP until the process is told to end; return the exit code.
+
+    ``options``: options of the engine, with the model. ``name``: the model's name for clients. ``door``: where to
+    listen.
+    """
     import torch
 
     from weft.diffusion.denoiser import open_denoiser

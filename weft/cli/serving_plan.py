@@ -21,7 +21,7 @@ HOSTS, LATENCY, RATE = 4, 1e-3, 1e9
 
 
 class ServingQuestion(NamedTuple):
-    """What ``weft plan --serve`` is asked.
+    """Requirements and load of ``weft plan --serve``.
 
     Attributes:
         ``ttft``: most seconds to the first token.
@@ -39,10 +39,10 @@ class ServingQuestion(NamedTuple):
 
 
 class KnownLayouts(NamedTuple):
-    """Ways to run an engine, with known step times, and the devices for them.
+    """Layouts of an engine with known step times, and the devices for them.
 
-    ``layouts``: the ways. ``devices``: number of devices. ``link``: speed of transfers between engines; None: it is
-    unknown. ``where``: phrase that names the devices in the output.
+    ``layouts``: the layouts with their times. ``devices``: number of devices. ``link``: speed of transfers between
+    engines; None: it is unknown. ``where``: phrase that names the devices in the output.
     """
 
     layouts: "Sequence[EngineLayout]"
@@ -93,8 +93,9 @@ def plan_serving(
 
 
 def start_lines(model: str, placement: "EnginePlacement") -> list[str]:
-    """Return a list of lines that the user needs to start ``placement`` with the checkpoint ``model``: one command, or
-    the content of a cluster file with the commands that use it.
+    """Return lines that show the user how to start ``placement`` with the checkpoint ``model``.
+
+    They are one command, or the content of a cluster file with the commands that use it.
     """
     groups = placement.groups
     local = all(not group.layout.name for group in groups.values())

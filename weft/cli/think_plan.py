@@ -26,10 +26,10 @@ TOKENS, TIMED_TEXTS, TIMED_SHARES, CONTEXTS = 6, (1, 6), (1.0, 0.25), (64, 1024)
 
 
 class ThinkQuestion(NamedTuple):
-    """What ``weft plan --think`` is asked.
+    """Requirements of ``weft plan --think``.
 
-    ``budget``: seconds for each question; ``task``: word of the task, or ""; ``prompt``: tokens of a prompt; ``most``:
-    most tokens of a text.
+    ``budget``: seconds for each question. ``task``: name of the task with its settings, or "". ``prompt``: number of
+    tokens of a prompt. ``most``: largest number of tokens of a text.
     """
 
     budget: float
@@ -41,10 +41,11 @@ class ThinkQuestion(NamedTuple):
 def plan_thinking(
     words: str, cluster: str | None, asked: ThinkQuestion, as_json: bool
 ) -> int:
-    """Print the ways to reason within a budget, best first. Return the exit code.
+    """Print the ways to reason within a time budget, best first. Returns the exit code.
 
-    ``words``: names of models with commas between; ``cluster``: a cluster file or preset, one device of which is priced
-    by its data sheet; None: steps are timed on this machine.
+    ``words``: names of models, separated by commas. ``cluster``: a cluster file or preset; the times of steps are
+    estimated from the data sheet of one of its devices. None: steps are timed on this machine. ``asked``: the
+    requirements.
     """
     from weft.planner.thinking_price import rank_thinking
 
@@ -74,8 +75,9 @@ def plan_thinking(
 
 
 def task_of_word(word: str) -> "RewardTask":
-    """Return the task of ``word``, such as ``addition`` or ``addition:digits=3``. Raises :class:`UsageError` for a word
-    that names none.
+    """Return the task that ``word`` names, such as ``addition`` or ``addition:digits=3``.
+
+    Raises :class:`UsageError` if there is no such task.
     """
     from weft.recipe import build_recipe
     from weft.rl.build_task import reward_task

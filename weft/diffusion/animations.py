@@ -17,10 +17,10 @@ FRAME_MS = 100
 
 
 def write_animation(video: torch.Tensor, path: Path) -> None:
-    """Write a ``video`` ``[channels, frames, height, width]`` from -1 to 1 as an animation without end.
+    """Write ``video``, ``[channels, frames, height, width]`` from -1 to 1, as an animation that repeats for ever.
 
-    The ending of ``path`` says how: ``.gif``, with at most 256 colours in a frame, or ``.png`` with all. Pixels of
-    small videos are shown enlarged. Pillow must be installed.
+    The suffix of ``path`` chooses the format: ``.gif``, with at most 256 colours in a frame, or ``.png`` with all
+    colours. Pixels of small videos are shown enlarged. Pillow must be installed.
     """
     import PIL.Image
 

@@ -16,12 +16,15 @@ SHOWN_CLASSES = 12
 
 
 def class_file(names: Sequence[str]) -> dict[str, bytes]:
-    """Return the file that a checkpoint keeps of the ``names`` of classes, by its name; none if there are none."""
+    """Return the file with the ``names`` of classes for a checkpoint, as contents by file name; empty without names."""
     return {CLASS_FILE: json.dumps([*names]).encode()} if names else {}
 
 
 def class_names(files: Mapping[str, bytes], classes: int) -> tuple[str, ...]:
-    """Return the names of ``classes`` classes in the ``files`` of a checkpoint; empty if they have none of these."""
+    """Read the names of a model's classes from the ``files`` of its checkpoint, which are contents by file name.
+
+    Returns an empty tuple if there is no such file, or if it has not ``classes`` names.
+    """
     try:
         names = json.loads(files.get(CLASS_FILE, b"[]"))
     except ValueError:
@@ -33,8 +36,8 @@ def class_names(files: Mapping[str, bytes], classes: int) -> tuple[str, ...]:
 def class_number(word: str, classes: int, names: Sequence[str] = ()) -> int:
     """Return the number of the class that ``word`` names, or ``classes`` for "none".
 
-    ``classes``: number of classes of the model. ``names``: their names, which count before their numbers. Raises
-    :class:`UsageError` for a word that names none.
+    ``word``: name or number of a class. ``classes``: number of classes of the model. ``names``: their names; a word
+    that is a name is not read as a number. Raises :class:`UsageError` for a word that names no class.
     """
     word = word.strip()
     known = {name.casefold(): number for number, name in enumerate(names)}

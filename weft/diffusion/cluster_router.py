@@ -41,7 +41,10 @@ UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, Runtime
 
 
 class RouterLayer(nn.Module):
-    """A residual layer whose input is scaled and shifted by time and condition. ``width``: elements of its vectors."""
+    """A residual layer of a router, whose input is scaled and shifted by time and condition.
+
+    ``width``: number of elements of its vectors.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,7 +52,10 @@ class RouterLayer(nn.Module):
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: T, c: T) -> T:
-        """Map ``x`` ``[batch, width]`` to the output; ``c``: time and condition, both of the same shape."""
+        """Map ``x`` ``[batch, width]`` to the output of the same shape.
+
+        ``c``: embedding of time and condition, ``[batch, width]``.
+        """
         shift, scale = self.modulation(F.silu(c)).chunk(2, -1)
         normed = F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
         hidden: T = self.down(F.silu(self.up(normed)))
@@ -57,9 +63,9 @@ class RouterLayer(nn.Module):
 
 
 class ClusterRouter(nn.Module):
-    """Classifier of noised images over clusters.
+    """Classifier that predicts from which cluster of images a noised image comes, to weigh the clusters' experts.
 
-    It reads the image, averaged where it is large, the time, and the class, or that there is none.
+    It reads the image (large images are averaged to fewer pixels), the time, and the class or that there is none.
 
     Args:
         ``settings``: settings of the experts' models.
@@ -77,7 +83,7 @@ class ClusterRouter(nn.Module):
         self.out = nn.Linear(WIDTH, clusters)
 
     def forward(self, noised: T, time: T, condition: T) -> T:
-        """Return what speaks for each cluster, in logarithms: ``[batch, clusters]``.
+        """Return the logits of the clusters for noised images, ``[batch, clusters]``.
 
         The arguments are those of :class:`weft.diffusion.denoiser.Denoiser`.
         """
@@ -92,12 +98,12 @@ class ClusterRouter(nn.Module):
 
 
 class RouterScores(NamedTuple):
-    """How well a router tells clusters apart, on noised images that it has not learned from.
+    """How well a router tells clusters apart, on noised images that it was not trained on.
 
     Attributes:
-        ``loss``: its mean cross-entropy.
-        ``right``: share of the images that it takes for their cluster.
-        ``prior``: cross-entropy of what is known without looking, the clusters' shares.
+        ``loss``: mean cross-entropy in nats.
+        ``right``: share of the images that it assigns to their cluster.
+        ``prior``: cross-entropy of a router that does not see the images and predicts the clusters' shares.
         ``images``: number of images.
     """
 
@@ -108,7 +114,7 @@ class RouterScores(NamedTuple):
 
 
 class TrainedClusterRouter(NamedTuple):
-    """A router, and how good it is."""
+    """A trained router, with its scores."""
 
     router: ClusterRouter
     scores: RouterScores
@@ -120,9 +126,9 @@ def train_cluster_router(
 ) -> TrainedClusterRouter:  # fmt: skip
     """Train a router by cross-entropy on noised images.
 
-    ``pictures``: all images. ``clusters``: the cluster of each. ``settings``: settings of the experts' models, by which
-    images are noised. ``held``: images that it does not learn from, on which it is scored, bool ``[images]``. ``seed``:
-    seed of weights and noise. ``passed``: called with the number of steps so far.
+    ``pictures``: all images. ``clusters``: the cluster of each. ``settings``: settings of the experts' models, which
+    define how images are noised. ``held``: images that are held out to score the router, bool ``[images]``. ``seed``:
+    seed of weights and noise. ``steps``: number of training steps. ``passed``: called with the number of steps so far.
     """
     labels = torch.from_numpy(clusters.labels)
     order = PictureOrder((), (), seed, 0, indices=np.flatnonzero(~held))
@@ -188,9 +194,10 @@ def _scored(
 
 
 def write_router(file: Path, trained: TrainedClusterRouter, identity: str) -> None:
-    """Write a router to ``file`` (safetensors) in one step.
+    """Write a router to ``file`` (safetensors) atomically.
 
-    ``identity``: says what it was trained from and how, so that one can see whether it must be trained again.
+    ``identity``: digest of the data and settings of its training, by which a caller sees whether it must be trained
+    again.
     """
     router = trained.router
     about = {
@@ -205,7 +212,7 @@ def write_router(file: Path, trained: TrainedClusterRouter, identity: str) -> No
 
 
 class StoredRouter(NamedTuple):
-    """A router from a file, how good it was, and the ``identity`` of its training."""
+    """A router from a file, with its scores, and the ``identity`` of its training (see :func:`write_router`)."""
 
     router: ClusterRouter
     scores: RouterScores
@@ -213,7 +220,7 @@ class StoredRouter(NamedTuple):
 
 
 def open_router(file: Path, device: str = "cpu") -> StoredRouter:
-    """Open the router that :func:`write_router` has written. Raises :class:`WeftError` for another file."""
+    """Read a router from ``file``, which :func:`write_router` wrote. Raises :class:`WeftError` for any other file."""
     try:
         with safe_open(file, "pt") as stored:
             about = stored.metadata()

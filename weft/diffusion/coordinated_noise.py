@@ -15,8 +15,9 @@ class CoordinatedNoise:
     Args:
         ``seed``: seed of all samples.
         ``samples``: numbers of the samples.
-        ``first``: frames of the first block; ``frames``: those of a later one, ``first - context``.
-        ``context``: frames of the block before that a block sees.
+        ``first``: number of frames of the first block.
+        ``frames``: number of frames of a later block, ``first - context``.
+        ``context``: number of frames of the previous block that a block sees.
         ``shape``: tokens of a frame, and values of a token.
     """
 
@@ -44,7 +45,7 @@ class CoordinatedNoise:
         return torch.randn(first, *shape, generator=generator, dtype=torch.float64)
 
     def block(self, index: int) -> torch.Tensor:
-        """Return the noise of a block, ``[samples, frames, tokens of a frame, values]``."""
+        """Return the noise of block ``index``, ``[samples, frames, tokens of a frame, values]``."""
         return torch.stack(
             [
                 template[self._order(at, index)]
@@ -66,7 +67,7 @@ class CoordinatedNoise:
 
 
 def block_seed(seed: int, sample: int, block: int) -> int:
-    """Return the seed of the noise of ``block`` of ``sample``, which depends on no rank."""
+    """Return the seed of the noise of ``block`` of ``sample``. It is the same on every rank."""
     from hashlib import blake2b
 
     said = f"{seed} {sample} {block}".encode()

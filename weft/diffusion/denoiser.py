@@ -24,7 +24,7 @@ T = torch.Tensor
 
 
 class DenoisingBlock:
-    """One transformer block of a denoiser. ``block``: the model's block."""
+    """Wrapper of the model's transformer block ``block``, as samplers call it."""
 
     def __init__(self, block: DiffusionBlock) -> None:
         self.block = block
@@ -67,7 +67,7 @@ class Denoiser:
 
     @property
     def dropped(self) -> int:
-        """The condition that stands for none."""
+        """Number in place of a class number, which tells the model that an image has no condition."""
         return self.settings.classes
 
     @property
@@ -91,15 +91,15 @@ class Denoiser:
         return self.final(x, signals)
 
     def positions(self, batch: int, patches: Sequence[int] | None = None) -> T:
-        """Return the numbers of all patches, or of ``patches``, for each image of a batch: ``[batch, patches]``."""
+        """Return the indices of all patches, or ``patches`` themselves, for each image: ``[batch, patches]``."""
         numbers = range(self.settings.patches) if patches is None else patches
         device = self.model.conditioning.time_in.device
         return torch.tensor([*numbers], device=device).expand(batch, -1)
 
     def embed(self, noised: T, patches: Sequence[int] | None = None) -> T:
-        """Return the input of the first block ``[batch, patches, embed]`` for ``noised`` images.
+        """Return the input of the first block, ``[batch, patches, embed]``, for ``noised`` images.
 
-        ``patches``: numbers of the patches to embed; None: all.
+        ``patches``: indices of the patches to embed; None: all.
         """
         values = patchify(noised, self.settings)
         if patches is not None:
@@ -109,9 +109,10 @@ class Denoiser:
     def signals(
         self, time: T, condition: T, patches: Sequence[int] | None = None
     ) -> Signals:
-        """Return the conditioning that blocks and last layer read: embedded time and condition, and rotations.
+        """Return the conditioning inputs of all blocks and of the last layer: embedded time and condition, and
+        rotations.
 
-        ``time`` ``[batch]``; ``condition``: class numbers ``[batch]`` or text states. ``patches``: numbers of the
+        ``time`` ``[batch]``; ``condition``: class numbers ``[batch]`` or text states. ``patches``: indices of the
         patches; None: all.
         """
         positions = self.positions(len(time), patches)
@@ -127,7 +128,10 @@ class Denoiser:
 def seeing_by(
     blocks: Sequence[DiffusionBlock], attend: AttendPatches | None
 ) -> Iterator[None]:
-    """Return a context in which ``attend`` computes the self-attention of ``blocks``; None: as the model does."""
+    """Return a context in which ``attend`` computes the self-attention of ``blocks``.
+
+    None: the model's own attention.
+    """
     if attend is None:
         yield
         return
@@ -149,9 +153,9 @@ def open_denoiser(
 ) -> Denoiser:
     """Open the diffusion transformer that a run has trained.
 
-    ``where``: the run's folder or a checkpoint. ``device``: where it computes. ``say``: called with a line for each
-    damaged checkpoint that was skipped for an older one. ``ema``: whether to take the averages of the parameters.
-    Raises :class:`UsageError` for another model.
+    ``where``: the run's folder or a checkpoint. ``device``: device on which it computes. ``say``: called with a line
+    for each damaged checkpoint that is skipped for an older one. ``ema``: whether to take the moving averages of the
+    parameters. Raises :class:`UsageError` if the model is not a diffusion transformer.
     """
     from weft.checkpoint.model import open_model
 

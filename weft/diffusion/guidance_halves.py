@@ -15,25 +15,30 @@ T = torch.Tensor
 
 
 class GuidanceHalf(Protocol):
-    """This rank's half of guidance.
+    """Interface of one half of classifier-free guidance, when two groups of ranks divide it.
+
+    One group computes predictions with conditions, the other without.
 
     Attributes:
-        ``conditional``: whether the rank computes predictions with conditions.
+        ``conditional``: whether this rank computes predictions with conditions.
     """
 
     conditional: bool
 
     def exchanged(self, predicted: T) -> T:
-        """Send ``predicted`` to the rank that has the other half of the same tokens, and return that rank's."""
+        """Exchange predictions with the rank that computes the other half for the same tokens.
+
+        Sends ``predicted``, and returns the other rank's prediction.
+        """
 
 
 class HalvesOverRanks:
-    """The half of guidance of this rank of the default process group, of which all ranks are in two equal groups.
+    """This rank's half of classifier-free guidance, when the ranks of the default process group form two equal groups.
 
     The first half of the ranks computes with conditions. Rank ``r`` of one group has the same tokens, layers and steps
-    as rank ``r`` of the other, so that both exchange predictions in the same order, and go on with equal latents.
+    as rank ``r`` of the other. So both exchange predictions in the same order, and continue with equal latents.
 
-    ``device``: where predictions are; ``timeout``: seconds that a rank waits for the other's prediction.
+    ``device``: device of predictions; ``timeout``: seconds that a rank waits for the other's prediction.
 
     Attributes:
         ``group``: the ranks with the same half.

@@ -66,7 +66,10 @@ def tiled(rows: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
 
 
 def image_grid(images: np.ndarray, columns: int = 10) -> np.ndarray:
-    """Return a grid of ``images`` ``[images, channels, (frames,) height, width]``; videos are a row each."""
+    """Arrange ``images``, ``[images, channels, (frames,) height, width]``, in a grid with ``columns`` columns.
+
+    A video takes a row of its own, as a strip of its frames.
+    """
     shown = [magnified(as_pixels(image)) for image in images]
     columns = 1 if images.ndim == 5 else columns
     return tiled([shown[i : i + columns] for i in range(0, len(shown), columns)])

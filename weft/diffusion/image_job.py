@@ -37,7 +37,7 @@ NOT_BESIDE_IMAGES = ("tasks", "rl", "roles", "generate", "control", "stream", "l
 
 @dataclass(frozen=True)
 class ImageJob(Job):
-    """A checked recipe of a diffusion transformer that learns from images.
+    """A checked recipe of a diffusion transformer that is trained on images.
 
     Attributes:
         ``pictures``: the images of the data.
@@ -58,9 +58,8 @@ class ImageJob(Job):
     ) -> ImageLoader:  # fmt: skip
         """Return the loader of the training images.
 
-        If one rank holds the whole model and the images have classes, the loader also has the model sample images at
-        each validation, which are scored. The arguments are those of
-        :meth:`Job.training_loader`.
+        If one rank holds the whole model and the images have classes, the model also samples images at each validation,
+        and the loader scores them. The arguments are those of :meth:`Job.training_loader`.
         """
         loader, every = (
             self.loader(self.corpus.train, mesh),
@@ -157,9 +156,9 @@ def prepare_images(recipe: Recipe) -> ImageJob:
 
 
 def caption_notes(pictures: PictureSet, settings: DiffusionSettings) -> tuple[str, ...]:
-    """Return what to say about the captions of ``pictures``, of which a model reads so many words.
+    """Return lines for the user if some captions of ``pictures`` are longer than the model reads.
 
-    Raises :class:`UsageError` if it reads texts and there are none.
+    Raises :class:`UsageError` if the model reads texts and the images have none, or if its settings allow no words.
     """
     from weft.data.captions import caption_words
 

@@ -27,11 +27,11 @@ _ROWS, _NOISE = 0x1A6E, 0x4015E
 
 @dataclass(frozen=True)
 class PictureOrder(Order):
-    """Order of images: shuffled again in every epoch, endless if ``epochs`` is 0.
+    """Order of the images of a set: shuffled again in every epoch, endless if ``epochs`` is 0.
 
     Attributes:
-        ``indices``: which images of the set are in the order, int64 ``[n]``.
-        ``fixed``: whether the images come in the order of their indices (validation) instead of shuffled.
+        ``indices``: indices in the set of the images that are in the order, int64 ``[n]``.
+        ``fixed``: whether the images come in the order of their indices (for validation) instead of shuffled.
     """
 
     indices: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -55,20 +55,23 @@ class PictureOrder(Order):
 
 
 def drawn_times(settings: DiffusionSettings, numbers: np.random.Generator) -> float:
-    """Draw the time, between 0 and 1, at which a training sample is noised. ``settings.times``: its distribution."""
+    """Draw the time, between 0 (noise) and 1 (image), at which a training sample is noised.
+
+    ``settings.times``: distribution of the time. ``numbers``: random generator.
+    """
     if settings.times == "logit-normal":
         return float(1 / (1 + np.exp(-numbers.standard_normal())))
     return float(numbers.random())
 
 
 class DrawnPictures(NamedTuple):
-    """Images with what training draws for each of them.
+    """Images of a batch, with the random noise, time and dropped conditions of each for training.
 
     Attributes:
         ``image``, ``noise``: float32 ``[rows, channels, (frames,) height, width]``.
         ``time``: times at which they are noised, float64 ``[rows]``.
-        ``condition``: int64 ``[rows]``, the number of classes standing for a class that was dropped, or a caption's
-            rows ``[rows, words, pieces]``, zeros for one that was.
+        ``condition``: class numbers, int64 ``[rows]``, where the number of classes means that the class was dropped; or
+            rows of captions, int64 ``[rows, words, pieces]``, where zeros mean that the caption was dropped.
     """
 
     image: torch.Tensor
@@ -81,9 +84,9 @@ def drawn_pictures(
     pictures: PictureSet, order: PictureOrder, settings: DiffusionSettings, seed: int, samples: range,
     count: int,
 ) -> DrawnPictures:  # fmt: skip
-    """Return the images with the numbers ``samples`` of ``order``, with rows of zeros up to ``count``.
+    """Return the images with the numbers ``samples`` of ``order``, with blank rows at the end up to ``count`` rows.
 
-    ``settings``: settings of the model that learns from them. ``seed``: seed of noise, times and dropped classes.
+    ``settings``: settings of the model that is trained on them. ``seed``: seed of noise, times and dropped conditions.
     """
     shape = (count, settings.channels, *settings.size)
     image, noise = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
@@ -114,13 +117,13 @@ class ImageLoader(Loader):
     """Makes the batches of one rank from images. Samples are divided among ranks as samples of text are.
 
     A sample's noise, its time and whether its class is dropped depend only on the seed and the sample's number, so that
-    every layout trains on the same.
+    training is the same under every layout.
 
     Attributes:
         ``pictures``: all images.
         ``settings``: settings of the model.
         ``seed``: seed of the random numbers.
-        ``asked``: questions to the model during training, such as to sample images.
+        ``asked``: functions by name that evaluate the model during training, such as one that samples images.
     """
 
     pictures: PictureSet | None = None
@@ -132,12 +135,17 @@ class ImageLoader(Loader):
     def of(
         cls, plain: Loader, pictures: PictureSet, settings: DiffusionSettings, seed: int
     ) -> ImageLoader:
-        """Return a loader with the samples of ``plain``. The other arguments are the attributes of this class."""
+        """Return a loader of images that divides samples as ``plain`` does.
+
+        The other arguments are attributes of this class.
+        """
         given = {each.name: getattr(plain, each.name) for each in fields(plain)}
         return cls(**given, pictures=pictures, settings=settings, seed=seed)
 
     def questions(self) -> dict[str, AskedQuestions]:
-        """Return the questions to the model during training: to sample images, which are scored."""
+        """Return functions that evaluate the model during training, by name: the one that samples and scores images, if
+        any.
+        """
         return dict(self.asked)
 
     def _assemble(self, ranges: list[range], place: int, count: int) -> Batch:

@@ -21,11 +21,15 @@ def write_joined_samples(
     where: str, out: Path, request: SampleRequest, classes: str, say: Callable[[str], None], ema: bool = False,
     top: int | None = None,
 ) -> str:  # fmt: skip
-    """Make images with the experts of the set ``where``, and write them into the new folder ``out``.
+    """Sample images with the experts of the set ``where``, and write them into the new folder ``out``.
 
-    ``request``: what to make, on which device; of its conditions only the number counts. ``classes``: numbers of
-    classes, see :func:`weft.diffusion.parallel_sample.asked_conditions`. ``say``, ``ema``, ``top``: those of
-    :func:`weft.diffusion.picture_experts.open_picture_experts`. Returns a line about what was done.
+    Returns a line for the user about the samples.
+
+    Arguments:
+        ``where``: folder that ``weft experts --clusters`` has written.
+        ``request``: the request for samples; of its conditions only the number is used.
+        ``classes``: class names or numbers, see :func:`weft.diffusion.parallel_sample.asked_conditions`.
+        ``say``, ``ema``, ``top``: see :func:`weft.diffusion.picture_experts.open_picture_experts`.
     """
     device = str(request.conditions.device)
     joined = open_picture_experts(where, device, say, ema, top)

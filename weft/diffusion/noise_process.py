@@ -19,7 +19,7 @@ LEVELS = 1000
 
 
 class Amounts(NamedTuple):
-    """Coefficients of a noised image: it is ``signal`` times the image plus ``noise`` times Gaussian noise."""
+    """Coefficients of a noised image: ``signal`` times the image plus ``noise`` times Gaussian noise."""
 
     signal: T
     noise: T
@@ -34,11 +34,11 @@ class Parts(NamedTuple):
 
 @cache
 def log_signal_table(schedule: str) -> np.ndarray:
-    """Return log(alpha bar), the logarithm of the image's share in the variance, as float64 ``[LEVELS + 1]``.
+    """Return log(alpha bar) of each noise level, the logarithm of the image's share in the variance.
 
-    The values fall. The first entry, 0, is that of the image itself; the others are those of the noise levels.
-
-    ``schedule``: "linear" (Ho et al. 2020) or "cosine" (Nichol & Dhariwal 2021, with betas of at most 0.999).
+    The result is float64 ``[LEVELS + 1]``, with falling values. The first entry, 0, is the image without noise; the
+    others are the noise levels. ``schedule``: "linear" (Ho et al. 2020) or "cosine" (Nichol & Dhariwal 2021, with betas
+    of at most 0.999).
     """
     steps = np.arange(LEVELS + 1) / LEVELS
     if schedule == "linear":
@@ -53,9 +53,9 @@ def log_signal_table(schedule: str) -> np.ndarray:
 class NoiseProcess:
     """Noise process of diffusion: how an image turns into noise, as a function of time from 0 (noise) to 1 (image).
 
-    ``target``: what the model predicts, "flow", "epsilon", "v" or "x"; ``schedule``: name of the table of levels for
-    all but "flow". Level ``n`` of a table is at time ``1 - (n + 1) / LEVELS``, so that time 1 is the image itself;
-    between levels the logarithm of the share of the image is interpolated.
+    ``target``: what the model predicts: "flow", "epsilon", "v" or "x". ``schedule``: name of the table of noise levels,
+    for all targets but "flow". Level ``n`` of a table is at time ``1 - (n + 1) / LEVELS``, so that time 1 is the image
+    itself. Between levels the logarithm of the image's share in the variance is interpolated.
     """
 
     target: str = "flow"
@@ -67,7 +67,7 @@ class NoiseProcess:
         return cls(settings.target, settings.schedule)
 
     def amounts(self, time: T) -> Amounts:
-        """Return the amounts of image and noise at ``time``, float64 of the same shape."""
+        """Return the coefficients of image and noise at ``time``, float64 of the same shape."""
         time = time.double()
         if self.target == "flow":
             return Amounts(time, 1 - time)
@@ -81,12 +81,12 @@ class NoiseProcess:
         return Amounts((log_signal / 2).exp(), (-log_signal.expm1()).sqrt())
 
     def noised(self, image: T, noise: T, time: T) -> T:
-        """Return ``image`` ``[batch, ...]`` mixed with ``noise`` of the same shape as at ``time`` ``[batch]``."""
+        """Mix ``image`` ``[batch, ...]`` with ``noise`` of the same shape, in the amounts of ``time`` ``[batch]``."""
         signal, amount = self._beside(image, time)
         return signal * image + amount * noise
 
     def target_of(self, image: T, noise: T, time: T) -> T:
-        """Return the target of the model's prediction for :meth:`noised` with the same arguments."""
+        """Return the target that the model has to predict for the result of :meth:`noised` with the same arguments."""
         if self.target == "flow":
             return image - noise
         if self.target == "v":
@@ -95,7 +95,10 @@ class NoiseProcess:
         return noise if self.target == "epsilon" else image
 
     def parts(self, noised: T, predicted: T, time: T) -> Parts:
-        """Split ``noised`` ``[batch, ...]`` into image and noise, according to the model's prediction ``predicted``."""
+        """Split ``noised`` ``[batch, ...]`` into image and noise, according to the model's prediction ``predicted``.
+
+        ``time``: time of each noised image, ``[batch]``.
+        """
         signal, amount = self._beside(noised, time)
         if self.target == "flow":
             return Parts(noised + amount * predicted, noised - signal * predicted)

@@ -37,7 +37,10 @@ T = torch.Tensor
 
 
 class NamedTable(NamedTuple):
-    """A sampling table by its ``word``, such as ``pcpp:part=0.3``, and its number of ``ranks``."""
+    """A sampling table as a user names it: its ``word``, such as ``pcpp:part=0.3``, and its number of ``ranks``.
+
+    A sampling table is the plan of which rank computes which tokens in which step.
+    """
 
     word: str
     ranks: int
@@ -46,9 +49,9 @@ class NamedTable(NamedTuple):
 def table_of_options(layout: Layout, stale: int | None, table: str) -> NamedTable:
     """Return the sampling table that the options ``--layout``, ``--stale`` and ``--table`` name.
 
-    ``layout``: cp cuts the image into bands, pp cuts the layers. ``stale``: how many steps old the keys of other ranks
-    are; None: not given. ``table``: name and settings of a table; "": not given. Raises :class:`UsageError` for
-    options that contradict each other or name no table.
+    ``layout``: with ``cp`` the image is cut into bands, with ``pp`` the layers are. ``stale``: age in steps of the keys
+    that come from other ranks; None: not given. ``table``: name and settings of a table; "": not given. Raises
+    :class:`UsageError` for options that contradict each other or name no table.
     """
     sizes = {"cp": layout.cp, "pp": layout.pp}
     if layout.world != max(sizes.values()):
@@ -103,14 +106,15 @@ def asked_conditions(
     names: Sequence[str] = (),
     prompts: Sequence[str] = (),
 ) -> T:
-    """Return what each of ``count`` samples is to be.
+    """Return the condition of each of ``count`` samples that a user asks for.
 
-    It is a class number, int64 ``[count]``, or a caption, int64 ``[count, words, pieces]``.
+    The result is class numbers, int64 ``[count]``, where the number of classes stands for no class; or captions, int64
+    ``[count, words, pieces]``.
 
-    ``classes``: names or numbers of classes with commas between, to be used in turn; "none": no class; "": all classes
-    in turn. The number of classes stands for no class. ``names``: names of the classes. ``prompts``: captions, to be
-    used in turn; none: nothing is said. Raises :class:`UsageError` for a class that the model does not know, for
-    captions if it reads no text, and for classes if it does.
+    ``classes``: names or numbers of classes, separated by commas, to be used in turn; "none": no class; "": all classes
+    in turn. ``names``: names of the classes. ``prompts``: captions, to be used in turn; empty: no caption. Raises
+    :class:`UsageError` for a class that the model does not know, for captions if it reads no text, and for classes if
+    it does.
     """
     known = settings.classes
     if settings.text:
@@ -135,7 +139,10 @@ def asked_conditions(
 
 
 def check_count(count: int, asked: int, what: str) -> None:
-    """Raise :class:`UsageError` if ``count`` samples cannot show all of the ``asked`` classes or prompts."""
+    """Raise :class:`UsageError` if ``count`` samples are fewer than the ``asked`` classes or prompts.
+
+    ``what``: the word for these in the error, such as "prompts".
+    """
     if asked > count:
         raise UsageError(
             f"--count {count} leaves some of the {asked} {what} out; give --count {asked}, or fewer {what}"
@@ -145,9 +152,10 @@ def check_count(count: int, asked: int, what: str) -> None:
 def prompt_captions(
     settings: DiffusionSettings, count: int, prompts: Sequence[str]
 ) -> T:
-    """Return ``count`` captions, ``prompts`` in turn, as a model with ``settings`` reads them.
+    """Return ``prompts`` in turn as ``count`` captions in the form that a model with ``settings`` reads.
 
-    The result is int64 ``[count, words, pieces]``. Raises :class:`UsageError` for one with more words than are read.
+    The result is int64 ``[count, words, pieces]``. Raises :class:`UsageError` for a prompt with more words than the
+    model reads.
     """
     from weft.data.captions import caption_words, captions_as_rows
 
@@ -172,11 +180,11 @@ class TableSampling:
 
     Args:
         ``denoiser``: the transformer.
-        ``request``: the samples to make, and the sampler.
-        ``table``: the table's word and ranks.
+        ``request``: the request for samples, which also names the sampler.
+        ``table``: name and number of ranks of the table.
         ``frames``: frames of a video; 0: as many as the model was trained on.
         ``dropped``: the condition that stands for none.
-        ``split``: whether guidance is spread over two groups of ranks, each as large as the table.
+        ``split``: whether two groups of ranks, each as large as the table, divide classifier-free guidance.
 
     Raises :class:`UsageError` for a table that these samples do not allow.
 
@@ -294,11 +302,10 @@ class TableSampling:
         conditions: T,
         run: Callable[[RunnableTable, PatchDenoiser, SolverSteps, SampleSource], SamplingRun],
     ) -> tuple[T | None, SamplingRun]:  # fmt: skip
-        """Return a batch of samples, None on all ranks but the first, and this rank's measurements.
+        """Sample a batch. Returns the samples (None on all ranks but the first), and this rank's measurements.
 
-        ``first``: number of the batch's first sample. ``conditions``: condition of each sample. ``run``: runs the
-        table, such as
-        :func:`weft.diffusion.sampling_ranks.run_over_ranks`.
+        ``first``: number of the batch's first sample. ``conditions``: condition of each sample. ``run``: function that
+        runs the table, such as :func:`weft.diffusion.sampling_ranks.run_over_ranks`.
         """
         count, request = len(conditions), self.request
         tokens = PatchDenoiser(
@@ -319,9 +326,10 @@ class TableSampling:
         return unpatchify(patches, self.settings), measured
 
     def over_ranks(self) -> T | None:
-        """Return all samples ``[samples, channels, (frames,) height, width]``; None on ranks but the first.
+        """Return all samples, ``[samples, channels, (frames,) height, width]``, on the first rank; None on the others.
 
-        All ranks of the table call it; with ``split`` those of two tables, the first of which has the conditions.
+        All ranks of the table call it. With ``split``, the ranks of two tables call it, and the first table has the
+        conditions.
         """
         from weft.diffusion.sampling_ranks import run_over_ranks
 
@@ -352,7 +360,7 @@ class TableSampling:
         return HalvesOverRanks(self.request.conditions.device)
 
     def as_threads(self) -> T:
-        """Return the samples that :meth:`over_ranks` returns, with all ranks as threads of this process."""
+        """Return the same samples as :meth:`over_ranks`, with all ranks as threads of this process."""
         from weft.diffusion.threads_as_ranks import run_as_threads
 
         def run(

@@ -22,7 +22,8 @@ T = torch.Tensor
 class PreparedTokens(NamedTuple):
     """Inputs that all layers share for some tokens of a sample.
 
-    ``signals``: rotations of the tokens and what conditions their blocks; ``places``: where the tokens are.
+    ``signals``: rotations of the tokens, and the conditioning inputs of blocks. ``places``: positions of the tokens in
+    the sample.
     """
 
     signals: Signals
@@ -30,7 +31,7 @@ class PreparedTokens(NamedTuple):
 
 
 class PatchDenoiser:
-    """Diffusion transformer as a :class:`weft.diffusion.sampling_run.TokenDenoiser`.
+    """Diffusion transformer as a :class:`weft.diffusion.sampling_run.TokenDenoiser`, whose tokens are patches.
 
     Args:
         ``denoiser``: the transformer.
@@ -39,8 +40,8 @@ class PatchDenoiser:
         ``guidance``: scale of classifier-free guidance; 1: none. Otherwise a batch has every sample twice, with and
             without its condition.
         ``dropped``: the condition that stands for none.
-        ``real``: which values of the patches are of pixels, bool ``[patches, values]``, as
-            :func:`weft.models.patches.real_values` returns it; None: all. The others stay zero.
+        ``real``: which values of the patches belong to pixels, bool ``[patches, values]``, as
+            :func:`weft.models.patches.real_values` returns it; None: all. Other values are padding and stay zero.
         ``half``: which half of guidance this rank computes; None: both.
     """
 
@@ -65,7 +66,7 @@ class PatchDenoiser:
         self.real = None if real is None or bool(real.all()) else real
 
     def own(self) -> PatchDenoiser:
-        """Return a copy for another thread, with its own modules that share the weights."""
+        """Return a copy for another thread: new modules with the same weights in memory."""
         model = self.denoiser.model
         weights = {id(p): p for p in (*model.parameters(), *model.buffers())}
         copy = PatchDenoiser.__new__(PatchDenoiser)
@@ -89,7 +90,10 @@ class PatchDenoiser:
     def layer(
         self, index: int, hidden: T, prepared: PreparedTokens, attend: Attend
     ) -> T:
-        """Return the output of a layer, which calls ``attend`` once."""
+        """Return the output of layer ``index`` for ``hidden``.
+
+        The layer calls ``attend`` once, for its self-attention.
+        """
 
         def with_keys(_: int, q: T, k: T, v: T) -> T:
             return attend(q, k, v)
@@ -116,7 +120,8 @@ class PatchDenoiser:
 
 
 class SolverSteps:
-    """Sampler as a :class:`weft.diffusion.sampling_run.TokenSampler`: a table's step is one evaluation of the model.
+    """Sampler as a :class:`weft.diffusion.sampling_run.TokenSampler`: a step of the table is one evaluation of the
+    model.
 
     ``solver``: the sampler; ``process``: the noise process; ``times``: rising, from noise to image.
 
@@ -142,9 +147,10 @@ class SolverSteps:
                 return evaluations
 
     def update(self, latents: T, velocity: T, step: int, memory: dict[str, Any]) -> T:
-        """Return the latents to evaluate after ``step``, or the finished latents.
+        """Return the latents to evaluate next after ``step``, or the finished latents after the last step.
 
-        ``memory``: holds the state of the sampler for one block.
+        ``velocity``: the model's prediction for ``latents``. ``memory``: state of the sampler for one block, kept
+        between steps.
         """
         if "solving" not in memory:
             memory["solving"] = self.solver(self.process, self.times, latents)

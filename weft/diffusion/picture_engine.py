@@ -30,7 +30,7 @@ MOST_GUIDANCE = 10_000
 
 @dataclass(frozen=True)
 class PictureAsk:
-    """One image that is asked for.
+    """Request for one image.
 
     Attributes:
         ``condition``: number of its class, or text states.
@@ -49,11 +49,11 @@ class PictureAsk:
 
 
 class PictureJob:
-    """An image on its way from noise.
+    """A requested image that waits, is being sampled, or is finished.
 
     Attributes:
-        ``ask``: what is asked for.
-        ``picture``: its state; None while it waits.
+        ``ask``: the request.
+        ``picture``: state of its sampling; None while it waits.
         ``image``: the image ``[channels, (frames,) height, width]``; None before it is finished.
     """
 
@@ -64,15 +64,15 @@ class PictureJob:
 
 
 class PictureEngine:
-    """Makes images with ``denoiser``, at most ``most`` of them in a batch; others wait for their turn.
+    """Samples images with ``denoiser`` for many requests, at most ``most`` in a batch; others wait for their turn.
 
     An image joins the batch as soon as there is room, whatever steps the others are at, and leaves it as soon as it is
-    finished. Its values do not depend on the others, but for the rounding of products of other sizes.
+    finished. Its values do not depend on the others, except for rounding in products of another size.
 
     Attributes:
         ``running``: images in the batch.
         ``waiting``: images that wait, in order.
-        ``evaluations``: predictions so far, of which an image with guidance needs two for each of one without.
+        ``evaluations``: number of predictions so far. An image with guidance needs two where another needs one.
     """
 
     def __init__(self, denoiser: Denoiser, most: int) -> None:
@@ -87,7 +87,10 @@ class PictureEngine:
         return not (self.running or self.waiting)
 
     def submit(self, asks: Sequence[PictureAsk]) -> list[PictureJob]:
-        """Add images to those that wait, and return them. Raises :class:`UsageError` for a sampler that is none."""
+        """Add requests for images to those that wait, and return their jobs.
+
+        Raises :class:`UsageError` if a sampler is not known.
+        """
         for ask in asks:
             solver_of(ask.sampler)
         jobs = [PictureJob(ask) for ask in asks]
@@ -95,13 +98,13 @@ class PictureEngine:
         return jobs
 
     def cancel(self, jobs: Sequence[PictureJob]) -> None:
-        """Take those of ``jobs`` out that are not finished."""
+        """Remove ``jobs`` from the batch and from the waiting images; finished jobs are ignored."""
         gone = set(jobs)
         self.running = [job for job in self.running if job not in gone]
         self.waiting = deque(job for job in self.waiting if job not in gone)
 
     def step(self) -> list[PictureJob]:
-        """Let waiting images join, evaluate the model once for the batch, and return the images that are finished."""
+        """Let waiting images join the batch, evaluate the model once, and return the images that are finished."""
         while self.waiting and len(self.running) < self.most:
             job = self.waiting.popleft()
             job.picture = self._begun(job.ask)
@@ -131,7 +134,7 @@ class PictureEngine:
 def prompt_condition(denoiser: Denoiser, prompt: str) -> T:
     """Return the condition of an image that ``prompt`` describes: the number of a class, or a caption.
 
-    ``prompt``: name or number of a class, "" or "none": no class; any text for a model that reads texts. Raises
+    ``prompt``: name or number of a class, or "" or "none" for no class; any text for a model that reads texts. Raises
     :class:`UsageError` for a class that is not known, and for a text that is too long.
     """
     settings = denoiser.settings
@@ -147,7 +150,7 @@ def prompt_condition(denoiser: Denoiser, prompt: str) -> T:
 
 
 def check_guidance(denoiser: Denoiser, guidance: float) -> None:
-    """Raise :class:`UsageError` for a scale that ``denoiser`` cannot be guided by."""
+    """Raise :class:`UsageError` if ``denoiser`` does not support classifier-free guidance of the scale ``guidance``."""
     settings = denoiser.settings
     if not 0 <= guidance < MOST_GUIDANCE:
         raise UsageError(

@@ -36,9 +36,10 @@ SHARED = {
 def check_joinable(
     name: str, settings: DiffusionSettings, first: str, of_first: DiffusionSettings
 ) -> None:
-    """Raise :class:`UsageError` if predictions of two models with these settings cannot be joined.
+    """Raise :class:`UsageError` if the predictions of two models with these settings cannot be combined.
 
-    ``name``, ``first``: what the models are called. They may differ in patches, positions and everything inside.
+    ``name``, ``first``: names of the models for the error. The models may differ in patches, positions and everything
+    inside.
     """
     for setting, words in SHARED.items():
         own, other = getattr(settings, setting), getattr(of_first, setting)
@@ -57,16 +58,17 @@ def _shown(value: object) -> str:
 
 @dataclass
 class JoinedDenoiser:
-    """Experts as one denoiser, called as a :class:`weft.diffusion.denoiser.Denoiser`.
+    """Experts combined to one denoiser, which is called like a :class:`weft.diffusion.denoiser.Denoiser`.
 
-    Its prediction is that of every expert, weighed by how probable the expert's cluster is for the noised image. If the
-    experts' predictions and these probabilities are exact, so is it: the best prediction is a mean over all images that
-    the noised one can stem from, and a mean over all is the weighted sum of means over clusters.
+    Its prediction is the sum of the experts' predictions, weighted by how probable each expert's cluster is for the
+    noised image. If the experts' predictions and these probabilities are exact, so is the sum. For the best prediction
+    is a mean over all images that the noised one can stem from, and such a mean is the weighted sum of means over
+    clusters.
 
     Attributes:
         ``experts``: a denoiser for each cluster; None for one that is lost.
-        ``evidence``: what speaks for each cluster.
-        ``weigher``: makes weights of it; a lost expert's prior is 0, and the weights of the others add up to 1.
+        ``evidence``: function that returns the logarithms of how likely each cluster is.
+        ``weigher``: converts them to weights. A lost expert has the prior 0, and the weights of the others add up to 1.
         ``computed``: number of noised images that each expert has computed.
     """
 
@@ -80,17 +82,17 @@ class JoinedDenoiser:
 
     @property
     def first(self) -> Denoiser:
-        """The first expert that is there."""
+        """The first expert that is not lost."""
         return next(each for each in self.experts if each is not None)
 
     @property
     def settings(self) -> DiffusionSettings:
-        """Settings of the first expert's model, which in what is asked for are those of all."""
+        """Settings of the first expert's model. Settings that matter to samplers are equal in all experts."""
         return self.first.settings
 
     @property
     def process(self) -> NoiseProcess:
-        """How images become noise."""
+        """Noise process that the experts were trained with."""
         return self.first.process
 
     @property
@@ -99,7 +101,10 @@ class JoinedDenoiser:
         return self.first.shape
 
     def weights(self, noised: T, time: T, condition: T) -> T:
-        """Return how much each expert counts, float64 ``[batch, experts]``. The arguments are those of a call."""
+        """Return the weight of each expert for each noised image, float64 ``[batch, experts]``.
+
+        The arguments are those of a call of a denoiser.
+        """
         evidence = self.evidence(noised, time, condition).double()
         return self.weigher.log_weights(evidence).exp()
 
@@ -123,14 +128,16 @@ class JoinedDenoiser:
 
 
 class LostExpert(NamedTuple):
-    """An expert of a set that cannot be opened: its ``name``, and ``why``."""
+    """An expert of a set that cannot be opened: its ``name``, and the reason (``why``)."""
 
     name: str
     why: str
 
 
 def check_top(top: int, experts: int) -> None:
-    """Raise :class:`UsageError` for more experts per image than there are."""
+    """Raise :class:`UsageError` if ``top``, the number of experts for each image, is larger than the number of
+    ``experts``.
+    """
     if top > experts:
         raise UsageError(f"--top {top} of {experts} experts; 0 stands for all")
 
@@ -141,11 +148,11 @@ def open_picture_experts(
 ) -> JoinedDenoiser | None:  # fmt: skip
     """Open the experts of a set that ``weft experts --clusters`` has written; None if ``where`` is a single model.
 
-    An expert that is lost is said in a line, and its cluster is masked: the others' weights are renormalised.
+    If an expert cannot be opened, a line says so, and the weights of the others are renormalised.
 
     ``device``, ``say``, ``ema``: those of :func:`weft.diffusion.denoiser.open_denoiser`. ``top``: number of experts
-    that count in an image at a step, 0 for all; None: as the set says. Raises :class:`UsageError` for experts that
-    cannot be joined, and :class:`WeftError` if none is left.
+    that are computed for an image in a step, 0 for all; None: the number in the set's settings. Raises
+    :class:`UsageError` for experts that cannot be combined, and :class:`WeftError` if none is left.
     """
     from weft.diffusion.cluster_router import open_router
 

@@ -30,10 +30,10 @@ MOST_PIXELS = 1 << 18
 def picture_questions(
     model: DiffusionTransformer, real: PictureSet, recorder: RunRecords, every: int
 ) -> dict[str, AskedQuestions]:
-    """Return a question that has ``model`` sample images every ``every`` steps, and records their scores.
+    """Return, by name, a function that lets ``model`` sample images every ``every`` steps, and records their scores.
 
-    The images begin with the same noise each time, and are of all classes in turn, or of captions of the data.
-    ``real``: the images to score against. ``recorder``: gets a record of kind "pictures".
+    The images begin with the same noise each time, and show all classes in turn, or captions of the data. ``real``: the
+    images to score against. ``recorder``: gets a record of kind "pictures".
     """
     denoiser, judge = Denoiser(model), PictureJudge(real)
     settings = model.settings

@@ -17,10 +17,10 @@ MOST_VALUES = 1024
 
 
 class PictureScores(NamedTuple):
-    """Quality of images.
+    """Quality of sampled images.
 
-    ``accuracy``: share of the images that a classifier assigns to their class; ``frechet``: Frechet distance of their
-    pixels from those of real images.
+    ``accuracy``: share of the images that a classifier assigns to their class. ``frechet``: Frechet distance between
+    their pixels and those of real images.
     """
 
     accuracy: float
@@ -41,7 +41,7 @@ def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class PictureJudge:
-    """Scores images against real ones. ``real``: the real images."""
+    """Scores sampled images against the real images ``real``, by a small classifier and by a Frechet distance."""
 
     real: PictureSet
 
@@ -61,9 +61,10 @@ class PictureJudge:
         return weights
 
     def seen_in(self, pixels: np.ndarray) -> np.ndarray:
-        """Return what the classifier sees in images, ``[images, values]``: their values.
+        """Return the classifier's input for images or videos, ``[images, values]``.
 
-        In videos things move. It sees how strong the waves of their frames are, which is the same wherever a thing is.
+        For images these are the pixels. For videos they are the mean amplitudes of spatial frequencies over the frames,
+        which do not depend on where a moving thing is.
         """
         if pixels.ndim == 4:
             return self.values_of(pixels)
@@ -71,7 +72,7 @@ class PictureJudge:
         return self.values_of(waves)
 
     def values_of(self, pixels: np.ndarray) -> np.ndarray:
-        """Return images as vectors ``[images, values]``; large images are subsampled to every k-th pixel."""
+        """Flatten images to vectors ``[images, values]``; large images are subsampled to every k-th pixel."""
         every = 1
         while pixels[0, ..., ::every, ::every].size > MOST_VALUES:
             every += 1

@@ -40,8 +40,8 @@ def solver_of(name: str) -> Solver:
 def guided(predict: Predict, scale: float | T, dropped: T | int) -> Predict:
     """Return ``predict`` with classifier-free guidance (Ho & Salimans 2022).
 
-    The result is ``without + scale * (with - without)``, of the predictions with and without condition; 1: no guidance.
-    ``scale``: one for all, or that of each image ``[batch]``; only those with another one than 1 are evaluated twice.
+    The result is ``without + scale * (with - without)``, from the predictions with and without condition. ``scale``:
+    one scale for all images, or one for each, ``[batch]``; 1: no guidance, so that the image is evaluated only once.
     ``dropped``: the condition that stands for none.
     """
     scales = torch.as_tensor(scale, dtype=torch.float64)
@@ -69,11 +69,11 @@ def guided(predict: Predict, scale: float | T, dropped: T | int) -> Predict:
 
 @dataclass
 class Picture:
-    """An image that is being sampled.
+    """State of one image that is being sampled.
 
     Attributes:
         ``condition``: number of its class, or text states.
-        ``solving``: the generator of its sampler.
+        ``solving``: the running generator of its sampler.
         ``query``: the evaluation that the sampler needs next; None once the image is finished.
         ``image``: the finished image; None before.
         ``steps``: number of predictions so far.
@@ -88,7 +88,7 @@ class Picture:
     guidance: float = 1.0
 
     def advance(self, predicted: T | None) -> None:
-        """Pass the prediction ``predicted`` to the sampler; None starts the sampler."""
+        """Pass the model's prediction ``predicted`` for :attr:`query` to the sampler; None starts the sampler."""
         self.steps += predicted is not None
         try:
             self.query = (
@@ -103,7 +103,7 @@ class Picture:
 def begun_picture(
     process: NoiseProcess, solver: Solver, steps: int, noise: T, condition: T, guidance: float = 1.0
 ) -> Picture:  # fmt: skip
-    """Return a picture that begins with ``noise`` ``[...]`` and takes ``steps`` steps of ``solver``."""
+    """Begin to sample a picture from ``noise``, which has the shape of an image, in ``steps`` steps of ``solver``."""
     times = sample_times(process, steps)
     picture = Picture(condition, solver(process, times, noise[None]), guidance=guidance)
     picture.advance(None)
@@ -142,7 +142,7 @@ class SampleRequest:
         ``guidance``: scale of classifier-free guidance; 1: none.
         ``seed``: seed of the noise; the noise of an image also depends on its number.
         ``first``: number of the first image.
-        ``batch``: most images in one evaluation.
+        ``batch``: largest number of images in one evaluation.
     """
 
     conditions: T

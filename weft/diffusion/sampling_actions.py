@@ -26,7 +26,7 @@ HIDDEN, OPEN = "h", "open"
 
 
 class TokenPiece(NamedTuple):
-    """A piece of a block that a value holds: tokens ``first`` to ``end - 1`` of the block, for a ``kind`` of value.
+    """Part of a block of tokens that a value of a sampling table holds: tokens ``first`` to ``end - 1`` of the block.
 
     ``kind``: "kv" for keys and values, "z" for latents, "v" for predictions.
     """
@@ -37,7 +37,7 @@ class TokenPiece(NamedTuple):
 
 
 def piece_of(value: Value) -> TokenPiece | None:
-    """Return which piece of a block ``value`` holds; None if it is none of these."""
+    """Return the part of a block that ``value`` holds; None if it holds something else, such as hidden states."""
     kind, _, rest = value.name.partition(" ")
     if kind not in ("kv", "z", "v"):
         return None
@@ -46,12 +46,12 @@ def piece_of(value: Value) -> TokenPiece | None:
 
 
 class SamplingActions:
-    """The actions of a sampling table, and the row of each.
+    """Actions of a sampling table: the computations of its rows, in the form that pipeline schedules use.
 
     Attributes:
         ``source``: the sampling table.
-        ``table``: the actions, without transfers. An action's stage is a layer; its microbatch is
-            ``step * blocks + block``, with the first block of its row.
+        ``table``: the actions, without transfers. The stage of an action is a layer. Its microbatch is ``step * blocks
+            + block``, with the first block of its row.
     """
 
     def __init__(self, source: SamplingTable) -> None:
@@ -70,19 +70,19 @@ class SamplingActions:
         self.table = self._table()
 
     def number(self, step: int, block: int) -> int:
-        """Return the microbatch of ``block`` in ``step``."""
+        """Return the microbatch number that stands for ``block`` in ``step``."""
         return step * self.count + block
 
     def row_of(self, action: Action) -> DenoisingRow:
-        """Return the row that ``action`` belongs to, one of ``K``, ``A``, ``E`` and ``U``."""
+        """Return the row of the sampling table that ``action``, of kind ``K``, ``A``, ``E`` or ``U``, belongs to."""
         return self.rows[action.microbatch, action.stage]
 
     def row_writing(self, hidden: Value) -> DenoisingRow:
-        """Return the row that writes ``hidden``, the input of a layer."""
+        """Return the row of the sampling table that computes ``hidden``, the input of a layer."""
         return self.rows[hidden.microbatch, max(hidden.stage - 1, 0)]
 
     def joined(self, row: DenoisingRow) -> list[KeyBlock]:
-        """Return the latents of other blocks that join the tokens of ``row``, in order of their places."""
+        """Return the token ranges of other blocks whose latents join the queries of ``row``, sorted by block."""
         return sorted(key for key in row.keys if key.joined)
 
     def _note(self, row: DenoisingRow) -> None:
@@ -103,28 +103,35 @@ class SamplingActions:
                 self._latents[row.step + 1, block][0, self.source.blocks[block]] = None
 
     def inputs(self, row: DenoisingRow) -> tuple[int, ...]:
-        """Return the blocks whose latents ``row`` begins with: its own, or all tiles if it guides them."""
+        """Return the blocks whose latents are the input of ``row``.
+
+        They are its own blocks. A row of the small image, which guides tiles, begins with the latents of all tiles.
+        """
         guide = self.source.guide
         if guide is None or guide not in row.queries:
             return row.queries
         return tuple(range(guide))
 
     def prediction_value(self, step: int, block: int) -> Value:
-        """Return the name of the prediction for ``block`` in ``step``."""
+        """Return the value (name of a tensor in the table) that holds the prediction for ``block`` in ``step``."""
         name = f"v 0-{self.source.blocks[block]}"
         return Value(name, 0, self.number(step, block))
 
     def key_value(self, step: int, layer: int, key: KeyBlock) -> Value:
-        """Return the name of the keys and values of ``key``, computed in ``step`` at ``layer``."""
+        """Return the value (name of a tensor in the table) that holds the keys and values of ``key``.
+
+        ``step``, ``layer``: the step and the layer at which they are computed.
+        """
         name = f"kv {key.first}-{key.end}"
         return Value(name, layer, self.number(step, key.block))
 
     def latent_value(
         self, after: int, block: int, first: int, end: int, rank: int
     ) -> Value:
-        """Return the name of tokens ``first`` to ``end - 1`` of the latents of ``block`` after ``after`` steps.
+        """Return the value (name of a tensor) that holds latents of tokens ``first`` to ``end - 1`` of ``block``.
 
-        Before the first step every ``rank`` makes the noise that it needs.
+        ``after``: number of steps taken before. With 0 the latents are the initial noise, which every ``rank`` draws
+        for itself.
         """
         name = f"z {first}-{end}" + ("" if after else f" {rank}")
         return Value(name, 0, self.number(after, block))

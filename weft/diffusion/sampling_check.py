@@ -26,10 +26,10 @@ EXACT = "exact"
 
 
 def validate_sampling(table: SamplingTable) -> SamplingTable:
-    """Return the table if it computes a whole sample; else raise :class:`SamplingTableError`.
+    """Return the table if it computes a whole sample; otherwise raise :class:`SamplingTableError`.
 
-    Every layer of every block is computed once in every step, and each block's latents stay with one rank. A row
-    attends to all of its own keys, to no token twice, and to nothing that is computed later or before the first step.
+    The rules: every layer of every block is computed once in every step. The latents of a block stay on one rank. A row
+    attends to all of its own keys, to no token twice, and to no key that is computed later or before the first step.
     """
     name = f"sampling table {table.name!r}"
     seen: dict[tuple[int, int, int], DenoisingRow] = {}
@@ -173,8 +173,8 @@ class RunnableTable:
 
     Attributes:
         ``source``: the sampling table.
-        ``actions``: its actions, with the row of each.
-        ``lowered``: the actions with sends, receives and frees.
+        ``actions``: its computations, and the row that each belongs to.
+        ``lowered``: the same computations with sends, receives and frees of values.
         ``window``: largest number of messages in flight between two ranks if senders never block.
     """
 
@@ -193,7 +193,7 @@ class RunnableTable:
 
 
 def sampling_scheme_of(word: str) -> Any:
-    """Return the scheme that ``word`` names, with its settings: ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``.
+    """Return the sampling scheme that ``word`` names, with its settings: ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``.
 
     Raises :class:`UsageError` for an unknown name, an unknown setting, or a value that is not possible.
     """
@@ -217,10 +217,10 @@ def sampling_scheme_of(word: str) -> Any:
 
 @lru_cache(maxsize=16)
 def sampling_table_of(word: str, shape: SamplingShape) -> RunnableTable:
-    """Return the table of the scheme that ``word`` names for ``shape``, validated.
+    """Build and validate the sampling table of the scheme that ``word`` names, for the sizes in ``shape``.
 
-    ``word``: "exact", or as :func:`sampling_scheme_of` reads it. Raises :class:`UsageError` for a table that the shape
-    does not allow.
+    ``word``: "exact", or a word that :func:`sampling_scheme_of` reads. Raises :class:`UsageError` for a table that the
+    shape does not allow.
     """
     try:
         if word == EXACT:

@@ -36,7 +36,10 @@ class DenoiserSizes:
         return self.rows * tokens * 6.0 * self.width**2
 
     def rest(self, tokens: int, keys: int) -> float:
-        """Return the floating-point operations of the rest of a layer for ``tokens`` tokens with ``keys`` keys."""
+        """Return the floating-point operations of a layer without the query, key and value projections.
+
+        ``tokens``: number of tokens. ``keys``: number of keys that each attends to.
+        """
         feed_forward = 4.0 * self.width * self.ffn
         attention = 4.0 * keys * self.width + 2.0 * self.width**2
         text = (4.0 * self.text * self.width + 4.0 * self.width**2) * bool(self.text)
@@ -45,10 +48,10 @@ class DenoiserSizes:
 
 @dataclass(frozen=True)
 class SamplingDevice:
-    """A device and its link, for the simulator.
+    """Speeds of a device and of its network link, for the simulator.
 
     Attributes:
-        ``flops``: operations per second in large products.
+        ``flops``: floating-point operations per second in large products.
         ``bandwidth``: bytes per second that a rank sends.
         ``latency``: seconds of the smallest transfer.
         ``overhead``: shortest time of a layer in seconds, however few its tokens.
@@ -62,7 +65,7 @@ class SamplingDevice:
     half: float = 0.0
 
     def seconds(self, operations: float, tokens: int) -> float:
-        """Return the seconds of ``operations`` in matrix products over ``tokens`` tokens."""
+        """Return the seconds of ``operations`` floating-point operations in matrix products over ``tokens`` tokens."""
         return operations / self.flops * (tokens + self.half) / tokens
 
 
@@ -107,7 +110,7 @@ def value_bytes(
 
 
 def bytes_between(runnable: RunnableTable, sizes: DenoiserSizes) -> dict[tuple[int, int], float]:  # fmt: skip
-    """Return the bytes that travel in the whole table, by the pair (sender, receiver)."""
+    """Return the bytes that are sent over the whole table, by the pair (sender, receiver)."""
     of, total = value_bytes(runnable, sizes), dict[tuple[int, int], float]()
     for action in runnable.lowered:
         if action.kind == "SEND":
@@ -121,8 +124,8 @@ def simulated_sampling(
 ) -> Simulation:
     """Simulate a sampling table: the times of computations and transfers, and the memory of values.
 
-    A rank's link is shared by the copies of a value that it sends to several ranks, and transfers run beside the
-    computation. Memory is in bytes and without weights.
+    If a rank sends a value to several ranks, the copies share its link. Transfers overlap with computation. Memory is
+    in bytes, without weights.
     """
     actions = runnable.actions
     of = value_bytes(runnable, sizes)

@@ -27,10 +27,10 @@ DRAWN_FLOPS = 1e9
 
 
 def write_samples(images: T, folder: Path) -> None:
-    """Write ``images`` ``[samples, channels, (frames,) height, width]``, from -1 to 1, into the new ``folder``.
+    """Write ``images``, ``[samples, channels, (frames,) height, width]`` from -1 to 1, into the new folder ``folder``.
 
-    Each is a PNG file, of a video a strip of its frames, beside which an animation is written. ``grid.png`` has all of
-    them, and ``samples.pt`` their values.
+    Each sample is a PNG file; a video is a strip of its frames, with an animation beside it. ``grid.png`` shows all
+    samples, and ``samples.pt`` holds their values.
     """
     values = images.numpy()
     columns = ceil(sqrt(len(values)))

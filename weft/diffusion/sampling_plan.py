@@ -37,9 +37,8 @@ class PlannedTable:
         ``bytes``: bytes sent by all ranks together.
         ``memory``: largest number of bytes of latents, activations and keys on a rank, without weights.
         ``synchronous``: number of steps without stale keys.
-        ``error``: relative distance of the samples from exact ones.
+        ``error``: relative distance of its samples from those of one device.
         ``refused``: why the table is not possible; empty if it is.
-        ``split``: whether guidance is spread over two groups of ranks, each of which has the table.
     """
 
     word: str

@@ -25,9 +25,9 @@ def run_over_ranks(
 ) -> SamplingRun:
     """Run this rank's part of a sampling table; all ranks of ``group``, or of the default one, call it.
 
-    Every transfer is a send and a receive between two ranks, in the order of the table, and none is a collective:
-    no rank can wait in a collective that another one has not reached. ``timeout``: seconds that a rank waits for a
-    value. Raises :class:`weft.net.lost.PeerLost` naming a rank that does not deliver.
+    Every transfer is a send and a receive between two ranks, in the order of the table. There are no collectives, in
+    which a rank could wait for another that never gets there. ``timeout``: seconds that a rank waits for a value.
+    Raises :class:`weft.net.lost.PeerLost`, which names a rank that does not deliver.
     """
     if runnable.source.ranks == 1:
         return run_sampling(runnable, 0, denoiser, sampler, source)

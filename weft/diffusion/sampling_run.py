@@ -25,11 +25,11 @@ Attend = Callable[[T, T, T], T]
 
 
 class TokenDenoiser(Protocol):
-    """A denoiser that can be run layer by layer, for any of a sample's tokens.
+    """Interface of a denoiser that can be run layer by layer, for any of a sample's tokens.
 
     Attributes:
         ``layers``, ``heads``, ``head_dim``, ``width``: sizes of the model.
-        ``copies``: how many rows of its batch belong to a sample: 2 with guidance, else 1.
+        ``copies``: number of rows of its batch for each sample: 2 with guidance, else 1.
     """
 
     layers: int
@@ -45,14 +45,17 @@ class TokenDenoiser(Protocol):
         """Return the first layer's input for ``latents`` ``[samples, tokens, values]``."""
 
     def layer(self, index: int, hidden: T, prepared: Any, attend: Attend) -> T:
-        """Return the output of a layer, which calls ``attend`` once."""
+        """Return the output of layer ``index`` for ``hidden``.
+
+        The layer calls ``attend`` once, for its self-attention.
+        """
 
     def final(self, hidden: T, prepared: Any) -> T:
         """Return the predicted velocity ``[samples, tokens, values]``."""
 
 
 class TokenSampler(Protocol):
-    """Interface of samplers: how a predicted velocity changes the latents of a block."""
+    """Interface of samplers that update the latents of a block by the velocity that the denoiser predicts."""
 
     def update(self, latents: T, velocity: T, step: int, memory: dict[str, Any]) -> T:
         """Return the latents after ``step``. ``memory``: state of the sampler for one block, kept between steps."""
@@ -81,10 +84,10 @@ class SampleSource(NamedTuple):
 
     Attributes:
         ``batch``: number of samples.
-        ``values``: values of a token.
+        ``values``: number of values of a token.
         ``dtype``: type of all tensors.
-        ``noise``: returns the noise ``[samples, tokens, values]`` of tokens ``first`` to ``end - 1`` of a block. It
-            must not depend on the rank.
+        ``noise``: function that returns the noise ``[samples, tokens, values]`` of tokens ``first`` to ``end - 1`` of a
+            block. It must not depend on the rank.
         ``take``: called on rank 0 with each finished block, and its latents ``[samples, tokens, values]``.
         ``device``: device of all tensors.
         ``patch``: height and width of a token in pixels, for tables of tiles.
@@ -123,7 +126,7 @@ def value_specs(
 
 
 def mix_of(table: SamplingTable, source: SampleSource) -> TileMix | None:
-    """Return what joins and guides the tiles of ``table``; None if it has none."""
+    """Return the object that joins and guides the tiles of ``table``; None if the table has no tiles."""
     if table.tiles is None:
         return None
     from weft.diffusion.tile_mix import TileMix

@@ -15,7 +15,8 @@ class SamplingSettings(Section):
 
 
 class SamplingScheme:
-    """Base class of schemes for sampling over ranks: which rank computes which tokens, with keys of which age.
+    """Base class of schemes for sampling over ranks: they decide which rank computes which tokens, with keys of which
+    age.
 
     ``settings``: the technique's settings, as ``--table NAME:KEY=VALUE`` gives them.
     """
@@ -24,13 +25,15 @@ class SamplingScheme:
         self.settings = settings
 
     def table(self, shape: SamplingShape) -> SamplingTable:
-        """Return the table that samples ``shape``. Raises
-        :class:`weft.diffusion.sampling_table.SamplingTableError` if there is none.
+        """Return the sampling table of this scheme for the sizes in ``shape``.
+
+        Raises :class:`weft.diffusion.sampling_table.SamplingTableError` if there is none.
         """
         raise NotImplementedError
 
     def noise_blocks(self, shape: SamplingShape) -> int:
-        """Return how many tokens at the end of a block stay beside the next block, for coordinated noise; 0 if each
-        token's noise is its own.
+        """Return how many tokens at the end of a block are the context of the next block, for coordinated noise.
+
+        0: each token's noise is drawn for itself.
         """
         return 0

@@ -17,8 +17,9 @@ WAIT_S, STOPPED_S = 600, 10
 
 
 def launch_sampling(ranks: int) -> int | None:
-    """Start this command on ``ranks`` ranks and return the exit code. Returns None in a process that is itself a rank,
-    or for a single rank.
+    """Start this command on ``ranks`` ranks, and return the exit code.
+
+    Returns None, without starting anything, in a process that is itself a rank, or for a single rank.
     """
     if ranks == 1 or in_ranks():
         return None
@@ -27,7 +28,7 @@ def launch_sampling(ranks: int) -> int | None:
 
 @contextmanager
 def in_sampling_rank(ranks: int, device: str) -> Iterator[str]:
-    """Return a context in which this process is one of ``ranks`` ranks. The context's value is the rank's own device.
+    """Return a context in which this process is one of ``ranks`` ranks, and which yields the rank's own device.
 
     ``device``: "cpu" or "cuda".
     """

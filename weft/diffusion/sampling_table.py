@@ -34,8 +34,8 @@ class KeyBlock(NamedTuple):
 
     Attributes:
         ``block``: index of the block.
-        ``first``, ``end``: the tokens, counted from the block's first.
-        ``age``: how many steps before the row's step they are computed, in the count of steps of their own block. With
+        ``first``, ``end``: range of tokens within the block.
+        ``age``: how many steps before the row's step they were computed, counted in steps of their own block. With
             ``joined`` it may be -1: latents that are one step ahead.
         ``joined``: whether the block's latents join the row's own tokens as further queries, so that their keys are
             computed once more in this row. Otherwise the keys are those that the block's own row has computed.
@@ -51,12 +51,12 @@ class KeyBlock(NamedTuple):
 
 
 class GuideBlock(NamedTuple):
-    """Prediction for another block that changes a row's own, before its latents are updated.
+    """Prediction for another block that corrects a row's own prediction, before the row's latents are updated.
 
     Attributes:
-        ``block``: the block: another tile, or the small image that guides all tiles.
-        ``age``: how many steps before the row's step it is predicted.
-        ``weight``: how much the small image counts.
+        ``block``: index of the other block: another tile, or the small image that guides all tiles.
+        ``age``: how many steps before the row's step it was predicted.
+        ``weight``: weight of the correction, if the block is the small image.
     """
 
     block: int
@@ -65,14 +65,14 @@ class GuideBlock(NamedTuple):
 
 
 class DenoisingRow(NamedTuple):
-    """Some layers of the denoiser, on one rank, for some blocks of tokens in one step.
+    """Entry of a sampling table: one rank computes some layers of the denoiser for some blocks of tokens in one step.
 
     Attributes:
         ``step``: the denoising step of the blocks, from 0; blocks of a video may be at different steps.
         ``rank``: the rank that computes.
         ``layers``: the layers that are computed, in order.
         ``queries``: indices of the blocks whose tokens are computed together, in ascending order.
-        ``keys``: what they attend to, their own keys included.
+        ``keys``: the keys that they attend to, their own included.
         ``guides``: predictions for other blocks, in a table of tiles.
     """
 
@@ -110,25 +110,25 @@ class SamplingShape:
 
     @property
     def noun(self) -> str:
-        """Name of the units in error lines."""
+        """Word for the units in error lines, such as "frames"."""
         return "frames" if self.video else "rows of patches"
 
 
 @dataclass(frozen=True)
 class SamplingTable:
-    """A way to sample over ranks, as a table of rows.
+    """A way to sample over ranks, as a table of rows. A sample's tokens are divided into blocks.
 
     Attributes:
         ``name``: name of the scheme.
         ``ranks``: number of ranks.
         ``steps``, ``layers``: numbers of steps and of the denoiser's layers.
-        ``blocks``: tokens of each block of a sample.
+        ``blocks``: number of tokens of each block.
         ``rows``: the rows; each rank computes its own in this order.
-        ``unit``: tokens of a row of patches or of a frame.
-        ``window``: how many units before and after its own unit a token attends to, except for keys that are ``far``;
+        ``unit``: number of tokens of a unit, which is a row of patches or a frame.
+        ``window``: largest distance in units at which a token attends to others, except for keys that are ``far``;
             None: no limit.
-        ``tiles``: how the blocks cover a larger image; None: they are parts of one image or video. The last block is
-            the small image that guides the others; its latents are made of theirs in each of its rows.
+        ``tiles``: how the blocks cover a larger image; None: they are parts of one image or video. With tiles, the last
+            block is the small image that guides the others; its latents are computed from theirs in each of its rows.
     """
 
     name: str
@@ -143,12 +143,12 @@ class SamplingTable:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """The place of each block's first token in the whole sample."""
+        """Position of each block's first token in the whole sample, in tokens."""
         return (0, *accumulate(self.blocks[:-1]))
 
     @cached_property
     def owners(self) -> Mapping[tuple[int, int, int], DenoisingRow]:
-        """The row that computes ``(step, layer, block)``."""
+        """The row that computes each ``(step, layer, block)``, by this triple."""
         return MappingProxyType(
             {
                 (row.step, layer, block): row
@@ -160,15 +160,18 @@ class SamplingTable:
 
     @property
     def guide(self) -> int | None:
-        """The block of the small image that guides tiles; None if there are no tiles."""
+        """Index of the block that is the small image and guides tiles; None if there are no tiles."""
         return None if self.tiles is None else len(self.blocks) - 1
 
     def of_rank(self, rank: int) -> Iterator[DenoisingRow]:
-        """Yield the rows of ``rank`` in their order."""
+        """Yield the rows that ``rank`` computes, in their order."""
         return (row for row in self.rows if row.rank == rank)
 
     def synchronous(self) -> int:
-        """Return the number of steps whose rows read only whole blocks of the same step; of tiles, each its own."""
+        """Return the number of steps in which every row attends to all keys of the sample, computed in the same step.
+
+        In a table of tiles, a row attends to the keys of its own tile.
+        """
         lossy = {
             row.step
             for row in self.rows
@@ -182,19 +185,24 @@ class SamplingTable:
         return self.steps - len(lossy)
 
     def exact(self) -> bool:
-        """Return whether the table computes the same as one device."""
+        """Return whether the table computes the same as one device: no step has stale or missing keys, and there is no
+        window.
+        """
         return self.synchronous() == self.steps and self.window is None
 
 
 def whole_block(table_blocks: tuple[int, ...], block: int, age: int = 0) -> KeyBlock:
-    """Return all keys of ``block``, ``age`` steps old. ``table_blocks``: tokens of every block."""
+    """Return the keys of all tokens of ``block``, ``age`` steps old.
+
+    ``table_blocks``: number of tokens of every block.
+    """
     return KeyBlock(block, 0, table_blocks[block], age)
 
 
 def cut_units(shape: SamplingShape, parts: int) -> tuple[int, ...]:
-    """Divide the units of ``shape`` into ``parts`` bands, as evenly as possible; return the tokens of each band.
+    """Divide the units (rows of patches, or frames) of ``shape`` into ``parts`` bands, as evenly as possible.
 
-    Raises :class:`SamplingTableError` if there are fewer units than parts.
+    Returns the number of tokens of each band. Raises :class:`SamplingTableError` if there are fewer units than parts.
     """
     if parts > shape.units:
         raise SamplingTableError(
@@ -215,7 +223,10 @@ def cut_layers(layers: int, ranks: int) -> tuple[LayerRange, ...]:
 
 
 def exact_table(shape: SamplingShape) -> SamplingTable:
-    """Return the exact table: each rank computes a band of tokens, which attends to all keys of the same step."""
+    """Return the table that computes the same as one device.
+
+    Each rank computes a band of tokens, which attend to all keys of the same step.
+    """
     blocks = cut_units(shape, shape.ranks)
     every = tuple(whole_block(blocks, block) for block in range(shape.ranks))
     layers = LayerRange(0, shape.layers)

@@ -20,7 +20,7 @@ T = torch.Tensor
 
 
 class Query(NamedTuple):
-    """Request of a sampler to the model: predict for ``noised`` images ``[batch, ...]``, all at ``time``."""
+    """Request of a sampler to the model: predict for ``noised`` images ``[batch, ...]``, all at the same ``time``."""
 
     noised: T
     time: float
@@ -31,7 +31,11 @@ Solving = Generator[Query, T, T]
 
 
 class Solver(Protocol):
-    """Interface of diffusion samplers (kind "sampler"): a generator that yields queries and returns the image."""
+    """Interface of diffusion samplers (kind "sampler").
+
+    A sampler is a generator function: it yields queries to the model, gets a prediction for each, and returns the
+    image.
+    """
 
     def __call__(
         self, process: NoiseProcess, times: tuple[float, ...], x: T
@@ -45,9 +49,9 @@ class Solver(Protocol):
 def sample_times(process: NoiseProcess, steps: int) -> tuple[float, ...]:
     """Return ``steps + 1`` rising times from noise to image.
 
-    For a flow they are evenly spaced. For a table of levels they are the times of levels evenly spaced from the last to
-    the first, rounded, then the image itself, as in diffusers with ``timestep_spacing="linspace"``.
-    Raises :class:`UsageError` for no steps.
+    For a flow they are evenly spaced. Otherwise they are the times of noise levels, which are evenly spaced from the
+    last level to the first and rounded, followed by the image itself, as in diffusers with
+    ``timestep_spacing="linspace"``. Raises :class:`UsageError` if ``steps`` is below 1.
     """
     if steps < 1:
         raise UsageError(f"--steps = {steps} is not possible; make at least one")
@@ -59,21 +63,24 @@ def sample_times(process: NoiseProcess, steps: int) -> tuple[float, ...]:
 
 
 class AmountsAt(NamedTuple):
-    """Amounts of image and noise at one time, as Python numbers."""
+    """Coefficients of image and noise in a noised image at one time, as Python numbers."""
 
     signal: float
     noise: float
 
     @property
     def log_ratio(self) -> float:
-        """Half the logarithm of the signal-to-noise ratio, ``lambda`` in Lu et al. 2022; infinite if either is 0."""
+        """Half the logarithm of the signal-to-noise ratio (``lambda`` in Lu et al. 2022).
+
+        It is infinite if either amount is 0.
+        """
         if not self.signal:
             return -math.inf
         return math.log(self.signal / self.noise) if self.noise else math.inf
 
 
 def amounts_at(process: NoiseProcess, time: float) -> AmountsAt:
-    """Return the amounts of image and noise at ``time``."""
+    """Return the coefficients of image and noise at ``time``."""
     signal, noise = process.amounts(torch.tensor(time, dtype=torch.float64))
     return AmountsAt(signal.item(), noise.item())
 

@@ -25,10 +25,9 @@ LOOK_S = 0.5
 
 
 class MemoryWire:
-    """Transfers between threads that act as ranks, with the interface of
-    :class:`weft.schedule.pipeline_wire.Wire`.
+    """Transfers between threads that act as ranks, with the interface of :class:`weft.schedule.pipeline_wire.Wire`.
 
-    ``queues``: values under way by (source, target); ``rank``: number of this rank; ``failed``: set when a rank fails.
+    ``queues``: values in transit by (source, target); ``rank``: number of this rank; ``failed``: set when a rank fails.
     """
 
     def __init__(
@@ -41,12 +40,12 @@ class MemoryWire:
         self.bytes_sent = 0
 
     def send(self, value: Value, payload: Any, target: int, window: int) -> None:
-        """Send a copy of ``payload`` to rank ``target``."""
+        """Send a copy of ``payload`` as ``value`` to rank ``target``. ``window`` is not used."""
         self.bytes_sent += payload.numel() * payload.element_size()
         self.queues[self.rank, target].put((value, payload.clone()))
 
     def ask(self, value: Value, source: int) -> None:
-        """Do nothing: values arrive unasked."""
+        """Do nothing, because values arrive without being requested."""
 
     def take(self, value: Value, source: int, purpose: str) -> torch.Tensor:
         """Wait for ``value`` from rank ``source``. Raises :class:`WeftError` if another rank has failed."""
@@ -63,7 +62,7 @@ class MemoryWire:
             return payload
 
     def flush(self) -> None:
-        """Do nothing: what is sent has arrived."""
+        """Do nothing, because :meth:`send` returns only when its value has arrived."""
 
 
 def run_as_threads(

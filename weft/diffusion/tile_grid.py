@@ -8,7 +8,7 @@ from weft.errors import UsageError
 
 
 class TileCorner(NamedTuple):
-    """Where a tile begins in the large image, in tokens."""
+    """Row and column, in tokens, at which a tile begins in the large image."""
 
     row: int
     column: int
@@ -16,14 +16,14 @@ class TileCorner(NamedTuple):
 
 @dataclass(frozen=True)
 class TileGrid:
-    """Tiles, each as large as an image of training, that cover an image ``scale`` times as high and as wide.
+    """Tiles of the size of a training image that cover an image ``scale`` times as high and as wide.
 
     Raises :class:`weft.errors.UsageError` for an overlap with which tiles do not cover the image evenly.
 
     Attributes:
-        ``rows``, ``columns``: tokens of a tile along each axis.
+        ``rows``, ``columns``: height and width of a tile in tokens.
         ``scale``: how many times as large the image is along each axis.
-        ``overlap``: tokens that a tile shares with the next one along each axis.
+        ``overlap``: number of tokens that neighbouring tiles share along each axis.
     """
 
     rows: int
@@ -46,12 +46,12 @@ class TileGrid:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a tile."""
+        """Number of tokens of a tile."""
         return self.rows * self.columns
 
     @cached_property
     def corners(self) -> tuple[TileCorner, ...]:
-        """The tiles in the order of rows."""
+        """First row and column of each tile, row by row of tiles."""
         down, across = (
             range(0, self.scale * n - self.overlap, n - self.overlap)
             for n in (self.rows, self.columns)

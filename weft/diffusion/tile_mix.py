@@ -14,14 +14,14 @@ T = torch.Tensor
 
 
 class TileMix:
-    """Joins, cuts and guides the tiles of ``grid``.
+    """Cuts the tiles of ``grid`` from a large image, joins them again, and guides them by a small image.
 
-    The small image is every ``scale``-th pixel of the large one along each axis, so that its noise has the variance of
-    noise. What it corrects are squares of ``scale`` x ``scale`` pixels, by the difference between both predictions for
-    the pixel that they share: there the noise in both cancels out.
+    The small image consists of every ``scale``-th pixel of the large one along each axis, so that its noise has the
+    right variance. It corrects squares of ``scale`` x ``scale`` pixels. The correction is the difference between both
+    predictions for the pixel that square and small image share, in which the noise cancels out.
 
-    ``values``: values of a token; ``patch``: height and width of a patch in pixels. Raises :class:`UsageError` if tiles
-    begin within a square.
+    ``values``: number of values of a token; ``patch``: height and width of a patch in pixels. Raises
+    :class:`UsageError` if tiles begin within a square.
     """
 
     def __init__(self, grid: TileGrid, values: int, patch: int) -> None:
@@ -49,16 +49,16 @@ class TileMix:
         return (..., *spans)
 
     def cut(self, pixels: T, tile: int) -> T:
-        """Return the tokens ``[samples, tokens, values]`` of a tile.
+        """Cut tile number ``tile`` from ``pixels``, and return its tokens ``[samples, tokens, values]``.
 
         ``pixels``: the large image ``[samples, channels, height, width]``.
         """
         return patchify(pixels[self._place(tile)], self.small)
 
     def joined(self, tiles: Mapping[int, T]) -> T:
-        """Return the large image ``[samples, channels, height, width]`` of ``tiles``, the mean where they overlap.
+        """Join ``tiles`` to the large image ``[samples, channels, height, width]``, with means where they overlap.
 
-        ``tiles``: tokens ``[samples, tokens, values]`` by number of the tile; where none is, the image is not a number.
+        ``tiles``: tokens ``[samples, tokens, values]`` by number of the tile. Pixels that no tile covers are NaN.
         """
         first = next(iter(tiles.values()))
         total = first.new_zeros(len(first), self.small.channels, *self.size)
@@ -69,17 +69,17 @@ class TileMix:
         return total / counts
 
     def reduced(self, tiles: Mapping[int, T]) -> T:
-        """Return the tokens ``[samples, tokens, values]`` of the small image of ``tiles``, which are all there."""
+        """Join all ``tiles``, and return the tokens ``[samples, tokens, values]`` of the small image."""
         step = self.grid.scale
         return patchify(self.joined(tiles)[..., ::step, ::step], self.small)
 
     def mixed(
         self, tile: int, tiles: Mapping[int, T], guide: T | None, weight: float
     ) -> T:
-        """Return the prediction for ``tile``, ``[samples, tokens, values]``.
+        """Return the combined prediction for tile number ``tile``, ``[samples, tokens, values]``.
 
-        ``tiles``: predictions for it and for those that overlap it; ``guide``: prediction for the small image, which
-        counts by ``weight``; None: there is none.
+        ``tiles``: predictions for this tile and for all that overlap it, by number; they are averaged. ``guide``:
+        prediction for the small image, None without one; its correction is multiplied by ``weight``.
         """
         whole = self.joined(tiles) if len(tiles) > 1 else None
         pixels = unpatchify(tiles[tile], self.small) if whole is None else whole[self._place(tile)]  # fmt: skip

@@ -27,15 +27,15 @@ class Foreign:
 
     Attributes:
         ``kind``: format of the checkpoint, such as ``hf`` or ``weft``.
-        ``path``: where the checkpoint lies.
+        ``path``: path of the checkpoint.
         ``model``: shape of the model.
         ``sources``: source of each parameter's values, by Weft's name of the parameter.
         ``moments``: sources of the optimizer's moments, by moment (``exp_avg``) and then by parameter; empty if none is
             stored.
         ``step``: number of updates made so far.
         ``files``: contents of files beside the weights, such as the tokenizer's, by name.
-        ``length``: tokens in a training sequence (``data.seq_len``) of a Weft run that started from random weights,
-            else None.
+        ``length``: number of tokens of a training sequence (``data.seq_len``), if a Weft run has trained the model from
+            random weights; otherwise None.
     """
 
     kind: str

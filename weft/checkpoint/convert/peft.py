@@ -68,7 +68,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def peft_name(name: str) -> str:
-    """Return the name that PEFT's format has for an adapter's parameter with Weft's name ``name``."""
+    """Convert Weft's name of an adapter's parameter to the name that PEFT's format uses."""
     if name in VOCABULARY.values():
         return BEFORE + hf_name(name)
     module = hf_name(base_weight(name)).removesuffix(".weight")
@@ -88,7 +88,7 @@ class PeftAdapter:
         ``placed``: weights that have grown with the vocabulary, by PEFT's name. Such a weight is stored as two tensors,
             the base weight and its trained rows. The value is a triple: the names of both tensors, and the token ids of
             the rows.
-        ``orders``: for each tensor of trained rows, the permutation that sorts its rows by token id.
+        ``orders``: for each tensor of trained rows, the permutation that sorts the rows by token id.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -29,7 +29,10 @@ TOKENS = 512
 
 
 def text_of(texts: Path) -> str:
-    """Return the content of the file that ``--texts`` names. Raises :class:`UsageError` if it cannot be read."""
+    """Return the content of the file ``texts`` (option ``--texts``).
+
+    Raises :class:`UsageError` if it cannot be read.
+    """
     try:
         return texts.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -69,9 +72,10 @@ def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
 def most_chosen(
     chosen: Sequence[np.ndarray], shape: ModelShape, keep: int
 ) -> tuple[list[list[int]], str]:
-    """Return the numbers of each layer's ``keep`` most chosen experts, ascending, and a line of text for the user.
+    """Choose the experts to keep when a model is reduced to those that some texts use.
 
-    The line says how many choices fell on experts that are not kept. ``chosen``: the experts of each token, by layer
+    Returns, for each layer, the ascending numbers of its ``keep`` most chosen experts, and a line for the user that
+    says how many choices fell on other experts. ``chosen``: the experts of each token, by layer
     (:func:`chosen_experts`). Raises :class:`UsageError` if ``keep`` is less than the experts per token or more than the
     experts of a layer. The error is also raised for a router that does not normalise the weights of a token's experts:
     with fewer experts these weights would be larger than in training.

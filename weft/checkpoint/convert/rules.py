@@ -96,8 +96,8 @@ def row_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCo
 def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """Yield copies that concatenate the shards along dimension 0, without the padding at the end.
 
-    ``shards``: shapes of the stored shards; ``shape``: the model, from whose row ``shape.vocab`` on rows are padding.
-    ``part`` has no effect.
+    ``shards``: shapes of the stored shards. ``shape``: the model; rows from its vocabulary size ``shape.vocab`` on are
+    padding. ``part`` has no effect.
     """
     at = 0
     for i, size in enumerate(shards):
@@ -156,8 +156,8 @@ def stacked_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Row
 def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """Yield one copy of a whole shard: the gate or up weights of all experts of a layer.
 
-    In memory, Transformers 5 has gate and up of all experts in one fused tensor. The only shard here is the half of
-    this tensor that holds gate or up. ``shards``: the shard's shape. ``shape`` and ``part`` have no effect.
+    Transformers 5 fuses gate and up of all experts into one tensor in memory. The only shard here is one half of this
+    tensor, gate or up. ``shards``: the shard's shape. ``shape`` and ``part`` have no effect.
     """
     return replicated(shards, shape, part)
 
