@@ -81,7 +81,7 @@ class CacheMember:
         return EngineLoad(0, 0, 0, blocks, room, sources=self.stock.usages())
 
     def close(self) -> None:
-        """Give and take no more blocks, and write what is still to be written; :meth:`run` returns or raises."""
+        """Stop giving and taking blocks, and finish writing the files; :meth:`run` then returns or raises."""
         self._ended.set()
         if self._outbox is not None:
             self._outbox.close()

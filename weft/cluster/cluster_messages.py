@@ -215,7 +215,9 @@ def read_sampling(values: dict[str, Any]) -> Sampling:
 
 
 def search_message(call: int, request: SearchRequest) -> Message:
-    """Return the message that asks for a beam search. ``call``: number by which the reply names the search."""
+    """Return the message that asks an engine for the beam search ``request``. ``call``: number by which the engine's
+    reply names the search.
+    """
     about = request._asdict()
     ids = about.pop("ids")
     return {"kind": "search", "call": call, **about, "stops": list(request.stops)}, [
@@ -224,7 +226,7 @@ def search_message(call: int, request: SearchRequest) -> Message:
 
 
 def read_search(frame: Frame) -> SearchRequest:
-    """Return the request of a ``search`` message."""
+    """Return the request of a beam search that the ``search`` message ``frame`` describes."""
     values = {name: frame.head[name] for name in SearchRequest._fields if name != "ids"}
     return SearchRequest(ids=unpacked_ids(frame.payload), **values)
 

@@ -32,8 +32,9 @@ class ClusterLimits(Section):
 
 
 class ClusterRoles(Section):
-    """How many of the engines that the server starts only compute prompts, only go on with answers that have begun, or
-    only keep cache blocks. All other engines compute prompts and write.
+    """Numbers of the engines that have a special role, out of those that the server starts: they only compute prompts,
+    only continue answers that have begun, or only keep cache blocks. All other engines compute prompts and write
+    answers.
     """
 
     prefill: NonNegativeInt = Field(

@@ -43,9 +43,8 @@ def lendable_blocks(blocks: int) -> int:
 
 class EngineLoans:
     """Lends free cache blocks of ``engine`` to other engines, and borrows theirs. Create it before the engine's thread
-    begins.
-
-    ``endpoint``: where other engines reach this one. ``secret``: known to all engines of the cluster.
+    begins. ``endpoint``: address at which other engines reach this one. ``secret``: known to all engines of the
+    cluster.
     """
 
     def __init__(self, engine: Engine, endpoint: Endpoint, secret: str) -> None:

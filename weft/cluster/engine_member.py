@@ -193,10 +193,9 @@ class EngineMember:
             self._current.outbox.close()
 
     def take_weights(self, version: int, install: Callable[[], None]) -> Future[None]:
-        """Let the engine go on with other weights from its next step; what was computed with others is computed again.
-
+        """Let the engine use new weights from its next step on; keys and values of earlier weights are computed again.
         ``version``: number of the weights. ``install``: function that writes them into the model. Returns a future that
-        is completed when the engine has them.
+        is completed when the engine uses them.
         """
         return self.thread.call(partial(self._install, version, install))
 

@@ -115,7 +115,9 @@ class Flight:
 
     @property
     def accused(self) -> bool:
-        """Whether the answer probably is what makes engines crash."""
+        """Whether the answer is very likely the cause of engines' crashes, because many engines in a row were lost with
+        it.
+        """
         return blame_of(self.losses) >= ACCUSED
 
     @property
@@ -137,7 +139,9 @@ class Flight:
         return sum(chosen) / max(1, len(chosen))
 
     def continued(self) -> AnswerRequest:
-        """Return the request with which another engine continues the answer after the tokens that were passed on."""
+        """Return a request for the rest of the answer, with which another engine continues after the tokens that the
+        client has received.
+        """
         scored = self.request.scored and not self.tokens
         return self.request._replace(written=list(self.tokens), scored=scored)
 

@@ -47,7 +47,7 @@ class KeptAnswers:
 
     @property
     def keys(self) -> list[str]:
-        """Keys of the answers, the oldest first."""
+        """Keys of the kept answers, the oldest first."""
         return [*self._kept]
 
     def keep(self, key: str, generation: Generation) -> None:

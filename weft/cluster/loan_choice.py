@@ -52,10 +52,9 @@ class StepSeconds(NamedTuple):
 
 
 class LoanChoice(NamedTuple):
-    """A loan: the engine ``debtor`` moves blocks of its longest text into the cache of the engine ``creditor``.
-
-    ``blocks``: number of these blocks, the text's first ones in the debtor's cache. ``gain``: tokens per second that
-    all engines together then write more.
+    """A loan of cache blocks: the engine ``debtor`` moves blocks of its longest text into the cache of the engine
+    ``creditor``. ``blocks``: number of these blocks, the text's first ones in the debtor's cache. ``gain``: by how many
+    tokens per second all engines together become faster.
     """
 
     debtor: str

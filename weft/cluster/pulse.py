@@ -32,7 +32,7 @@ class Pulse:
         return longest
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread that measures."""
         self._ended.set()
 
     def _beat(self) -> None:

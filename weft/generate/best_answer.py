@@ -112,9 +112,8 @@ def text_score(model: Transformer, ids: Sequence[int]) -> float:
 
 class Verifier:
     """Scores answers to the conversation ``talk`` by ``model``, a reward model with the tokenizer ``tokenizer``.
-
-    ``name``: what errors call the model. ``tools``: tools of the conversation. Raises :class:`UsageError` for models
-    that write texts.
+    ``name``: the model's name in error messages. ``tools``: tools of the conversation. Raises :class:`UsageError` for
+    models that write texts.
     """
 
     def __init__(

@@ -184,9 +184,7 @@ class PeerBlocks:
                 self.peers[address] = BlockPeer(self.channel, address)
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many of ``keys``, from the first one on without a gap, one engine has: the one with most
-        of them.
-        """
+        """Return the largest number of leading ``keys``, without a gap, whose blocks a single other engine has."""
         return max((peer.find(keys) for peer in self._all()), default=0)
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
@@ -199,7 +197,7 @@ class PeerBlocks:
         return max(peers, key=lambda peer: peer.find(keys)).fetch(keys)
 
     def store(self, key: bytes, contents: Contents) -> None:
-        """Do nothing: engines keep what they have computed themselves."""
+        """Do nothing: other engines keep the blocks that they have computed, and accept none from here."""
 
     def close(self) -> None:
         """Close the connections to all engines."""

@@ -69,7 +69,7 @@ class LayerPart:
 
     @classmethod
     def of(cls, form: Sequence[Any]) -> "LayerPart":
-        """Build a part from its :attr:`form`."""
+        """Build a part from the JSON value ``form``, which :attr:`form` has returned."""
         layer, name, parts, heads, shape, first, every = form
         dtype = getattr(torch, name)
         return cls(layer, dtype, parts, tuple(heads), tuple(shape), first, every)
@@ -78,10 +78,9 @@ class LayerPart:
 def layer_parts(
     model: Transformer, pages: Iterable[Pages], ranks: int = 1, rank: int = 0
 ) -> list[LayerPart]:
-    """Return what this rank's layers hold of each cache block, one part per layer. ``pages``: their caches, which must
-    be allocated already.
-
-    ``ranks``: number of ranks that share the tokens of a block. ``rank``: this rank's place among them.
+    """Describe the part of every cache block that this rank holds, one :class:`LayerPart` per layer. ``pages``: the
+    caches of the layers, which must be allocated already. ``ranks``: number of ranks that share the tokens of a block.
+    ``rank``: this rank's place among them.
     """
     layers = [(int(i), b) for i, b in model.blocks.items() if isinstance(b, Block)]
     held = []
@@ -110,7 +109,9 @@ def state_heads(model: Transformer, ranks: int, rank: int) -> tuple[int, ...]:
 
 
 def key_heads(attention: Attention | LatentAttention) -> tuple[int, ...]:
-    """Return the key/value heads that this rank's layer caches. Latent vectors are one head."""
+    """Return the numbers of the key/value heads that this rank caches in the layer ``attention``. Latent vectors count
+    as one head.
+    """
     if isinstance(attention, LatentAttention):
         return (0,)
     own = range(attention.kv_first, attention.kv_last)

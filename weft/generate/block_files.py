@@ -38,10 +38,9 @@ STALE_S = 3600.0
 
 
 class BlockFiles:
-    """Keeps blocks in files of ``folder``, all of which take at most ``most`` bytes.
-
-    ``model``: name of the model's folder in it. ``warn`` shows the user a line; each kind of trouble is said once.
-    Raises :class:`UsageError` if the folder cannot be made.
+    """Keeps cache blocks in files in ``folder``. ``model``: name of the model's own folder in ``folder``. ``most``:
+    largest number of bytes of all files together. ``warn`` shows the user a line; each kind of trouble is reported
+    once. Raises :class:`UsageError` if the folder cannot be made.
     """
 
     name = "files"
@@ -108,7 +107,7 @@ class BlockFiles:
             return {*self._known, *self._waiting}
 
     def close(self) -> None:
-        """Write what waits, for at most :data:`END_S` seconds."""
+        """Write the blocks that wait to be written, for at most :data:`END_S` seconds, and end the thread."""
         self._queue.put(None)
         self._writer.join(END_S)
         self._reader.shutdown(wait=False, cancel_futures=True)

@@ -15,8 +15,8 @@ from itertools import takewhile
 
 
 class BlockPool:
-    """A pool of ``blocks`` cache blocks of ``size`` tokens each. ``states``: the blocks hold recurrent states, from
-    which a token cannot be removed.
+    """A pool of ``blocks`` cache blocks of ``size`` tokens each. ``states``: whether the blocks hold recurrent states,
+    from which a token cannot be removed.
     """
 
     def __init__(self, blocks: int, size: int, states: bool = False) -> None:
@@ -37,8 +37,8 @@ class BlockPool:
         return self.blocks - len(self.owners)
 
     def take(self, key: bytes | None = None) -> int:
-        """Take a free block for one owner; there must be a free one. ``key``: the key under which :meth:`find` returns
-        the block from now on.
+        """Take a free block for one owner, and return its number. There must be a free block. ``key``: the key under
+        which :meth:`find` returns the block from now on; None: it cannot be found.
         """
         if (
             not self._freed or next(iter(self._freed)) in self.keys
@@ -65,8 +65,8 @@ class BlockPool:
             self.owners[block] = self.owners.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one owner from each of ``blocks``, which are a request's block table or the end of one. Blocks at the
-        end of the list are reused first.
+        """Remove one owner from each of ``blocks``, a request's block table or the end of one. Blocks without an owner
+        may be reused, those at the end of the list first.
         """
         for block in reversed(blocks):
             if block < 0:

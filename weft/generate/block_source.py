@@ -61,7 +61,7 @@ class BlockSource(Protocol):
         """
 
     def close(self) -> None:
-        """Write what is still to be written, within a limit of time, and free what the source holds."""
+        """Finish writing, within a limit of time, and free the memory and files that the source uses."""
 
 
 def done(contents: list[Contents]) -> Future[list[Contents]]:
@@ -121,7 +121,7 @@ class HostBlocks:
         return True
 
     def close(self) -> None:
-        """Free the memory."""
+        """Drop all blocks from memory."""
         with self._lock:
             self._blocks.clear()
             self.bytes = 0
@@ -164,12 +164,12 @@ class TieredBlocks:
         return self._reader.submit(self._collect, keys)
 
     def store(self, key: bytes, contents: Contents) -> None:
-        """Keep a block in every source."""
+        """Store a block in every source that accepts it."""
         for source in self.sources:
             self._store(source, key, contents)
 
     def usages(self) -> list[SourceUsage]:
-        """Return what each source has done so far."""
+        """Return the numbers of blocks and bytes that each source has given and taken so far."""
         with self._counting:
             return [*self._usages.values()]
 
@@ -180,7 +180,7 @@ class TieredBlocks:
             source.close()
 
     def insert(self, number: int, source: BlockSource) -> None:
-        """Insert ``source`` at the index ``number`` of the list of sources, before the slower ones."""
+        """Insert ``source`` into the list of sources at the index ``number``; sources behind it are slower."""
         self.sources.insert(number, source)
         self._usages.setdefault(source.name, SourceUsage(source.name))
 

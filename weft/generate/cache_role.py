@@ -66,7 +66,7 @@ class CacheStock:
         return True
 
     def usages(self) -> list[SourceUsage]:
-        """Return what memory and files have given and taken so far."""
+        """Return the numbers of blocks and bytes that memory and files have given and taken so far."""
         return self._tiers.usages()
 
     def close(self) -> None:

@@ -75,8 +75,8 @@ class ChainPass:
         self.groups: dict[tuple[int, ...], SpanGroup] = {}
 
     def groups_at(self, place: int) -> Iterator[SpanGroup]:
-        """Yield one group for each distinct module that the models have at place ``place`` of their lists of modules.
-        Place 0 is the embedding, then come the layers.
+        """Yield one group for each distinct module that the models have at index ``place`` of their lists of modules.
+        Index 0 is the embedding; the layers follow.
         """
         by_module: dict[Hashable, list[int]] = {}
         for index, model in enumerate(self.models):

@@ -34,10 +34,9 @@ class EarlyText(NamedTuple):
 
 
 class EarlyExit(NamedTuple):
-    """A place in the middle of a pass at which logits are shown.
-
-    ``layer``: number of layers before it. ``take``: function that is called with the logits ``[rows, vocab]``, whose
-    rows are for the same tokens as those of the pass's own logits.
+    """A place in the middle of a forward pass at which logits are computed from the hidden states. ``layer``: number of
+    layers before it. ``take``: function that is called with these logits ``[rows, vocab]``. Their rows are for the same
+    tokens as the rows of the pass's own logits.
     """
 
     layer: int

@@ -99,8 +99,8 @@ class LoanParty(Protocol):
 
 
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
-    """Raise :class:`UsageError` if ``model`` writes no texts, as a reward model or one of images, or cannot read the
-    prompt ``ids``.
+    """Raise :class:`UsageError` if ``model`` does not write texts (a reward model or a model of images), or cannot read
+    the prompt ``ids``.
     """
     if model.shape.kind == "diffusion":
         raise UsageError(
@@ -122,10 +122,9 @@ def check_ids(ids: Sequence[int], vocab: int) -> None:
 
 
 class KeptUsage(NamedTuple):
-    """What blocks outside the engine's cache have been used for so far.
-
-    ``looked``: number of blocks that requests have looked for when they began, because the engine's cache lacked them.
-    ``sources``: for each source, what it has given and taken.
+    """How blocks outside the engine's cache have been used so far. ``looked``: number of blocks that requests have
+    looked for when they began, because the engine's cache lacked them. ``sources``: for each source, the blocks that it
+    has given and taken.
     """
 
     looked: int
@@ -146,7 +145,7 @@ class KeptBlocks(Protocol):
         """
 
     def usage(self) -> KeptUsage:
-        """Return what the blocks have been used for. May be called in any thread."""
+        """Return how many blocks were looked for, read and stored so far. This may be called in any thread."""
 
     def weights_changed(self, version: int, fingerprint: str) -> None:
         """Use no blocks of earlier weights any more. ``version``, ``fingerprint``: number and hash of the new weights;
@@ -380,8 +379,8 @@ class Engine:
             self.adapter_digests[name] = digest
 
     def remove_model(self, name: str) -> None:
-        """Forget the model ``name``, of which no request may be left. Cache blocks of its texts are used again if a
-        model is added under this name later.
+        """Forget the model ``name``. No request for it may be left. If a model is added under this name later, cache
+        blocks of earlier texts are used again.
         """
         assert isinstance(self.reader, PagedReader)
         del self.reader.others[name], self.scheduler.adapter_keys[name]
@@ -449,8 +448,7 @@ class Engine:
 
     @torch.inference_mode()
     def block_form(self) -> list[LayerPart]:
-        """Return, for each layer, what a cache block holds of all ranks together: type, heads and shape of the values.
-
+        """Return, for each layer, the form of a cache block of all ranks together: type, heads and shape of its values.
         Allocates the cache if necessary.
         """
         if any(pages.store is None for pages in self.reader.pages):
@@ -628,7 +626,9 @@ class Engine:
             pass
 
     def travel_summary(self) -> str:
-        """Return a line about what has travelled between the ranks for experts; "" if it was not counted."""
+        """Return a line for the user about the tokens and results that have travelled between the ranks for experts; ""
+        if they were not counted.
+        """
         return self.reader.summary() if isinstance(self.reader, Leader) else ""
 
     def policy_usage(self) -> PolicyUsage:

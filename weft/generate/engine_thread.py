@@ -34,8 +34,8 @@ class RunningSearch(NamedTuple):
 
 
 class EngineThread:
-    """Runs ``engine`` for at most ``most`` answers at a time. ``stepped`` is called after each of the engine's steps,
-    in the engine's thread.
+    """Runs ``engine`` in a thread, for at most ``most`` answers at the same time. ``stepped`` is called after each of
+    the engine's steps, in the engine's thread.
     """
 
     def __init__(
@@ -124,15 +124,15 @@ class EngineThread:
         }
 
     def end(self, generations: Sequence[Generation]) -> None:
-        """Stop those ``generations`` that have not ended."""
+        """Stop those of ``generations`` that have not ended."""
         for generation in generations:
             self.tells.pop(generation, None)
             if not generation.finished:
                 self.engine.cancel(generation)
 
     def begin_search(self, request: SearchRequest) -> RunningSearch:
-        """Begin a beam search, whose beams count as answers at a time. Raises :class:`Busy`, and :class:`UsageError`
-        for prompts that cannot be continued.
+        """Begin a beam search and return it. Each beam counts as one answer of the engine's limit. Raises :class:`Busy`
+        if the limit is exceeded, and :class:`UsageError` for prompts that cannot be continued.
         """
         self._check_room(request.width)
         search = Search(
@@ -157,9 +157,8 @@ class EngineThread:
         search.end()
 
     def take_weights(self, version: int, install: Callable[[], None]) -> None:
-        """Let all further tokens come from other weights. Requests that run go on from the tokens that they have.
-
-        ``version``: number of the new weights. ``install``: function that writes them into the model.
+        """Let all further tokens be computed with new weights. Running requests continue from the tokens that they
+        have. ``version``: number of the new weights. ``install``: function that writes them into the model.
         """
         self._pass_on(self.engine.drain())
         install()

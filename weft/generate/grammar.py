@@ -27,9 +27,8 @@ FIRST, EACH = 0.3, 0.002
 
 
 class GrammarSource(NamedTuple):
-    """What a grammar was compiled from, so that another process can compile the same one.
-
-    ``kind``: what ``text`` is: a JSON schema, a regular expression or a grammar in Lark's notation.
+    """The text from which a grammar was compiled, so that another process can compile the same grammar. ``kind``:
+    whether ``text`` is a JSON schema, a regular expression or a grammar in Lark's notation.
     """
 
     kind: Kind

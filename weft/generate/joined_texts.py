@@ -200,8 +200,8 @@ def multiverse(
 
 
 def outlines_of(piece: Generation, tags: Tags) -> list[list[int]]:
-    """Return the tokens of each outline that ``piece`` contains, one list per path. ``tags``: tokens that mark
-    outlines.
+    """Return the token ids of each outline in ``piece``, one list per path, in their order. An outline begins behind a
+    tag ``tags.outline``, and ends before the next such tag or the last token of ``piece``.
     """
     written = piece.written[:-1]
     places = [i for i, token in enumerate(written) if token == tags.outline]

@@ -66,7 +66,7 @@ class RestingKeys:
     @classmethod
     def parse(cls, text: str) -> "RestingKeys":
         """Read ``text``, such as ``/disk``, or ``/disk1,/disk2,size=40,cached=2,rate=5``. Raises :class:`UsageError`
-        for what is no folder of this computer and for unknown settings.
+        for a folder that this computer does not have, and for unknown settings.
         """
         numbers: dict[str, float] = {}
         folders = []
@@ -244,14 +244,16 @@ class KeyOwner:
         return partial
 
     def counts(self) -> dict[str, int]:
-        """Return what the process has read and written, and its own memory, in bytes. Raises :class:`LenderLost`."""
+        """Return byte counts of the process by name: bytes read, bytes written, and its own memory. Raises
+        :class:`LenderLost`.
+        """
         number = self._send({"do": "counts"}, [])
         self._awaited.add(number)
         counts: dict[str, int] = self._wait(number)[0]["counts"]
         return counts
 
     def close(self) -> None:
-        """End the process, and with it the file."""
+        """End the process; its file then vanishes."""
         self._bury(OSError())
 
     def is_last(self, loan: int) -> bool:
@@ -455,7 +457,7 @@ class KeysAtRest:
         )
 
     def close(self) -> None:
-        """End the processes."""
+        """End all processes that own files."""
         for owner in self.owners:
             owner.close()
 

@@ -69,9 +69,8 @@ def can_stream(pages: Sequence[Pages]) -> bool:
 
 @contextmanager
 def streaming(ends: Sequence[tuple[LayerStream, int]]) -> Iterator[None]:
-    """Return a context of one forward pass in which each layer sends what it has computed.
-
-    ``ends``: the streams, and how many tokens each of their texts has computed after the pass.
+    """Return a context of one forward pass, in which each layer sends its new keys and values as soon as they are
+    computed. ``ends``: pairs of a stream, and the number of tokens that its text has computed after the pass.
     """
 
     def written(layer: int) -> None:
@@ -97,10 +96,9 @@ def token_places(table: Sequence[int], size: int, first: int, end: int) -> list[
 
 @torch.inference_mode()
 def write_layers(pages: Sequence[Pages], table: Sequence[int], first: int, layers: Sequence[T]) -> None:  # fmt: skip
-    """Write keys and values of tokens, which a :class:`LayerStream` has given, to ``pages``, the cache of each layer.
-
-    ``first``: index in the text of the first token. ``table``: numbers of the text's blocks. ``layers``: for each layer
-    the keys and values ``[parts, tokens, heads, width]``.
+    """Write keys and values of tokens, which a :class:`LayerStream` has sent, to ``pages``, the cache of each layer.
+    ``first``: index in the text of the first of these tokens. ``table``: numbers of the text's blocks. ``layers``: for
+    each layer the keys and values ``[parts, tokens, heads, width]``.
     """
     tokens, size = layers[0].shape[1], pages[0].size
     places = torch.tensor(token_places(table, size, first, first + tokens))

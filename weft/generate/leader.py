@@ -359,8 +359,8 @@ class RankReader:
         return int(blocks)
 
     def held_parts(self) -> list[LayerPart]:
-        """Return a list of what this rank holds of each cache block, one part per layer. The cache must be allocated
-        already.
+        """Describe the part of every cache block that this rank holds, one :class:`LayerPart` per layer. The cache must
+        be allocated already.
         """
         ranks, place = self.mesh.size("dp"), self.mesh.rank("dp")
         whole = self.decode is not None
@@ -405,7 +405,7 @@ class RankReader:
 
 class Leader(RankReader):
     """Reader of the first rank, which launches every step on all ranks. The other ranks run :func:`follow_leader`.
-    ``size``: tokens of a cache block. ``policy``: word of the cache policy.
+    ``size``: tokens of a cache block. ``policy``: value of ``--cache-policy``.
     """
 
     def __init__(self, model: Transformer, size: int, policy: str = NONE) -> None:
@@ -456,8 +456,7 @@ class Leader(RankReader):
         return logits
 
     def block_form(self) -> list[LayerPart]:
-        """Return, for each layer, what a cache block holds of all ranks together: type, heads and shape of the values.
-
+        """Return, for each layer, the form of a cache block of all ranks together: type, heads and shape of its values.
         The cache must be allocated already.
         """
         if not self._parts:
@@ -532,13 +531,17 @@ class Leader(RankReader):
             )
 
     def measure_all(self) -> None:
-        """Measure the all-reduces of ``layout.sum = "auto"`` again on all ranks, and report what is fastest."""
+        """Measure on all ranks again which all-reduce is fastest, for ``layout.sum = "auto"``, and print a line about
+        it.
+        """
         self._settle()
         with naming_lost_rank():
             self.report(self.measure_sums(self.tickets.give(("measure_sums",))))
 
     def summary(self) -> str:
-        """Return a line about what has travelled between the ranks for experts; "" if it was not counted."""
+        """Return a line for the user about the tokens and results that have travelled between the ranks for experts; ""
+        if they were not counted.
+        """
         return self.decode.summary() if self.decode else ""
 
     def rest(self) -> None:
@@ -575,8 +578,8 @@ class Follower(RankReader):
 
 
 def start_notes(model: Transformer) -> list[str]:
-    """Measure what ``layout.sum`` and ``layout.tp_shares`` depend on; return lines for the user. All ranks must call
-    this.
+    """Measure the all-reduces for ``layout.sum`` and the ranks' speeds for ``layout.tp_shares``, if these are chosen
+    automatically; return lines for the user. All ranks must call this.
     """
     mesh, notes = model.mesh, list[str]()
     if mesh.sums or mesh.layout.tp_shares:

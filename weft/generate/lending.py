@@ -117,8 +117,8 @@ class LoanOffice:
     # In the engine's thread.
 
     def settle(self) -> None:
-        """Offer those free blocks for loans that the engine does not need now. While its requests wait, it
-        offers none.
+        """Offer free blocks that the engine does not need now for loans. While requests of the engine wait, it offers
+        none.
         """
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         with self._lock:
@@ -148,13 +148,13 @@ class LoanOffice:
     # In any thread.
 
     def recall_all(self) -> None:
-        """Offer nothing any more, and ask for all loans back."""
+        """Offer no further blocks for loans, and ask for all lent blocks back."""
         with self._lock:
             self.reserve = 1.0
             self._recalled |= self.loans.keys()
 
     def room(self) -> int:
-        """Return how many blocks can be lent now."""
+        """Return how many blocks this engine offers to lend now."""
         return len(self._offered)
 
     def usage(self) -> LoanUsage:
@@ -265,8 +265,8 @@ class Borrower:
         return sum(lender.room() for lender in self.lenders())
 
     def own_blocks(self, request: Request) -> list[int]:
-        """Return the numbers of those blocks of ``request`` that can be moved to a lender: its first full blocks in
-        this engine's cache, up to the first that another request owns, too.
+        """Return the numbers of the blocks of ``request`` that can be moved to a lender: its first full blocks in this
+        engine's cache, up to the first block that another request also owns.
         """
         pool = self.engine.scheduler.pool
         away = sum(block < 0 for block in request.table)
@@ -302,7 +302,7 @@ class Borrower:
         lenders: Sequence[LendingEngine] | None = None,
     ) -> int:
         """Move up to ``blocks`` of the first blocks of ``request`` in this engine's cache to one of ``lenders``. Return
-        how many it took. None: one of the :attr:`lenders` of this borrower.
+        how many blocks were moved. ``lenders``: None means the lenders of this borrower (:attr:`lenders`).
         """
         own = self.own_blocks(request)[:blocks]
         for lender in self.lenders() if lenders is None else lenders:

@@ -128,7 +128,7 @@ class RemoteLender:
             return 0
 
     def recalled(self) -> list[int]:
-        """Return the numbers of those loans that the lender, by its last answer, wants back."""
+        """Return the numbers of the loans that the lender wants back, as its last answer said."""
         return self._recalled
 
     def take(self, contents: T) -> int:

@@ -470,9 +470,8 @@ def keep_opened(
 
 
 def adapter_folders(folder: Path, model: str) -> list[Path]:
-    """Return the folders in ``folder`` that hold adapters, none of which may be named like the ``model``.
-
-    Raises :class:`UsageError` for a folder without adapters.
+    """Return the folders in ``folder`` that hold adapters. Raises :class:`UsageError` if there are none, or if one is
+    named like the ``model``.
     """
     if not folder.is_dir():
         raise UsageError(f"--adapters {folder} is no folder")

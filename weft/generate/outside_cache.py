@@ -101,7 +101,9 @@ class OutsideCache:
     # Called by the engine, between steps.
 
     def settle(self) -> None:
-        """Store the blocks that have become full, and write those that were fetched for requests into the cache."""
+        """Store the blocks that have become full, and write the blocks that were fetched for requests into the cache.
+        The engine calls this between two steps.
+        """
         if self._full and (not self.engine.sent or len(self._full) > DEFERRED):
             full, self._full = self._full, []
             self._keep(full)

@@ -80,7 +80,7 @@ class PathStudy:
     budgets: list[BudgetResult]
 
     def record(self) -> dict[str, Any]:
-        """Return the study as values for JSON."""
+        """Return all results of the study as values that JSON can write."""
         return asdict(self)
 
 

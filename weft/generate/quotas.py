@@ -91,7 +91,7 @@ class QuotaController:
         """Note that a request has got a further token at the time ``now``, ``seconds`` after the one before."""
 
     def note_pass(self, ended: PassTime) -> None:
-        """Note that a forward pass has ended."""
+        """Note that a forward pass has ended. ``ended``: its phase, work and time."""
 
     def choose(self, view: PhaseView) -> float:
         """Return the quota from now on, from :data:`LEAST` to :data:`LARGEST`. Called whenever a pass ends."""
@@ -153,7 +153,7 @@ def chosen_quota(controller: QuotaController, view: PhaseView) -> float:
 
 
 class FixedQuota(QuotaController):
-    """Always chooses the same ``quota``."""
+    """A controller that always gives prefill the share ``quota`` of the device."""
 
     def __init__(self, quota: float) -> None:
         self.initial = quota

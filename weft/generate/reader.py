@@ -326,8 +326,7 @@ class PagedReader:
         return self.shelf.add(name, adapter)
 
     def block_form(self) -> list[LayerPart]:
-        """Return, for each layer, what a cache block holds of the whole model: type, heads and shape of the values.
-
+        """Return, for each layer, the form of a cache block of the whole model: type, heads and shape of its values.
         The cache must be allocated already.
         """
         return layer_parts(self.model, self.pages)

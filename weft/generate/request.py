@@ -21,10 +21,9 @@ T = torch.Tensor
 
 
 class Branch(NamedTuple):
-    """A draft of a request for which cache blocks have been taken, so that the step computes it.
-
-    ``path``: the guessed tokens behind the request's text. ``table``: numbers of the text's blocks and of those with
-    the keys and values of ``path``.
+    """A draft of a request for which cache blocks have been taken, so that the step computes it. ``path``: the guessed
+    tokens behind the request's text. ``table``: numbers of the text's blocks, followed by those of the blocks for keys
+    and values of ``path``.
     """
 
     path: Sequence[int]
@@ -41,10 +40,9 @@ class PrefixView(NamedTuple):
 
 
 class BlockFetch(NamedTuple):
-    """Blocks that are being fetched for a request.
-
-    ``blocks``: future of their contents, which end before the first block that could not be read. ``deadline``: when
-    the request goes on without them, in seconds of ``time.monotonic``.
+    """Blocks that are being fetched for a request. ``blocks``: future of their contents, which end before the first
+    block that could not be read. ``deadline``: time in seconds of ``time.monotonic`` at which the request stops waiting
+    and computes the missing tokens.
     """
 
     blocks: Future[list[Contents]]
@@ -135,7 +133,7 @@ class Request:
 
     @property
     def wanted(self) -> int:
-        """Number of tokens that are not computed yet."""
+        """Number of the text's tokens whose keys and values are not computed yet."""
         return len(self.ids) - self.computed
 
     @property

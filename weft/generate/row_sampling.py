@@ -292,10 +292,10 @@ def nuclei(values: T, hows: Sequence[Sampling]) -> Iterator[Candidates]:
 
 
 def in_nucleus(weights: T, ends: T, total: T, hows: Sequence[Sampling]) -> T:
-    """Return ``weights`` with 0 for tokens outside the nucleus: those before which the row's weights sum to ``top_p``
-    of ``total`` already. The first token of a row always stays.
-
-    ``weights``: in descending order. ``ends``: their cumulative sums. ``total`` ``[rows, 1]``: sum over all tokens.
+    """Return ``weights`` with 0 for tokens outside the nucleus. A token is outside if the weights before it in its row
+    sum to ``top_p`` of ``total`` or more. The first token of a row always stays. ``weights``: ``[rows, tokens]`` in
+    descending order. ``ends``: their cumulative sums. ``total`` ``[rows, 1]``: sum over all tokens. ``hows``: settings
+    of sampling of each row.
     """
     if all(how.top_p == 1 for how in hows):
         return weights

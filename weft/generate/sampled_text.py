@@ -122,10 +122,9 @@ def next_tokens(
 def said_of(
     logits: T, texts: Sequence[SampledText], tokens: Sequence[int]
 ) -> dict[SampledText, tuple[float, dict[int, float]]]:
-    """Return the log-probability of each text's token, and those of the likeliest other tokens by id.
-
-    Only ``texts`` that keep log-probabilities are in the result. ``tokens``: the token of each text, which may be the
-    one that ends it. ``logits``: one row for each text.
+    """Return, for each text that keeps log-probabilities, the log-probability of its token and those of the likeliest
+    tokens by id. ``tokens``: the token of each of ``texts``, which may be a stop token. ``logits``: one row for each
+    text.
     """
     asked = [
         (text, token, text.generation.top)

@@ -110,7 +110,7 @@ class Scheduler:
         insort(self.waiting, request, key=lambda r: r.turn)
 
     def check_size(self, request: Request) -> None:
-        """Raise :class:`UsageError` if the cache can never hold ``request``."""
+        """Raise :class:`UsageError` if ``request`` is too long for the cache, even if it had all blocks."""
         size, beside = self.pool.size, len(self.adapter_keys[request.adapter])
         blocks = -(-request.most // size)
         if self.cache_policy is not None:
@@ -124,11 +124,9 @@ class Scheduler:
                              f"{self.pool.blocks * size}{adapter}; ask for fewer")  # fmt: skip
 
     def expect(self, placeholder: Request, blocks: int) -> bool:
-        """Take ``blocks`` more cache blocks for ``placeholder``, a request in :attr:`arriving` that stands for one on
-        its way here. Return False if too few are free.
-
-        Running requests take these blocks back if they need them. The placeholder is then no longer in
-        :attr:`arriving`.
+        """Take ``blocks`` more cache blocks for ``placeholder``, which stands for a request that another engine is
+        sending (:attr:`arriving`). Return False if too few are free. If running requests need these blocks, they take
+        them back, and the placeholder is removed from :attr:`arriving`.
         """
         if blocks > self.pool.free:
             return False
@@ -199,8 +197,8 @@ class Scheduler:
         request.fetch = None
 
     def arrived(self, request: Request, blocks: int) -> None:
-        """Let ``request`` go on, for which the first ``blocks`` of the blocks that it waited for have been read. It
-        computes the other blocks itself.
+        """Let ``request`` continue after waiting for blocks. ``blocks``: how many of these blocks, from the first one
+        on, have been read. The request computes the others itself.
         """
         request.fetch = None
         request.computed += blocks * self.pool.size

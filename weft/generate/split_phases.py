@@ -102,7 +102,7 @@ class SplitPhases:
         return written
 
     def close(self) -> None:
-        """End the other process."""
+        """End the process that reads prompts."""
         self.process.close()
 
     # Prefill.

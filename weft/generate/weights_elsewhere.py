@@ -45,9 +45,9 @@ class WeightsElsewhere:
     def check(
         self, weights: str, spread: Layout, device: str = "", beside: Mapping[str, object] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Raise :class:`UsageError` for options that conflict. ``weights``: form of the weights; ``spread``: the
-        layout; ``device``: where the model is; ``beside``: other options, by name, with which layers cannot rest
-        elsewhere.
+        """Raise :class:`UsageError` for options that conflict. ``weights``: type of the weights; ``spread``: the
+        layout; ``device``: where the model is, "cpu" or "cuda"; ``beside``: values of other options, by name, that
+        exclude layers in a file.
         """
         self._check_experts(spread, device)
         if (self.layers_in is None) != (self.window is None):

@@ -85,10 +85,9 @@ class AdapterShelf:
         adapters: Sequence[LentAdapter | None],
         layer: int | None = None,
     ) -> AbstractContextManager[None]:
-        """Return a context in which the layers apply each request's adapter to the request's new tokens.
-
-        ``spans``: the new tokens of each request. ``adapters``: for each request, its adapter; None for a
-        request without one. ``layer``: index of the only layer to run in the context; None: all layers.
+        """Return a context in which the layers apply each request's adapter to the request's new tokens. ``spans``: the
+        new tokens of each request. ``adapters``: for each request, its adapter; None for a request without an adapter.
+        ``layer``: index of the only layer that runs in the context; None: all layers run.
         """
         alike = defaultdict[
             tuple[tuple[Form, ...], int], list[tuple[Span, Sequence[int]]]

@@ -33,9 +33,8 @@ def flattened(arrays: Mapping[str, T], shapes: ArrayShapes) -> T:
 
 
 class FlatArrays(nn.Module):
-    """Module that gives ``net`` all inputs of a row as one vector, and cuts what ``net`` returns into the outputs.
-
-    ``inputs``, ``outputs``: shapes of the arrays by name.
+    """Wraps the module ``net`` for arrays with names: it gives ``net`` all inputs of a row as one vector, and cuts the
+    vector that ``net`` returns into the outputs. ``inputs``, ``outputs``: shapes of the arrays by name.
     """
 
     def __init__(
@@ -101,10 +100,9 @@ class ArrayModel(PluginModel):
         self, tokens: T, positions: T, cu_seqlens: T, learned: Batch | None = None, only: slice | T | None = None,
         seen: Any = None, hooks: Hooks | None = None, route: Sequence[int] | None = None,
     ) -> T:  # fmt: skip
-        """Return the summed loss of the samples in ``learned``, whose ``arrays`` are read.
-
-        The arguments are those of :meth:`weft.models.transformer.Transformer.forward`. Raises :class:`UsageError`
-        where tokens are to be read.
+        """Return the summed loss of the samples in ``learned``, whose ``arrays`` hold inputs and outputs. The arguments
+        are those of :meth:`weft.models.transformer.Transformer.forward`. Raises :class:`UsageError` if ``learned`` is
+        None, because this model reads no tokens.
         """
         if learned is None or learned.arrays is None:
             raise UsageError(

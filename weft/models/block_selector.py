@@ -112,7 +112,9 @@ class BlockSelector:
 
 
 def seen_keys(spans: Sequence[Span]) -> int:
-    """Return how many keys the new tokens of ``spans`` see in all, each new token those up to itself."""
+    """Return the number of pairs of a new token of ``spans`` and a key that it sees: all keys of its text up to its
+    own.
+    """
     total = 0
     for span in spans:
         tokens = span.last - span.first

@@ -292,10 +292,9 @@ class DiffusionTransformer(Transformer):
         self, tokens: T, positions: T, cu_seqlens: T, learned: Batch | None = None, only: slice | T | None = None,
         seen: Any = None, hooks: Hooks | None = None, route: Sequence[int] | None = None,
     ) -> T:  # fmt: skip
-        """Return the summed loss of the images in ``learned``, whose ``arrays`` are read.
-
-        The arguments are those of :meth:`weft.models.transformer.Transformer.forward`. Raises :class:`UsageError` where
-        tokens are to be read.
+        """Return the summed loss of the images in ``learned``, whose ``arrays`` hold the patches. The arguments are
+        those of :meth:`weft.models.transformer.Transformer.forward`. Raises :class:`UsageError` if ``learned`` is None,
+        because this model reads no tokens.
         """
         if learned is None or learned.arrays is None:
             raise UsageError(

@@ -28,7 +28,7 @@ class GraphPart:
         self.read: list[tuple[T, T]] = []
 
     def backward(self) -> None:
-        """Run backward of this part; backward of all parts that read its results must have run before."""
+        """Run backward of this part. Call it after backward of all parts that read this part's results."""
         reads = [(x, leaf.grad) for x, leaf in self.read if leaf.grad is not None]
         self.read = []
         if reads:

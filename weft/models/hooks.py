@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 class BlockSaver(Protocol):
-    """Interface of what offloads the tensors that blocks save for backward.
-
+    """Interface of objects that offload the tensors that blocks save for backward.
     :class:`weft.memory.activations.SavedActivations` implements it.
     """
 

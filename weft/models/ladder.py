@@ -69,7 +69,9 @@ Stream = T | LadderStream
 
 
 class LadderLayer(Protocol):
-    """What a ladder layer computes with: the modules of a :class:`weft.models.transformer.Block`."""
+    """Interface of the modules with which a ladder layer computes; a :class:`weft.models.transformer.Block`
+    has them.
+    """
 
     mesh: Mesh
     attention_norm: Any

@@ -62,9 +62,8 @@ def attention_layers(model: Transformer) -> list[Attention | LatentAttention]:
 
 @contextmanager
 def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
-    """Return a context in which the layers of ``model`` call other attention functions than their own.
-
-    ``attends``: the function of each layer, first layer first.
+    """Return a context in which the layers of ``model`` call other attention functions than usual. ``attends``: the
+    function of each layer, first layer first.
     """
     layers = attention_layers(model)
     before = [layer.attend for layer in layers]
@@ -350,9 +349,8 @@ class LatentPages(KeyValuePages):
 
 
 class StatePages(Pages):
-    """Cache of linear attention: a block holds the recurrent state after the text's last token in this block.
-
-    ``size``: tokens of a block. ``decay``: logarithms, one per head.
+    """Cache of linear attention: a block holds the recurrent state after the last token of its text in this block.
+    ``size``: tokens of a block. ``decay``: logarithms of the decay per token, one per head.
     """
 
     def __init__(self, size: int, decay: Sequence[float]) -> None:

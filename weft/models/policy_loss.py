@@ -37,9 +37,8 @@ MAXIMA = ("ratio", "mismatch")
 
 @dataclass
 class PolicyFigures:
-    """Sums and maxima over the tokens of a step, which people watch.
-
-    ``sums``: float64 ``[len(SUMS)]``; ``maxima``: float64 ``[len(MAXIMA)]``. Each rank adds those of its passes.
+    """Sums and maxima over the tokens of a step, which training reports to the user. ``sums``: float64 ``[len(SUMS)]``;
+    ``maxima``: float64 ``[len(MAXIMA)]``. Each rank adds those of its own passes.
     """
 
     sums: T = field(default_factory=lambda: torch.zeros(len(SUMS), dtype=torch.float64))

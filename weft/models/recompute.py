@@ -16,9 +16,8 @@ from weft.models.fused import Tape, current_tape, deferred
 def recomputed(
     compute: Callable[..., Any], kept_ops: list[torch._ops.OpOverload], *inputs: Any
 ) -> Any:
-    """Return ``compute(*inputs)``; backward calls ``compute`` again, in place of keeping what it saves.
-
-    ``kept_ops``: operators whose results are kept and not computed again.
+    """Return ``compute(*inputs)``, and recompute it in backward instead of keeping the tensors that it saves
+    (activation checkpointing). ``kept_ops``: operators whose results are kept and not computed again.
     """
     tape = current_tape()
     contexts: dict[str, Any] = {}

@@ -79,7 +79,7 @@ class RouterPass:
 
     @property
     def real(self) -> T:
-        """Whether each token is not padding, ``[tokens]``."""
+        """Mask of the tokens that are not padding, bool ``[tokens]``."""
         return self.documents >= 0
 
     @property

@@ -39,10 +39,9 @@ def digest_of(tensor: T) -> bytes:
 
 
 class SharedWeights:
-    """The weights of all models that are alive, each content once.
-
-    ``form``: form in which weights are held and multiplied (``float``, ``int8`` or ``int4``), or None for the form in
-    which they are read. This object keeps no weights alive: they are freed with the last model that has them.
+    """All weights of several models, each distinct weight stored once. ``form``: form in which weights are held and
+    multiplied (``float``, ``int8`` or ``int4``), or None for the form in which they are read. This object keeps no
+    weights alive: they are freed with the last model that uses them.
     """
 
     def __init__(self, form: str | None = "float") -> None:

@@ -36,10 +36,8 @@ SHARED = 1 << 18
 
 
 class SparseWord(NamedTuple):
-    """What a word such as ``sparse:0.6`` asks for.
-
-    ``share``: part of each weight's elements that become zero before it is stored. ``narrow``: whether values are
-    rounded to bfloat16.
+    """Meaning of a value of ``--weights`` such as ``sparse:0.6``. ``share``: fraction of each weight's elements that
+    become zero before it is stored. ``narrow``: whether values are rounded to bfloat16.
     """
 
     share: float

@@ -537,7 +537,9 @@ class Transformer(Module):
             return block(x, rope, cu_seqlens, seen)
 
     def settled(self, x: Any) -> T:
-        """Return the output of the last block that ran, ``[batch, seq/tp, embed]``. ``x``: what its run returned."""
+        """Return the output of the last block that ran as a plain tensor ``[batch, seq/tp, embed]``. ``x``: the value
+        that :meth:`run_block` or :meth:`run_blocks` returned.
+        """
         if self.shape.residual == "ladder":
             from weft.models.ladder import settled_stream
 
@@ -648,5 +650,7 @@ class Transformer(Module):
 
 
 def model_class(shape: ModelShape) -> type[Transformer]:
-    """Return the class of a model of Weft's own: the decoder of tokens, or what ``model.kind`` names."""
+    """Return the class of a model that is no plugin's: the decoder of tokens, or the class that
+    ``model.kind`` names.
+    """
     return own.model() if (own := shape.architecture) else Transformer

@@ -38,10 +38,9 @@ T = torch.Tensor
 
 
 class PartInputs(NamedTuple):
-    """What the layers read about a part besides its activations.
-
-    ``rope``: its cosines and sines; ``starts``: where documents begin in its rows, and at last where they end;
-    ``seen``: where routers record its counts, None: nowhere.
+    """Inputs of the layers for one part of the tokens, besides activations. ``rope``: cosines and sines of its tokens;
+    ``starts``: where documents begin in its rows, and at last where they end; ``seen``: where routers record its
+    counts; None: nowhere.
     """
 
     rope: tuple[T, ...]
@@ -335,9 +334,8 @@ def start_columns(
 
 def projected_columns(module: Projections, x: T, name: str, pieces: int) -> Iterator[T]:
     """Yield the projection of ``x`` ``[batch, seq, in]`` with the weight ``name`` in up to ``pieces`` ranges of
-    channels, ``[batch, seq, channels]`` each, as soon as each is computed.
-
-    A weight with an adapter, or one that something else takes the place of, gives one range of all channels.
+    channels, ``[batch, seq, channels]`` each, as soon as each is computed. A weight that has an adapter, or that is
+    stored in another form, gives one range of all channels.
     """
     whole = module.products.get((name,)) or module.adapter or module.beside
     if pieces == 1 or whole or name in module.own_rows:
@@ -348,7 +346,7 @@ def projected_columns(module: Projections, x: T, name: str, pieces: int) -> Iter
 
 
 def wait_columns(leaving: Sequence[Pending | Arrived]) -> T:
-    """Wait for what :func:`start_columns` has started; return this rank's tokens, ``[batch, seq/tp, out]``."""
+    """Wait for the sums that :func:`start_columns` has started; return this rank's tokens, ``[batch, seq/tp, out]``."""
     pieces = [each.wait() for each in leaving]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 

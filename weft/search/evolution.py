@@ -149,7 +149,7 @@ def mutated(parent: Expression, features: Sequence[str], random: Random) -> Expr
 
 
 def joined(first: Expression, second: Expression, random: Random) -> Expression:
-    """Return ``first`` with one of its parts replaced by a part of ``second``."""
+    """Return a new expression: ``first``, with a random part replaced by a random part of ``second``."""
     for _ in range(20):
         part = _part(second, random.randrange(second.size))
         child = _replaced(first, random.randrange(first.size), part)

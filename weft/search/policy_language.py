@@ -131,10 +131,9 @@ def feature(name: str) -> Expression:
 
 
 def parse_policy(source: str, features: Sequence[str]) -> Expression:
-    """Read an expression, or a function of Python whose result is one.
-
-    ``source``: Python text. ``features``: the names that it may use. Raises :class:`UsageError` for everything that the
-    language does not have, such as imports, attributes, loops and other names.
+    """Parse an expression, or a Python function that returns one. ``source``: Python text. ``features``: the names that
+    it may use. Raises :class:`UsageError` for everything that the language does not have, such as imports, attributes,
+    loops and other names.
     """
     if len(source) > MOST_CHARACTERS:
         raise UsageError(

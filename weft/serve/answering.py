@@ -49,7 +49,7 @@ PLAIN = AnswerForm()
 
 class AnswerReader:
     """Converts the tokens of one answer to reasoning, text and tool calls. ``asked``: the request, for its stop
-    strings. ``form``: which of these parts the answer may have.
+    strings. ``form``: says whether the answer may have reasoning and tool calls.
     """
 
     def __init__(

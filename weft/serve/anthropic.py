@@ -199,8 +199,8 @@ def error_of(refusal: Refusal) -> Schema:
 
 
 class MessageReplies:
-    """Builds the JSON of one answer: a whole message, or the events of a stream. ``model``: the model's name in it.
-    ``prompt``: number of tokens of the prompt.
+    """Builds the JSON of one answer in Anthropic's API: a whole message, or the events of a stream. ``model``: name of
+    the model that it gives. ``prompt``: number of tokens of the prompt.
     """
 
     last = ""

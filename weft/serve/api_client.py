@@ -90,7 +90,9 @@ class ApiClient:
 
 
 def error_reason(body: bytes) -> str:
-    """Return the reason in a server's error body, in one line."""
+    """Return the reason for which a server refuses a request, in one line. ``body``: body of the server's error
+    response.
+    """
     try:
         answer = json.loads(body)
         return " ".join(str(answer["error"]["message"]).split())

@@ -42,7 +42,7 @@ class ServedBackend(Protocol):
 
     @property
     def failure(self) -> Exception | None:
-        """The error that has ended the work; None while it goes on."""
+        """The error that has ended the backend's work; None while it works."""
 
     def cut_answers(self) -> int:
         """End all unfinished answers, and return their number."""
@@ -290,7 +290,9 @@ def refused_for(asked: Modelled, field: str, why: str) -> Refusal:
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """Return the response that tells the client of ``error``. The traceback of an unexpected error is logged, too."""
+    """Return the error response for a ``request`` that has failed with ``error``. The traceback of an unexpected error
+    is also logged.
+    """
     refusal = refusal_of(error)
     again = refusal.status == 429 or refusal.code == NO_ENGINE
     headers = {"retry-after": "1"} if again else {}

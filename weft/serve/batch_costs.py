@@ -206,7 +206,7 @@ class PassTimer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Return a context in which passes are timed."""
+        """Return a context in which forward passes of the model are timed and their experts' tokens counted."""
         hooks = []
         for name, modules in (
             ("blocks", self.blocks),

@@ -48,7 +48,7 @@ class BatchPlan:
 
     @property
     def rate(self) -> float:
-        """Predicted new tokens per second."""
+        """Predicted rate of the batch: new tokens per second."""
         return self.tokens / self.seconds
 
     def __str__(self) -> str:
@@ -104,11 +104,9 @@ def plan_batch(
     blocks: int,
     size: int,
 ) -> BatchPlan:
-    """Choose how many texts of a batch are written at a time, in which order and with how many tokens per pass, such
-    that the whole batch takes the least time.
-
-    The arguments are those of :func:`played_batch`. Raises :class:`UsageError` if the cache has no room for the longest
-    text.
+    """Choose how a batch is written so that it takes the least time: how many texts at the same time, in which order,
+    and how many tokens per pass. The arguments are those of :func:`played_batch`. Raises :class:`UsageError` if the
+    cache has no room for the longest text.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
     longest = int(lengths.max()) + new

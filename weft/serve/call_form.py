@@ -179,8 +179,8 @@ class NamedCalls(_Written):
         return tag[0] if tag else self.opening
 
     def begins(self, text: str, names: Collection[str] | None) -> bool | None:
-        """Return whether ``text``, the beginning of an answer, starts with a call of one of ``names``. Used only if no
-        text stands before calls. Return None if ``text`` is too short to decide.
+        """Return whether ``text``, the beginning of an answer, starts with a call of one of ``names``. It is called
+        only if no text stands before calls. Return None if ``text`` is too short to decide.
         """
         words = "".join(text.split())
         heads = ["".join(f"{name}{self.middle}{{".split()) for name in names or ()]

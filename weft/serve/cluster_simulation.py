@@ -85,11 +85,12 @@ class SimulatedEngine:
     Attributes:
         ``name``: its name, as dispatch policies see it.
         ``scheduler``: its scheduler, which must be new.
-        ``curve``: returns the seconds of a step.
+        ``curve``: function that returns the seconds of a step.
         ``role``: ``prefill`` for prompts up to their first token, ``decode`` for requests after their first token, or
             ``any`` for whole requests.
-        ``fails``: when the engine fails for good, in seconds from the load's beginning.
-        ``phases``: how prompts are read beside texts that are written; None: in the same steps.
+        ``fails``: time at which the engine fails for good, in seconds from the load's beginning.
+        ``phases``: how prompts are computed in passes of their own beside those of texts; None: prompts and texts share
+            steps.
     """
 
     name: str
@@ -129,7 +130,7 @@ NO_DELAYS = ServiceDelays()
 
 @dataclass
 class SimulatedRequest:
-    """What has become of one request of the load.
+    """Result of one request of a simulated load.
 
     Attributes:
         ``outcome``: times of its tokens.
@@ -270,7 +271,7 @@ class ClusterSimulation:
                 self._at(engine.setup.fails, self._fail, engine)
 
     def run(self) -> list[SimulatedRequest]:
-        """Simulate the whole load. Return a list of what has become of each request, in the order of the load."""
+        """Simulate the whole load. Return a list of the requests' results, in the order of the load."""
         while self._events:
             self.now, _, action = heapq.heappop(self._events)
             action()

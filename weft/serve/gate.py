@@ -103,7 +103,9 @@ def gate_rules(
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether ``name`` always means this computer."""
+    """Return whether the host ``name`` stands for this computer on every machine, such as ``localhost`` or
+    127.0.0.1.
+    """
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

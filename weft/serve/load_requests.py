@@ -226,11 +226,9 @@ def latency_statistics(
     percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return statistics of the requests' ``outcomes`` under the names of ``vllm bench serve``. Times are in
-    milliseconds.
-
-    ``seconds``: duration of the load. ``percentiles``: percentiles of each metric to compute, from 0 to 100.
-    ``limits``: largest milliseconds by metric; requests within all of them count in the goodput.
+    """Return statistics of the requests' ``outcomes``, by the names that ``vllm bench serve`` uses. Times are in
+    milliseconds. ``seconds``: duration of the load. ``percentiles``: percentiles of each metric to compute, from 0 to
+    100. ``limits``: largest milliseconds by metric; requests within all of them count in the goodput.
     """
     good = [outcome for outcome in outcomes if not outcome.error]
     prompt, written = (

@@ -180,7 +180,9 @@ class ModelChoice:
         self._reading = asyncio.Lock()
 
     async def choose(self, text: str) -> str:
-        """Return the name of the model that answers ``text``."""
+        """Return the name of the model that is to answer ``text``: that of the first rule that matches it, else that of
+        clearly the most similar examples, else the general model.
+        """
         text = text[:LONGEST]
         for rule in self.settings.rules:
             if any(expression.search(text) for expression in rule.expressions):

@@ -92,7 +92,7 @@ class PictureService:
         return cut
 
     def close(self) -> None:
-        """End the thread after the current step."""
+        """End the service's thread after its current step."""
         with self._wake:
             self._closed = True
             self._wake.notify()

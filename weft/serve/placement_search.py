@@ -59,7 +59,7 @@ class EngineGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class EnginePlacement:
-    """Which engines serve a model: either ``mixed`` engines, which answer whole requests, or ``prefill`` engines for
+    """The engines that serve a model: either ``mixed`` engines, which answer whole requests, or ``prefill`` engines for
     prompts and ``decode`` engines for the tokens after the first one.
     """
 

@@ -60,10 +60,9 @@ def split_load(
 
 
 def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
-    """Measure the step times of an engine on ``load``, and fit a curve to them. ``build``: makes an engine of a policy
-    and a budget.
-
-    The requests run three times: one by one, all at once, and all at once in small chunks.
+    """Measure the step times of an engine on ``load``, and fit a function of a step's work to them. ``build``: makes an
+    engine from a scheduling policy and a token budget. The requests run three times: one by one, all at once, and all
+    at once in small chunks.
     """
     # in small chunks, where there is such a policy
     small = [*compared_policies(), EXACT_FILL][1]

@@ -62,7 +62,7 @@ class PromptEncoder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of this encoder's thread."""
+        """The tokenizer that this encoder's thread uses."""
         return copied(self._given) if self.copied else self._given
 
     @cached_property
@@ -93,11 +93,9 @@ class PromptEncoder:
 
 
 class Prompts:
-    """Encodes prompts and compiles grammars for a model with ``vocab`` ids. ``name``: the model's name in error
-    messages.
-
-    Long prompts are encoded in another thread than short ones, which do not wait for them; a third thread compiles
-    grammars.
+    """Encodes prompts and compiles grammars for a model with ``vocab`` token ids. ``name``: the model's name in error
+    messages. It has three threads: one for short prompts, one for long prompts, and one for grammars, so that short
+    prompts do not wait for the others.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, name: str) -> None:
@@ -114,9 +112,8 @@ class Prompts:
     async def texts(
         self, texts: Texts, limit: TokenLimit | None = None
     ) -> list[list[int]]:
-        """Return a list of token ids for each of ``texts``. A prompt that is a list of ids already stays as it is.
-
-        Raises :class:`TooManyTokens` for a text with more tokens than ``limit`` allows.
+        """Return a list of token ids for each of ``texts``. A prompt that already is a list of ids is returned
+        unchanged. Raises :class:`TooManyTokens` for a text with more tokens than ``limit`` allows.
         """
         if not any(isinstance(text, str) for text in texts):
             return list(texts)  # type: ignore[arg-type]
@@ -227,7 +224,7 @@ class Prompts:
         )
 
     def close(self) -> None:
-        """End each thread after its current task."""
+        """End each of the three threads after its current task."""
         for thread in (self._short.thread, self._long.thread, self._compiling):
             thread.shutdown(wait=False, cancel_futures=True)
 

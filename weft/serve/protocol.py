@@ -195,7 +195,9 @@ class Modelled(RequestFields):
 
     @classmethod
     def prepared(cls, given: Schema) -> Schema:
-        """Convert the request body ``given`` to the fields that the class declares; by default it is left as it is."""
+        """Convert the request body ``given`` to the fields that the class declares. By default it is returned
+        unchanged.
+        """
         return given
 
 
@@ -369,10 +371,8 @@ class CompletionRequest(SamplingRequest):
 
 
 class Function(RequestFields):
-    """A function that the model may call.
-
-    ``name``, ``description``: what the model is told of it. ``parameters``: JSON schema of its arguments; None: any
-    object.
+    """A function that the model may call. ``name``, ``description``: name and description that the model reads.
+    ``parameters``: JSON schema of its arguments; None: any object.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]

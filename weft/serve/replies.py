@@ -58,8 +58,8 @@ class Answer(NamedTuple):
 
 
 class Replies:
-    """Builds the JSON of the answers to the request ``question``: one body with all answers, or the chunks of a stream.
-    ``model``: the model's name in it.
+    """Builds the JSON of the answers to the request ``question`` in OpenAI's API: one body with all answers, or the
+    chunks of a stream. ``model``: name of the model that it gives.
     """
 
     last = "data: [DONE]\n\n"  # of a stream

@@ -72,7 +72,7 @@ class RequestFields(BaseModel):
 
     @classmethod
     def fields(cls) -> frozenset[str]:
-        """Return the names of the declared fields, as they are spelt in requests."""
+        """Return the names of all fields that requests of this class may have, as clients spell them."""
         return frozenset(
             field.alias or name for name, field in cls.model_fields.items()
         )

@@ -136,8 +136,8 @@ def messages_of_input(asked: Schema) -> list[Schema]:
 
 
 class ResponseReplies:
-    """Builds the JSON of one answer to ``asked``: a whole response, or the events of a stream. ``model``: the model's
-    name in it.
+    """Builds the JSON of one answer to ``asked`` in OpenAI's Responses API: a whole response, or the events of a
+    stream. ``model``: name of the model that it gives.
     """
 
     last = ""

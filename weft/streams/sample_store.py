@@ -68,8 +68,7 @@ class DrawnRows(NamedTuple):
 
 class SampleStore:
     """Holds the samples of a stream. Threads of simulators put samples in, and the training draws from them.
-
-    ``buffer``: decides what is drawn and what leaves.
+    ``buffer``: decides which samples are drawn, and which leave to make room.
     """
 
     def __init__(self, buffer: SampleBuffer) -> None:

@@ -58,7 +58,7 @@ class StreamJob(Job):
 
     @property
     def columns(self) -> ArrayColumns:
-        """The arrays of a sample."""
+        """Names and shapes of a sample's arrays: the model's inputs, then its outputs."""
         return ArrayColumns({**self.shape.inputs, **self.shape.outputs})
 
     def loader(self, order: Order | RowList, mesh: Mesh) -> KnownLoader:  # type: ignore[override]
@@ -77,9 +77,8 @@ class StreamJob(Job):
         self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,
         kept: dict[str, Any],
     ) -> StreamLoader:  # fmt: skip
-        """Return the loader of samples that simulators send, once those for validation are there. Collective.
-
-        The arguments are those of :meth:`Job.training_loader`.
+        """Return the loader of the samples that simulators send, after the samples for validation have been made.
+        Collective. The arguments are those of :meth:`Job.training_loader`.
         """
         if self.held_out is not None and self.held_out.rows is None:
             self.held_out.rows = self._held_out_rows(mesh, recorder, interrupted)

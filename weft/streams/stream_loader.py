@@ -110,7 +110,9 @@ class KnownLoader:
         return range(position, end if self.repeats else min(end, self.order.total))
 
     def step(self, position: int) -> list[Batch] | None:
-        """Return the batches of this rank, one per pass, of the step that starts at sample ``position``."""
+        """Return the batches of this rank, one per pass, for the step that starts at sample ``position``; None if the
+        samples have ended.
+        """
         numbers = self.island_samples(position)
         if not numbers:
             return None

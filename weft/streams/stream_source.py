@@ -127,7 +127,7 @@ class StreamSource:
         return self.ended and not self.store.size
 
     def close(self) -> None:
-        """Tell simulators that the training is over, and end those that were started here."""
+        """Tell simulators that the training is over, and end the simulators that were started here."""
         self._reception.close()
         self._processes.close()
         self._endpoint.close()

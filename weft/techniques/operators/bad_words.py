@@ -18,7 +18,7 @@ from weft.section import Section
 
 
 class BadWordsSettings(Section):
-    """Settings of the filter of bad words."""
+    """Settings of the filter that drops documents with words of a list."""
 
     path: str = Field(description="File with a word or a phrase per line.")
     apart: bool = Field(

@@ -69,9 +69,9 @@ class ClustersSettings(SelectionSettings):
     "of each cluster 92.8 (`bench/pruning.py`)",
 )
 class Clusters:
-    """Keeps few documents of dense clusters and many of wide clusters (density-based pruning, Abbas et al. 2024).
-
-    Of each cluster the documents farthest from the centroid are kept. Columns: ``cluster``, ``cluster_distance``.
+    """Keeps few documents of dense clusters and many of wide clusters (density-based pruning, Abbas et al. 2024). Of
+    each cluster the documents farthest from the centroid are kept. It writes the columns ``cluster`` and
+    ``cluster_distance``.
     """
 
     late: ClassVar = (

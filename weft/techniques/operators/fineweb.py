@@ -16,7 +16,7 @@ from weft.section import Section
 
 
 class FineWebSettings(Section):
-    """Settings of FineWeb's own rules; the defaults are the paper's."""
+    """Settings of FineWeb's own quality rules; the defaults are the paper's."""
 
     least_ended_lines: float = Field(
         0.12,

@@ -97,10 +97,9 @@ class PruneSettings(SelectionSettings):
     figure="digits (EL2N) at 50 %: hard 96.6, random 96.5; 5 %: easy 62.1, hard 35.3, random 80.5 (`bench/pruning.py`)",
 )
 class Prune:
-    """Keeps the hardest or the easiest labelled examples, and warns if a random choice would train better.
-
-    Columns: ``difficulty``. Notes of the run say how much of each class is kept, and the accuracies on held-out
-    examples after training on hard, easy and random ones.
+    """Keeps the hardest or the easiest labelled examples, and warns if a random choice would train better. It writes
+    the column ``difficulty``. The report says how much of each class is kept, and which accuracies on held-out examples
+    a small model reaches after training on hard, easy and random examples.
     """
 
     late: ClassVar = tuple(

@@ -16,7 +16,9 @@ from weft.section import Section
 
 
 class RepetitionSettings(Section):
-    """Settings of Gopher's rules on repetition; the defaults are those of the paper's table A1."""
+    """Settings of Gopher's rules about documents that repeat themselves; the defaults are those of the paper's table
+    A1.
+    """
 
     most_repeated_lines: float = Field(
         0.3,
@@ -61,7 +63,9 @@ class RepetitionSettings(Section):
     figure="decisions of datatrove's filter on 240 pages",
 )
 class Repetition:
-    """Drops documents that repeat themselves (Rae et al. 2021, 2112.11446, table A1)."""
+    """Drops documents in which lines, paragraphs or sequences of words are repeated too often (Rae et al. 2021,
+    2112.11446, table A1).
+    """
 
     late: ClassVar = tuple(RepetitionSettings.model_fields)
 

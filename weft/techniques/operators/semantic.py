@@ -30,7 +30,7 @@ CLUSTER_DOCUMENTS = 1000
 
 
 class SemanticSettings(EmbeddingSettings, SurvivorSettings):
-    """Settings of semantic duplicates."""
+    """Settings of the removal of documents that say nearly the same."""
 
     keep: Literal["far", "longest", "first", "best"] = Field(  # type: ignore[assignment]  # one choice more
         "far",
@@ -79,9 +79,8 @@ class SemanticSettings(EmbeddingSettings, SurvivorSettings):
     figure="no two that are kept are alike in a cluster, and every dropped one is like its survivor",
 )
 class Semantic:
-    """Drops documents that say nearly the same as another one of their cluster, by the cosine of their embeddings.
-
-    A document without an embedding has no duplicates.
+    """Drops documents that say nearly the same as another document of their cluster: the cosine of their embeddings is
+    high. A document without an embedding has no duplicates.
     """
 
     late: ClassVar = ("eps", "clusters", "seed")

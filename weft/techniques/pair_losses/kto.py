@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class KTOSettings(Section):
-    """Recipe settings of KTO."""
+    """Recipe settings of KTO: the weights of good and of bad answers."""
 
     desirable: PositiveFloat = Field(
         1.0, description="Weight of good answers in the loss."

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @register("phases", "federated-client")
 class FederatedClientTechnique(StepTechnique):
-    """Records the losses of a client's local steps."""
+    """Records the losses of a client's local steps in federated training."""
 
     fills = Phase.AFTER
     does = "a client (federated.join) takes the server's model between steps"

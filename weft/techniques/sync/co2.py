@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class CO2Settings(OuterSettings):
-    """Recipe settings of CO2: those of the outer update, with the defaults of CO2's paper, and CO2's own."""
+    """Recipe settings of CO2: its penalty and clipping, and the settings of the outer update with the defaults of CO2's
+    paper.
+    """
 
     lr: PositiveFloat = Field(
         1.0,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StreamingSettings(OuterSettings):
-    """Recipe settings of streaming: those of the outer update, and streaming's own."""
+    """Recipe settings of streaming synchronisation, and those of the outer update."""
 
     mix: float = Field(
         0.5,

@@ -50,10 +50,8 @@ def calculate(expression: str) -> str:
 
 @register("task", "calculator", settings=CalculatorSettings, title="Questions with a calculator")  # fmt: skip
 class Calculator(RewardTask):
-    """Asks for a product and a sum, "123*456+789=", in turns in which the model can ask a calculator.
-
-    The last number of the answer is rewarded by 1 if it is right. The calculator reads expressions by a parser that
-    knows nothing else.
+    """Asks for a product and a sum, "123*456+789=", in turns in which the model can ask a calculator. The answer is
+    rewarded by 1 if its last number is right. The calculator parses arithmetic expressions and accepts nothing else.
     """
 
     def question(

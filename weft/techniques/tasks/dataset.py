@@ -28,7 +28,7 @@ class DatasetSettings(Section):
 
 @register("task", "dataset", settings=DatasetSettings, title="Prompts of a data set")
 class Dataset(PromptTask):
-    """Asks the prompts of a file, and rewards an answer that agrees with the right one by 1, and any other by 0."""
+    """Asks the prompts of a file. An answer that agrees with the right answer is rewarded by 1, any other by 0."""
 
     def score(self, question: RewardQuestion, answer: str) -> float:
         compare = SCORERS[self.settings.own(DatasetSettings).scorer]

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     ),
 )
 class LeastBytes(DispatchWay):
-    """Counts in every pass what each way of exchanging tokens or expert weights would send, and takes the cheapest."""
+    """Counts in every pass how many elements each way of exchanging tokens or expert weights would send, and uses the
+    way that sends least.
+    """
 
     copies = True
 

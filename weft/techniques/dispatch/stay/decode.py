@@ -68,7 +68,9 @@ class StayingTokens:
         self.begins: dict[int, int] = {}
 
     def takes(self, spans: Sequence[Span]) -> bool:
-        """Return whether every text of ``spans`` computes one token, which no other text of the step sees."""
+        """Return whether every text of ``spans`` computes exactly one token, and no text attends to another one. Other
+        steps are computed in another way.
+        """
         writers: dict[int, int] = {}
         for number, span in enumerate(spans):
             if span.last - span.first != 1 or span.context or span.table[0] < 0:

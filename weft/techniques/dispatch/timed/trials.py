@@ -128,7 +128,9 @@ class OptionTimes:
         return True
 
     def decide(self) -> None:
-        """Choose the fastest option; the present one is kept unless another is faster by the share :data:`MARGIN`."""
+        """Choose the fastest option. The present one is kept unless another is faster by at least the fraction
+        :data:`MARGIN`.
+        """
         known = self.known
         fastest = min(range(len(known)), key=known.__getitem__)
         if self.chosen < 0 or known[fastest] < (1 - MARGIN) * known[self.chosen]:

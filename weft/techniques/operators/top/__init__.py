@@ -60,9 +60,8 @@ class TopSettings(SelectionSettings):
     figure="all kept is identity; independent of shards and order",
 )
 class Top:
-    """Keeps a share or number of the documents: those with the highest or lowest values, or random ones.
-
-    Documents without a value come last, and equals are decided by id.
+    """Keeps a share or a number of the documents: those with the highest or lowest values in a column, or random ones.
+    Documents without a value come last; equal values are ordered by the documents' ids.
     """
 
     late: ClassVar = ("share", "number", "keep", "floor", "seed")

@@ -60,7 +60,7 @@ class NanoSearch:
         self.choice = next(self._steps)
 
     def note(self, seconds: float) -> None:
-        """Record the time of a pass with :attr:`choice`."""
+        """Record ``seconds`` as a time of a pass with :attr:`choice`. After some passes the next choice is tried."""
         if not self.trying:
             return
         before = self.seconds.get(self.choice, inf)

@@ -44,7 +44,9 @@ class Voting(PhaseFiller):
         )
 
     def own_weight(self, batches: Sequence[Batch]) -> T:
-        """Return the sum of the label weights in ``batches``, those of this rank's replica. Scalar, float64."""
+        """Return the sum of the weights of all labels in ``batches``, the batches of this rank's replica, as a float64
+        scalar.
+        """
         return torch.tensor(
             sum(b.label_weight for b in batches),
             dtype=torch.float64,

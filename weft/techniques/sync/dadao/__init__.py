@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DADAOSettings(Section):
-    """Recipe settings of DADAO."""
+    """Recipe settings of DADAO, such as the condition number and the step size."""
 
     condition: PositiveFloat = Field(
         8.0,
