@@ -34,10 +34,10 @@ def uneven_part(count: int, shares: Sequence[int] | str, index: int) -> tuple[in
 def uneven_sizes(count: int, shares: Sequence[int] | str) -> list[int]:
     """Return the number of elements of each part if ``count`` elements are cut in proportion to ``shares``.
 
-    Parts have whole elements, by the method of the largest remainder, and at least one if there are enough. Of many
-    elements they have whole blocks of :data:`BLOCK`, as products of other widths are slower. With equal shares the
-    parts are those of :func:`weft.layout.dims.part`. Raises :class:`UsageError` for shares that are still to
-    be measured (``"auto"``).
+    Sizes are whole numbers by the method of the largest remainder, and at least 1 if there are enough elements. If
+    there are many elements, sizes are multiples of :data:`BLOCK`, as matrix products of other widths are slower.
+    With equal shares the parts are those of :func:`weft.layout.dims.part`. Raises :class:`UsageError` for shares
+    that are still to be measured (``"auto"``).
     """
     if isinstance(shares, str):
         raise UsageError(

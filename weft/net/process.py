@@ -14,8 +14,8 @@ PIDS = "WEFT_RANK_PIDS"
 def machine_id(*namespaces: str) -> str:
     """Return a text that identifies one boot of this machine, and the Linux namespaces of this process.
 
-    ``namespaces``: kinds of namespaces to include. Processes with the same ``pid`` namespace see each other by process
-    number. Processes with the same ``net`` namespace reach each other without any network.
+    ``namespaces``: kinds of namespaces to include. Processes with the same ``pid`` namespace see each other by
+    process number. Processes with the same ``net`` namespace reach each other over the loopback interface.
     """
     parts = [platform.node()]
     with suppress(OSError):

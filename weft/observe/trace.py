@@ -368,7 +368,7 @@ def step(number: int) -> Iterator[None]:
 def waiting() -> Iterator[None]:
     """Record the time within this context as a wait for something other than a collective.
 
-    A report then does not take the time for computing.
+    Reports about slow ranks then count this time as waiting, not as computing.
     """
     ring, number = _ring, 0
     if ring is not None:

@@ -47,9 +47,10 @@ class Parcel:
         self.joined: T | None = None
 
     def expect(self, last: bool) -> None:
-        """Prepare for a pass; ``last``: whether its gradients complete the step's, so that they are summed.
+        """Prepare for a pass. A sum of an earlier step that was given up is waited for and dropped.
 
-        A sum that nobody has read is of a step that was given up, and is forgotten.
+        ``last``: whether this pass is the last of the step, after whose backward the gradients are complete and are
+        summed.
         """
         if self.work is not None:
             self.work.wait()

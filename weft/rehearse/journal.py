@@ -48,8 +48,8 @@ class Event:
 def processor_seconds() -> float:
     """Return the processor seconds of all threads of this process, divided by PyTorch's number of threads.
 
-    Differences of this number tell how long a computation took that kept all these threads busy. Unlike wall-clock
-    time, other programs hardly lengthen it.
+    The difference of two results is the time of a computation between them that kept all threads busy. Unlike
+    wall-clock time, other programs hardly lengthen it.
     """
     return time.process_time() / torch.get_num_threads()
 

@@ -280,7 +280,7 @@ class Census:
         return [peer for peer in self.newcomers() if fits(peer)]
 
     def excused(self) -> set[Address]:
-        """Return the addresses of members that certainly take part in no other view.
+        """Return the addresses of members that will certainly take part in no other view.
 
         Such members are proved to be gone, or have announced that they leave.
         """

@@ -295,7 +295,8 @@ def _choose(unit: ChosenExperts, module: object, given: tuple[T, ...]) -> None:
 
 
 def prefetch_report(units: Sequence[ChosenExperts]) -> str:
-    """Return a line about the experts of ``units``: how many passes used, how many of these were read early, and waits.
+    """Return a line for the user about the experts of ``units``: numbers used, read early, and read in vain, and
+    seconds waited.
 
     The line is empty if no expert was used.
     """

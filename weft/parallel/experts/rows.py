@@ -59,7 +59,7 @@ def gathered(x: T, members: Members, what: str = "tokens") -> Awaited:
 def scattered(x: T, members: Members) -> Awaited:
     """Start to sum ``x`` over all members; return a function that waits for this member's rows of the sum.
 
-    Member ``i`` gets the ``i``-th of as many equal ranges of rows as there are members.
+    The rows of ``x`` are divided into equal ranges, one per member; member ``i`` gets range ``i`` of the sum.
     """
     there, back = (
         partial(way, members=members, what="tokens") for way in (_scatter, _gather)
