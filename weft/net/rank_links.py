@@ -108,12 +108,12 @@ class RankLinks:
         self.hosts = list(places.values())
 
     def exchange(self, out: Mapping[int, T], into: Mapping[int, T]) -> None:
-        """Send tensors to some ranks while tensors of some ranks arrive; return when all are sent and all are there.
+        """Send tensors to some ranks and receive tensors from some ranks at the same time; return when all have
+        arrived.
 
-        ``out``: for each rank, the contiguous CPU tensor that the rank gets. ``into``: for each rank, the contiguous
-        CPU tensor that is filled with what the rank sends, which must have as many bytes. Two ranks must call this in
-        the same order for what they send to each other. Raises :class:`weft.net.lost.PeerLost`, which names a rank that
-        is gone or late.
+        ``out``: the contiguous CPU tensor to send to each rank. ``into``: the contiguous CPU tensor to fill with the
+        data of each rank, which has as many bytes as that rank sends. Two ranks must make their calls for each other
+        in the same order. Raises :class:`weft.net.lost.PeerLost`, which names a rank that is gone or late.
         """
         deadline = time.monotonic() + self.limit
         leaving = {rank: self._frame(rank, tensor) for rank, tensor in out.items()}

@@ -70,17 +70,18 @@ def parallelize(
     hooks: Hooks = NO_HOOKS, report: Callable[[dict[str, Any]], None] = lambda chosen: None,
     optimizer: Updater | None = None,
 ) -> Built:  # fmt: skip
-    """Build the model ``shape`` on this rank of ``mesh``, with its state; the name of each step of building is logged.
+    """Build the model ``shape`` and its state on this rank of ``mesh``. The name of each step of building is logged.
 
-    ``train``: section of the recipe, for data types, recomputation and what ``train.freeze`` freezes; with an adapter,
-    all parameters of the base are frozen. On :meth:`Mesh.single` the model computes in float32 where ``train.dtype`` is
-    bfloat16, as no state holds wider parameters there; ``model.to(torch.bfloat16)`` is for callers that want a model in
-    bfloat16 alone. ``memory``: section of the recipe that says where tensors rest, by default on
-    the device. ``seq_len``: tokens of a sequence, by which layers are assigned to pipeline stages. ``optimizer``: the
-    update rule; None for a state that is never updated.
+    ``train``: section of the recipe with data types, recomputation and the patterns of frozen parameters; with an
+    adapter, all parameters of the base model are frozen. ``memory``: section of the recipe that says where tensors
+    rest, by default on the device. ``seq_len``: tokens of a sequence, by which layers are assigned to pipeline
+    stages. ``optimizer``: the update rule; None for a state that is never updated.
 
-    ``values``: initial values, by default seeded ones that are the same under every layout. ``hooks``: functions that
-    are called during forward and backward. ``summed``: whether the state sums gradients over replicas (``dp``).
+    On :meth:`Mesh.single` a model with ``train.dtype`` bfloat16 computes in float32, because its parameters are the
+    state themselves. Callers that want bfloat16 there use ``model.to(torch.bfloat16)``.
+
+    ``values``: initial values, by default seeded ones that are the same under every layout. ``hooks``: functions
+    that are called during forward and backward. ``summed``: whether the state sums gradients over replicas (``dp``).
     ``lift``: called with the model before memory is allocated, to remove parts for which this rank needs none.
     ``report``: called with a dict about the blocks whose activations leave the device.
     """

@@ -63,8 +63,8 @@ STAGES: dict[int, Kept] = {
 class HookUnit(Unit):
     """A unit that FSDP2 gathers and reduces from hooks of autograd: the parameters of one FSDP2 module.
 
-    The module is a block, or the root with embedding, norm and head. ``kept``: what stays whole between uses. It
-    decides whether FSDP2 reduces gradients after each pass or only after the last pass of a step.
+    The module is a block, or the root with embedding, norm and head. ``kept``: the tensors that stay whole between
+    uses. It decides whether FSDP2 reduces gradients after each pass or only after the last pass of a step.
     """
 
     module: FSDPModule

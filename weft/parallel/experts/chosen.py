@@ -126,9 +126,10 @@ class ChosenExperts(TableUnit):
 
     @torch.no_grad()
     def gather_for_pass(self) -> None:
-        """Make room for the whole parameters, and start to exchange the experts that are probably needed. Collective.
+        """Make room for the whole parameters, and start to exchange the experts that are probably needed.
+        Collective.
 
-        Of experts that forward has used in this step, all are there when the call returns.
+        The call waits for the experts that forward has used in this step, as backward needs the same ones.
         """
         if self.live:
             return
