@@ -49,7 +49,7 @@ ROWS = (
 TILES = "memory.weights=host memory.tiles=2"
 SMALLEST: dict[str, tuple[str, str]] = {
     "rows of a table that stays": ("", f"{ROWS} memory.weights=device"),
-    "rows alone with updates of all": ("", f"{ROWS} optimizer.kind=adamw"),
+    "rows alone with updates of the whole": ("", f"{ROWS} optimizer.kind=adafactor"),
     "rows of a table that is also the output layer": ("", f"{ROWS} model.tied=true"),
     "rows of a table that other code reads whole": ("", f"{ROWS} train.compile=true"),
     "tiles of weights that stay": ("", "memory.tiles=2"),

@@ -2,23 +2,25 @@
 
 The table rests on the host or in a file, and no rank ever has all of it. A pass asks for the unique tokens of all ranks
 that share the state; each rank reads those rows that it holds, and one sum brings them to all. Their gradients are
-summed as rows too, and the update reads, changes and writes these rows alone. That is exact where a row without a
-gradient stays as it is. Large Graph Convolutional Network Training (Min et al. 2021) gathers features that way.
+summed as rows too, and the update reads, changes and writes these rows alone. Where momentum or decay also move rows
+without a gradient, each row makes up for the updates that it has missed when it is read next. Large Graph Convolutional
+Network Training (Min et al. 2021) gathers features that way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from weft.memory.resting_tiles import rows_of_whole_pages
+from weft.parallel.missed_updates import MissedUpdates
 from weft.parallel.part_unit import PartUnit
-from weft.parallel.state import Updater
+from weft.parallel.resting_rows import BroughtRows, RestingRows
+from weft.parallel.state import Held, Updater
 from weft.parallel.units import Full
 
 if TYPE_CHECKING:
@@ -26,21 +28,11 @@ if TYPE_CHECKING:
 
     from weft.layout.mesh import Mesh
     from weft.memory.on_device import OnDevice
-    from weft.memory.resting import RestingGroup, Tiers
 
 T = torch.Tensor
 
-
-class BroughtRows(NamedTuple):
-    """Rows of the embedding table that were read into memory.
-
-    ``blocks``: indices of the blocks of rows that were read, ascending; ``memory``: the rows of these blocks, ``[blocks
-    * rows per block, width]``; ``places``: for every requested row, its index in ``memory``.
-    """
-
-    blocks: T
-    memory: T
-    places: T
+#: Bytes of rows that are brought up to date at a time, where all are.
+CHUNK = 4 << 20
 
 
 class EmbeddingRows(PartUnit):
@@ -62,67 +54,79 @@ class EmbeddingRows(PartUnit):
         # rows of a block, and the first that this rank holds
         self.block = rows_of_whole_pages(self.width * self.wide.itemsize)
         self.first = held.box[0][0] - held.logical.box[0][0]
-        # whole in no unit's update
-        self.owner = object()
-        tiers.rest(self.owner, "weights", [held.local], self._block_bytes)
+        self.weights = RestingRows(held.local, tiers, "weights", self.block)
+        self.slots = dict[str, RestingRows]()
+        self.missed: MissedUpdates | None = None
+        self.optimizer: Updater | None = None
         held.parameter.data = held.local.data
         # gradients are summed over the replicas at once
         self.reduced = {held.name: torch.empty(0)}
 
-    @property
-    def _block_bytes(self) -> int:
-        return self.block * self.width * self.wide.itemsize
-
-    @property
-    def _group(self) -> RestingGroup | None:
-        group = self.tiers.groups.get(self.owner, {}).get("weights")
-        return cast("RestingGroup | None", group)
-
     def make_slots(self, optimizer: Updater, tiers: OnDevice) -> None:
-        """Create only the counter of updates: the optimizer must leave rows without a gradient alone, and has no slots
-        here.
-        """
-        for h in self.held:
-            h.updates = torch.zeros((), device=h.local.device)
+        """Make the optimizer's slots, whose rows come and go with those of the table."""
+        if not self.learns:
+            return
+        (held,) = self.held
+        held.updates = torch.zeros((), device=held.local.device)
+        self.optimizer = optimizer
+        held.slots |= optimizer.slots(held)
+        self.slots = {
+            name: RestingRows(part.values, tiers, "moments", self.block)
+            for name, part in held.slots.items()
+        }
+        late = self.slots or self._decays(optimizer)
+        self.missed = MissedUpdates(len(held.local)) if late else None
+
+    def _decays(self, optimizer: Updater) -> bool:
+        """Return whether an update without slots moves a row that has no gradient."""
+        row = self.held[0].local.new_ones(1, self.width)
+        tried = replace(self.held[0], local=row, updates=torch.zeros(()))
+        optimizer([tried], [torch.zeros_like(row)], 1.0)
+        return not bool((row == 1).all())
 
     def release(self, drop: bool) -> None:
         """Do nothing, because rows are freed after each use."""
 
     # --- rows of this rank
 
-    def _bring(self, rows: T) -> BroughtRows:
-        """Read the rows with these ascending numbers, of those that this rank holds."""
-        held, group = self.held[0], self._group
-        if group is None or group.region is None:
-            return BroughtRows(rows, held.local[rows], torch.arange(len(rows)))
-        blocks = torch.unique(rows // self.block)
-        memory = cast("Tiers", self.tiers).pool.take(max(1, len(blocks)) * self._block_bytes)  # fmt: skip
-        self._transfer(blocks, memory, write=False)
-        values = memory.view(held.local.dtype)[: len(blocks) * self.block * self.width]
-        places = torch.searchsorted(blocks, rows // self.block) * self.block + rows % self.block  # fmt: skip
-        return BroughtRows(blocks, values.view(-1, self.width), places)
+    def _bring(self, rows: T, slots: bool) -> tuple[Held, dict[str, BroughtRows]]:
+        """Read the rows with these ascending numbers, of those that this rank holds; ``slots``: with their slots.
 
-    def _transfer(self, blocks: T, memory: T, write: bool) -> None:
-        """Read blocks into ``memory``, or write them from there, and wait."""
-        group, each = self._group, self._block_bytes
-        assert group is not None
-        region = group.region
-        assert region is not None
-        move = region.store if write else region.load
-        moves, total = [], 0
-        for place, block in enumerate(blocks.tolist()):
-            size = min(each, region.size - block * each)
-            total += size
-            moves.append(partial(move, memory[place * each : place * each + size], block * each))  # fmt: skip
-        region.run(moves, total, write).wait()
+        Returns the parameter with these rows alone, up to date if the slots are read too, and what was read by slot, of
+        which "" is the table itself.
+        """
+        held = self.held[0]
+        parts = {"": self.weights} | (self.slots if slots else {})
+        brought = {name: part.bring(rows) for name, part in parts.items()}
+        now = replace(
+            held,
+            local=brought[""].values,
+            slots={
+                name: replace(held.slots[name], values=brought[name].values)
+                for name in (self.slots if slots else ())
+            },
+        )
+        if self.missed is not None and slots:
+            assert self.optimizer is not None
+            now = self.missed.make_up(self.optimizer, now, rows)
+        return now, brought
 
-    def _put(self, rows: T, brought: BroughtRows) -> None:
-        """Write what was brought back; ``rows``: the numbers that were asked for."""
-        if self._group is None:
-            self.held[0].local[rows] = brought.memory
+    def _put(self, held: Held, brought: Mapping[str, BroughtRows]) -> None:
+        """Write the rows in ``held`` to where they were brought from."""
+        self.weights.put(brought[""], held.local)
+        for name, part in held.slots.items():
+            self.slots[name].put(brought[name], part.values)
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Bring all rows up to date, some MiB at a time, and write them."""
+        if self.missed is None:
             return
-        memory = brought.memory.flatten().view(torch.uint8)
-        self._transfer(brought.blocks, memory, write=True)
+        most = max(1, CHUNK // (self.width * self.wide.itemsize))
+        for rows in self.missed.behind().split(most):
+            self._put(*self._bring(rows, slots=True))
+            self.missed.had_all(rows)
+        self.missed.forget()
 
     # --- passes and updates
 
@@ -133,8 +137,10 @@ class EmbeddingRows(PartUnit):
         All these ranks must ask for the same tokens.
         """
         local, own = self._own(tokens)
-        brought = self._bring(local.to(self.held[0].local.device))
-        values = brought.memory[brought.places].to(self.mesh.device, self.compute)
+        rows = local.to(self.held[0].local.device)
+        # what rows have missed depends on their slots
+        held, _ = self._bring(rows, slots=self.missed is not None)
+        values = held.local.to(self.mesh.device, self.compute)
         table = values.new_zeros(len(tokens), self.width)
         table[own] = values
         if self.size > 1:
@@ -187,21 +193,21 @@ class EmbeddingRows(PartUnit):
     def update(
         self, optimizer: Updater, grads: Mapping[str, T], lr: float, scale: float
     ) -> None:
-        """Update the rows that have a gradient: read them, update them, and write them back. Other rows stay as they
-        are.
+        """Update the rows that have a gradient: read them, update them, and write them back. Others may miss the update.
 
         ``grads``: gradients by parameter name, here of the table alone, which may be sparse. ``scale``: factor that
         multiplies the gradient. ``optimizer``: the update rule; ``lr``: learning rate.
         """
-        held = self.held[0]
-        grad = grads[held.name]
+        name = self.held[0].name
+        grad = grads[name]
         grad = (grad if grad.is_sparse else grad.to_sparse(1)).coalesce()
         rows = grad.indices()[0]
-        brought = self._bring(rows)
-        values = brought.memory[brought.places]
-        optimizer([replace(held, local=values)], [grad.values() * scale], lr)
-        brought.memory[brought.places] = values
-        self._put(rows, brought)
+        held, brought = self._bring(rows, slots=True)
+        optimizer([held], [grad.values() * scale], lr)
+        self._put(held, brought)
+        if self.missed is not None:
+            self.missed.rates.append(lr)
+            self.missed.had_all(rows)
 
 
 class RowLookup:

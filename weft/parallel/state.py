@@ -143,6 +143,9 @@ class Unit:
     def begin_pass(self, last: bool) -> None:
         """Prepare for a forward and backward pass; ``last``: whether it is the last pass of the step."""
 
+    def catch_up(self) -> None:
+        """Update what has missed updates. Here nothing has."""
+
 
 def by_block(held: Mapping[str, Held]) -> dict[str, list[Held]]:
     """Group parameters by the index of their block, as text; embedding, norm and head are under "".
@@ -340,6 +343,8 @@ class State:
     def settle(self) -> None:
         """Run all postponed updates, and wait until all tensors are back in their tiers. Collective."""
         self._make_due()
+        for unit in self.units:
+            unit.catch_up()
         self.tiers.settle()
 
     def _make_due(self) -> None:

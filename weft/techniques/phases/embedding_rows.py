@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from weft.refusal import Rule
@@ -15,15 +14,13 @@ if TYPE_CHECKING:
     from weft.train.step import PhaseFiller, StepContext
 
 
-def moves_all_rows(optimizer: Optimizer) -> bool:
-    """Return whether an update with ``optimizer`` also changes rows of the embedding table that have no gradient, for
-    example by weight decay.
+def needs_whole_table(optimizer: Optimizer) -> bool:
+    """Return whether the update of a row of the table depends on other rows.
+
+    Rules for the matrices of blocks leave the table to AdamW.
     """
-    decay = optimizer.weight_decay
-    for group in optimizer.groups:
-        if fnmatchcase("embedding.table", group.match):
-            decay = decay if group.weight_decay is None else group.weight_decay
-    return not optimizer.update_rule.stays or bool(optimizer.ema) or decay != 0
+    rule = optimizer.update_rule
+    return optimizer.state != "float32" or not (rule.elementwise or rule.for_matrices)
 
 
 @register(
@@ -39,13 +36,12 @@ def moves_all_rows(optimizer: Optimizer) -> bool:
             "set memory.weights = 'file' or 'host', or leave memory.embedding out",
         ),
         Rule(
-            "rows alone with updates of all",
+            "rows alone with updates of the whole",
             "optimizer",
-            lambda a: moves_all_rows(a.optimizer),
-            "memory.embedding = 'rows' writes rows that have a gradient, and optimizer.kind = {0.optimizer.kind!r} "
-            "with its decay and average also changes the others",
-            "set optimizer.kind = 'sgd', weight_decay = 0 (also in a group for embedding.table) and ema = 0, or leave "
-            "memory.embedding out",
+            lambda a: needs_whole_table(a.optimizer),
+            "memory.embedding = 'rows' updates rows by themselves, and optimizer.kind = {0.optimizer.kind!r} with "
+            "state = {0.optimizer.state!r} needs the whole table",
+            "use adamw, sgd or lion with state = 'float32', or leave memory.embedding out",
         ),
         Rule(
             "rows of a table that is also the output layer",
@@ -77,10 +73,10 @@ def moves_all_rows(optimizer: Optimizer) -> bool:
     ),
     title="Rows gathered for embeddings in training: those of a batch's tokens are read, updated and written",
     paper="Min et al. 2021 (PyTorch-Direct)",
-    recipe="files.toml --set memory.embedding=rows --set model.tied=false "
-    "--set optimizer.kind=sgd --set optimizer.weight_decay=0",
+    recipe="files.toml --set memory.embedding=rows --set model.tied=false",
     proof="tests/parallel/test_embedding_rows.py",
-    figure="equal to one device to 1e-10; bytes are unique rows x width, counted; by the host, not by a GPU",
+    figure="equal to one device to 1e-10, also with AdamW, decay and ema, whose rows make up for missed updates when "
+    "they are read next; bytes are unique rows x width, counted; by the host, not by a GPU",
 )
 class EmbeddingRowsTechnique(StepTechnique):
     """Loads only those rows of the embedding table that a batch's tokens name, and updates only these. It fills no
