@@ -42,6 +42,13 @@ def hang_on(rank: int) -> None:
         threading.Event().wait()
 
 
+def wait_for(rank: int) -> None:
+    """All others wait for ``rank``, which waits for nobody; who is killed ends the wait of the others."""
+    if dist.get_rank() == rank:
+        threading.Event().wait()
+    dist.barrier()
+
+
 def fail_beside_a_hang(rank: int) -> None:
     if dist.get_rank() == rank:
         raise UsageError("the cause")
@@ -122,6 +129,15 @@ def test_a_hang_names_the_ranks_and_the_pool_recovers(pool: ProcessPool) -> None
         return before, after
 
     until_true(hung, lambda pids: {*pids[0][:2]} <= {*pids[1]}, tries=3)
+
+
+def test_stacks_are_taken_before_anybody_is_killed(pool: ProcessPool) -> None:
+    """A rank that waits for one that was killed fails, and would be shown idle, as if it had come to its end."""
+    with pytest.raises(TimeoutError, match="rank 2 did not") as caught:
+        pool.run(3, wait_for, 0, timeout=1)
+    assert "in _serve" in str(caught.value)
+    waiting = str(caught.value).split("rank 2 did not answer")[1]
+    assert "in barrier" in waiting and "in wait_for" in waiting
 
 
 def test_an_error_is_not_hidden_by_the_hang_it_causes(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -51,8 +54,16 @@ def test_which_layers_move_and_to_whom(corpus: str) -> None:
     assert [counterpart(layout, rank, 1) for rank in range(4)] == [2, 3, 2, 3]
 
 
-def moves_beside_steps(tree: dict[str, Any], deaf: bool) -> dict[str, Any]:
-    """What a rank has got, and from whom; ``deaf``: nobody takes what is sent."""
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError("a fault of the receiver")
+
+
+def moves_beside_steps(tree: dict[str, Any], fault: str = "") -> dict[str, Any]:
+    """What a rank has got, and from whom.
+
+    ``fault``: the receiver is "deaf" (takes no connection), "frozen" (takes it, and answers nothing), "slow" (so as
+    well, but there is time) or "broken" (fails as it takes a message that it cannot know).
+    """
     settings, mesh, model, state, loader = start(tree)
     job, rank = prepare(settings), mesh.rank("pp")
     endpoint = process_endpoint("127.0.0.1")
@@ -64,17 +75,33 @@ def moves_beside_steps(tree: dict[str, Any], deaf: bool) -> dict[str, Any]:
 
     take(0)
     assert can_copy_ahead(job, state)
-    after, limit = slowed(settings, 0.3, 1.0), 1.0 if deaf else 60.0
-    ahead = LayersAhead(
-        state, job, after, rank, members, endpoint, "token", 1 + deaf * rank, limit
-    )
-    take(1)
-    take(2)
-    ahead.finish(3)
-    from_all(None)
+    after = slowed(settings, 0.3, 1.0)
+    limit = 0.5 if fault in ("deaf", "frozen") else 60.0
+    over, rule = threading.Event(), state.optimizer
+    faults: dict[str, dict[str, Any]] = {
+        "frozen": {"_receive": lambda *_: over.wait()},
+        "slow": {"_receive": lambda *_: over.wait()},
+        "broken": {"_take": fail},
+    }
+    epoch = 1 + rank * (fault == "deaf")
+    with (
+        mock.patch.multiple(LayersAhead, **faults.get(fault, {"sent": 0})),
+        mock.patch("weft.resilience.layers_ahead.ROOM", 1.1 if fault == "slow" else 3),
+    ):
+        ahead = LayersAhead(
+            state, job, after, rank, members, endpoint, "token", epoch, limit
+        )
+        from_all(None)
+        take(1)
+        take(2)
+        ahead.finish(3)
+        from_all(None)
     came, was = dict(ahead.parts(3)), state.parts()
     early = dict(ahead.parts(2))
     ahead.close()
+    over.set()
+    ahead._thread.join(60)
+    assert not ahead._thread.is_alive() and state.optimizer is rule
     everyones = from_all({name: part.values for name, part in was.items()})
     return {
         "came": sorted(came),
@@ -103,7 +130,7 @@ def test_what_has_come_is_what_was_there_after_the_last_step(
 ) -> None:
     """Parameters and moments once, and the gradients of the two steps that were taken meanwhile."""
     tree = recipe(corpus, **PIPELINE).model_dump(mode="json")
-    first, last = pool.run(2, moves_beside_steps, tree, False)
+    first, last = pool.run(2, moves_beside_steps, tree)
     assert last["came"] == first["went"] and last["came"]
     assert not last["differ"] and not last["problem"] and not first["problem"]
     assert not first["came"] and not last["early"] and not last["sent"]
@@ -111,10 +138,24 @@ def test_what_has_come_is_what_was_there_after_the_last_step(
     assert 5 * first["bytes"] <= first["sent"] < 5.6 * first["bytes"]
 
 
-def test_layers_that_cannot_come_move_later(pool: Any, corpus: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("deaf", "rank 1: .*"),
+        ("frozen", "rank 1: .*"),
+        ("slow", "rank 1 takes less than the steps give: .* MiB wait"),
+        ("broken", "rank 1: .*"),
+    ],
+)
+def test_layers_that_cannot_come_move_later(
+    pool: Any, corpus: str, fault: str, why: str
+) -> None:
+    """The steps go on, nobody waits for what cannot come, and both ends say why."""
     tree = recipe(corpus, **PIPELINE).model_dump(mode="json")
-    first, last = pool.run(2, moves_beside_steps, tree, True)
-    assert first["problem"] and first["there"] and not last["came"]
+    first, last = pool.run(2, moves_beside_steps, tree, fault)
+    assert re.fullmatch(why, first["problem"]) and first["there"] and not last["came"]
+    broken = "what rank 0 sent: a fault of the receiver"
+    assert last["problem"] == (broken if fault == "broken" else "")
 
 
 @pytest.mark.parametrize(

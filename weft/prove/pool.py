@@ -200,19 +200,26 @@ class ProcessPool:
     def _bury(self, silent: dict[int, Worker], timeout: float) -> Exception | None:
         """Kill workers that did not answer; return an error that says how each ended or where its threads stood."""
         died, late = list[str](), list[str]()
+        hanging = dict[int, Worker]()
         for rank, worker in silent.items():
             worker.process.join(0.2)
-            if worker.process.exitcode is not None:
-                stood = worker.stacks.read_text()
-                died.append(
-                    f"rank {rank} died with exit code {worker.process.exitcode}\n{stood}".rstrip()
-                )
+            if worker.process.exitcode is None:
+                hanging[rank] = worker
                 continue
+            stood = worker.stacks.read_text()
+            died.append(
+                f"rank {rank} died with exit code {worker.process.exitcode}\n{stood}".rstrip()
+            )
+        # All stacks before the first kill, at which those who wait for that rank fail and stand elsewhere.
+        for worker in hanging.values():
             os.kill(worker.process.pid or 0, signal.SIGUSR1)
+        if hanging:
             time.sleep(0.2)
+        for rank, worker in hanging.items():
             late.append(
                 f"rank {rank} did not answer within {timeout:g} s; it stood at\n{worker.stacks.read_text()}"
             )
+        for worker in hanging.values():
             worker.process.kill()
             worker.process.join()
         self._workers = [w for w in self._workers if w.process.is_alive()]

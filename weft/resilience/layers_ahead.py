@@ -10,12 +10,11 @@ only the gradients of the last step are then under way. (ElasWave, 2025, lets la
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -41,8 +40,11 @@ if TYPE_CHECKING:
 
 T = torch.Tensor
 
-#: Seconds between two attempts to reach a rank that has not begun to receive.
+#: Seconds between two attempts to reach a rank that has not begun to receive, and between two looks whether to give up.
 DIAL_S = 0.05
+#: Bytes that may wait to be sent, relative to those of the moving layers with their moments. A network that takes a
+#: step's gradients within a step never lets so many wait; through a slower one the copies would never be complete.
+ROOM = 3
 
 
 class LayerMove(NamedTuple):
@@ -115,26 +117,87 @@ def _bytes_of(tensor: T) -> memoryview:
     return flat.numpy().data
 
 
+class LayerMessage(NamedTuple):
+    """What is to be sent to the rank ``target``: JSON values (``head``) and the bytes of ``tensors``."""
+
+    target: int
+    head: Head
+    tensors: Sequence[T]
+
+    @property
+    def size(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class LayerOutbox:
+    """Messages that wait to be sent. It keeps at most ``room`` bytes, and nothing once something has failed.
+
+    Attributes:
+        ``room``: bytes of tensors that may wait.
+        ``problem``: why nothing more is sent; "" if nothing has failed.
+        ``closed``: whether what waits and what comes is discarded.
+        ``waiting``: bytes of tensors that wait, or are being sent.
+    """
+
+    def __init__(self) -> None:
+        self.room, self.problem, self.waiting, self.closed = 0, "", 0, False
+        self._queue: SimpleQueue[LayerMessage | None] = SimpleQueue()
+        self._lock = Lock()
+
+    def put(self, message: LayerMessage) -> None:
+        """Append ``message``; if there is no room for it, fail instead, and discard all others."""
+        if self.closed:
+            return
+        with self._lock:
+            self.waiting += message.size
+            waiting = self.waiting
+        if waiting > self.room:
+            self.fail(
+                f"rank {message.target} takes less than the steps give: {waiting / 2**20:.1f} MiB wait"
+            )
+        else:
+            self._queue.put(message)
+
+    def end(self) -> None:
+        """Let :meth:`messages` end after those that wait now."""
+        self._queue.put(None)
+
+    def fail(self, why: str) -> None:
+        """Discard what waits and what comes; the first reason given is kept."""
+        self.problem, self.closed = self.problem or why, True
+
+    def messages(self) -> Iterator[LayerMessage]:
+        """Yield each message once it is its turn, until the end; none after a failure."""
+        while (message := self._queue.get()) is not None:
+            if not self.closed:
+                yield message
+            with self._lock:
+                self.waiting -= message.size
+            del message  # a gradient goes as soon as it is sent
+
+
 @dataclass(eq=False)
 class SentLayers:
     """Update rule that also sends the gradients of moving layers to the ranks to which these layers move.
 
     A receiving rank repeats the update on its copy of the layer. ``rule``: the update rule; ``targets``: the rank to
-    which each moving parameter goes, by name; ``jobs``: queue of messages, which another thread sends.
+    which each moving parameter goes, by name; ``outbox``: messages, which another thread sends.
     """
 
     rule: Updater
     targets: Mapping[str, int]
-    jobs: SimpleQueue[Any]
+    outbox: LayerOutbox
 
     def slots(self, held: Held) -> dict[str, Part]:
         return self.rule.slots(held)
 
     def __call__(self, held: Sequence[Held], grads: Sequence[T], lr: float) -> None:
         for h, grad in zip(held, grads, strict=True):
-            if h.name in self.targets:  # an update may change the gradient
+            if h.name in self.targets and not self.outbox.closed:
                 head = {"kind": "gradient", "name": h.name, "lr": lr}
-                self.jobs.put((self.targets[h.name], head, [grad.detach().clone()]))
+                # an update may change the gradient
+                copy = [grad.detach().clone()]
+                self.outbox.put(LayerMessage(self.targets[h.name], head, copy))
         self.rule(held, grads, lr)
 
 
@@ -154,9 +217,7 @@ class LayersAhead:
         ``endpoint``, ``token``: listener of this process, and the run's secret.
         ``epoch``: number of the present view.
         ``limit``: seconds that a transfer may take.
-        ``there``: whether all layers that this rank sends have arrived, or will never arrive.
         ``sent``: bytes sent so far.
-        ``problem``: why something could not be sent; "" if nothing has failed.
     """
 
     state: State
@@ -168,9 +229,8 @@ class LayersAhead:
     token: str
     epoch: int
     limit: float
-    there: bool = False
     sent: int = 0
-    problem: str = ""
+    _copied: bool = False
     _came: dict[str, Held] = field(default_factory=dict)
     # by the ranks that send: the step at whose end they have sent all
     _ends: dict[int, int] = field(default_factory=dict)
@@ -191,7 +251,7 @@ class LayersAhead:
         }
         assert self.state.optimizer is not None
         self._rule: RuleOptimizer = self.state.optimizer  # type: ignore[assignment]
-        self._jobs: SimpleQueue[Any] = SimpleQueue()
+        self._outbox, self._closed = LayerOutbox(), Event()
         self._channel = self.endpoint.open(self._name, self.token, self._receive)
         self._links: dict[int, SealedConnection] = {}
         self._begin()
@@ -202,29 +262,48 @@ class LayersAhead:
     def _name(self) -> str:
         return f"layers/{self.epoch}"
 
+    @property
+    def there(self) -> bool:
+        """Whether all layers that this rank sends have arrived, or will never arrive."""
+        return self._copied or bool(self.problem)
+
+    @property
+    def problem(self) -> str:
+        """Why layers could not be sent or taken, so that they move after the steps with all else; "" if they could."""
+        return self._outbox.problem
+
     def _begin(self) -> None:
         """Copy the moving parameters with their slots, as they are between these two steps."""
         targets: dict[str, int] = {}
+        copies = []
         for held in self.state.held:
             block = ".".join(held.name.split(".")[:2]) + "."
             if block in self.targets and held.local.numel():
                 targets[held.name] = self.targets[block]
-                self._jobs.put((self.targets[block], *_described(held)))
-        self._jobs.put(None)
-        self.state.optimizer = SentLayers(self._rule, targets, self._jobs)
+                copies.append(LayerMessage(self.targets[block], *_described(held)))
+        self._outbox.room = ROOM * sum(message.size for message in copies)
+        for message in copies:
+            self._outbox.put(message)
+        self._last_copy = copies[-1] if copies else None
+        self._copied = not copies
+        self.state.optimizer = SentLayers(self._rule, targets, self._outbox)
 
     # --- what the guard calls ---
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int, gives_up: Callable[[], object] = lambda: False) -> None:
         """Tell the receiving ranks that ``step`` was the last step, and wait until everything is sent, up to ``limit``
         seconds.
 
-        The state may take no further step.
+        The state may take no further step. ``gives_up``: returns whether waiting has become useless, as a rank is lost.
         """
         for target in {*self.targets.values()}:
-            self._jobs.put((target, {"kind": "end", "step": step}, []))
-        self._jobs.put("over")
-        self._thread.join(self.limit)
+            self._outbox.put(LayerMessage(target, {"kind": "end", "step": step}, []))
+        self._outbox.end()
+        deadline = time.monotonic() + self.limit
+        while self._thread.is_alive() and not self.problem:
+            if gives_up() or time.monotonic() > deadline:
+                self._outbox.fail(f"the last gradients had not come after step {step}")
+            self._thread.join(DIAL_S)
 
     def parts(self, step: int) -> Iterator[tuple[str, Part]]:
         """Yield name and values of each tensor that this rank has received, if all are as they were after ``step``.
@@ -241,31 +320,37 @@ class LayersAhead:
                 yield f"optimizer.{name}.{held.name}", part
 
     def close(self) -> None:
-        """Stop sending and receiving layers."""
+        """Stop sending and receiving layers, and leave the update rule as it was."""
+        if isinstance(self.state.optimizer, SentLayers):
+            self.state.optimizer = self._rule
+        self._closed.set()
+        self._outbox.closed = True
+        self._outbox.end()
         self._channel.close()
-        self._jobs.put("over")
 
     # --- in the thread that sends ---
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) != "over":
-            if job is None:
-                self.there = True
-            elif not self.problem:
-                self._try_to_send(*job)
-        self.there = True
+        for message in self._outbox.messages():
+            try:
+                self._send(message)
+            # whatever it is: the layers then move after the steps, with all else
+            except Exception as error:
+                if not self._outbox.closed:
+                    why = f"rank {message.target}: {_words_of(error)}"
+                    self._outbox.fail(why)
+            self._copied = self._copied or message is self._last_copy
+        for link in self._links.values():
+            link.close()
 
-    def _try_to_send(self, target: int, head: Head, tensors: list[T]) -> None:
-        try:
-            if target not in self._links:
-                self._links[target] = self._dial(target)
-            link = self._links[target]
-            self.sent += link.send(head, [_bytes_of(tensor) for tensor in tensors])
-            link.receive(limit=self.limit)
-        except OSError as error:
-            # the layers then move after the steps, with all else
-            self.problem = error.strerror or str(error)
-            self.there = True
+    def _send(self, message: LayerMessage) -> None:
+        target = message.target
+        if target not in self._links:
+            self._links[target] = self._dial(target)
+        link = self._links[target]
+        payload = [_bytes_of(tensor) for tensor in message.tensors]
+        self.sent += link.send(message.head, payload)
+        link.receive(limit=self.limit)
 
     def _dial(self, target: int) -> SealedConnection:
         deadline = time.monotonic() + self.limit
@@ -278,28 +363,40 @@ class LayersAhead:
                     self.limit,
                 )
             except OSError:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or self._closed.wait(DIAL_S):
                     raise
-            time.sleep(DIAL_S)
 
     # --- in the threads that receive ---
 
     def _receive(self, connection: SealedConnection) -> None:
         source = int(connection.hello["rank"])
-        with suppress(OSError):
+        try:
             while True:
-                head, payload = connection.receive()
-                if head["kind"] == "end":
-                    self._ends[source] = head["step"]
-                elif head["kind"] == "gradient":
-                    held = self._came[head["name"]]
-                    gradient = torch.frombuffer(payload, dtype=held.local.dtype)
-                    lr = float(head["lr"])
-                    self._rule([held], [gradient.view(held.local.shape)], lr)
-                else:
-                    self._came[head["name"]] = _taken(head, payload)
+                self._take(source, *connection.receive())
                 connection.send({})
-        connection.close()
+        except OSError:  # all has come, or the other end says why not
+            return
+        # the other end sees the connection end, and sends no more
+        except Exception as error:
+            self._outbox.fail(f"what rank {source} sent: {_words_of(error)}")
+        finally:
+            connection.close()
+
+    def _take(self, source: int, head: Head, payload: memoryview) -> None:
+        if head["kind"] == "end":
+            self._ends[source] = head["step"]
+        elif head["kind"] == "gradient":
+            held = self._came[head["name"]]
+            gradient = torch.frombuffer(payload, dtype=held.local.dtype)
+            lr = float(head["lr"])
+            self._rule([held], [gradient.view(held.local.shape)], lr)
+        else:
+            self._came[head["name"]] = _taken(head, payload)
+
+
+def _words_of(error: Exception) -> str:
+    """Return what ``error`` says, in words."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _described(held: Held) -> tuple[Head, list[T]]:

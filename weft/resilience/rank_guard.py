@@ -116,7 +116,7 @@ class RankGuard(Watching):
         Collective over ``mesh``.
         """
         if self.ahead is not None:
-            self.ahead.finish(self.progress.step)
+            self.ahead.finish(self.progress.step, lambda: self.membership.why)
         leaves = from_all(self.membership.leaving, mesh.step_group)
         if self.snapshots:
             before = self.snapshots[-1]
@@ -196,9 +196,7 @@ class RankGuard(Watching):
     def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
         self.run, self.job, begun = run, job, time.monotonic()
         self.seconds["rebuild_s"] = begun - self.since - sum(self.seconds.values())
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            ahead.close()
+        ahead = self.end_ahead()
         if self.recovery is None:
             resumed = super().fill(run, job, state, mesh)
             if run.fresh and not self.view.first:
@@ -268,6 +266,9 @@ class RankGuard(Watching):
                 if len(joined) > 1
                 else "1 rank has joined"
             )
+        for said in view.facts:
+            if why := said.get("not_ahead"):
+                recorder.event(f"layers moved after the steps, not beside them: {why}")
         speeds = mesh.layout.stage_speeds
         if speeds and not view.first:
             texts = ", ".join(f"{speed:.2g}" for speed in speeds)
@@ -327,7 +328,10 @@ class RankGuard(Watching):
         if self.ahead is None:
             present = view.members[: self.layout.world]
             after = self.slow.layout_for(self.wished, present)
-            if after == self.layout or not can_copy_ahead(self.job, self.state):
+            if after == self.layout:
+                return
+            if not can_copy_ahead(self.job, self.state):
+                membership.publish(layers=view.epoch)  # others need not wait for it
                 return
             self.ahead = LayersAhead(
                 self.state, self.job, after, present.index(membership.me), present, membership.endpoint,
@@ -335,6 +339,13 @@ class RankGuard(Watching):
             )  # fmt: skip
         if self.ahead.there:
             membership.publish(layers=view.epoch)
+
+    def end_ahead(self) -> "LayersAhead | None":
+        """End the copies of layers beside the steps, and return them if there are any."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.close()
+        return ahead
 
     @property
     def layers_are_there(self) -> bool:

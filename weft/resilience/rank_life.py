@@ -208,6 +208,7 @@ class RankParty:
             "order": self.guard.slow.order,
             "groups": self.guard.groups.facts(),
             "ahead": self.guard.ahead.sent if self.guard.ahead else 0,
+            "not_ahead": self.guard.ahead.problem if self.guard.ahead else "",
             FACT: copies,
         }
 
@@ -272,6 +273,7 @@ class RankParty:
         except Regroup:
             guard.hand_over(mesh)
             raise
+        guard.end_ahead()
         # nobody that is lost from now on is needed any more
         membership.end(self.limit.total_seconds())
         membership.fatal(ENDED)
