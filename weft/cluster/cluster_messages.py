@@ -145,11 +145,10 @@ def submit_message(
     written: Sequence[int],
     keys: Sequence[str] = (),
 ) -> Message:
-    """Return the message that submits ``request``.
-
-    ``answer``: number of the request's first answer; its other answers have the numbers after it. ``written``: tokens
-    of the answer that clients have got already. The engine continues the answer behind them. ``keys``: for each answer
-    the key by which the engine keeps it when the router is gone, "" if it does not; none: it keeps no answer.
+    """Return the message that submits ``request`` to an engine. ``answer``: number of the request's first answer; its
+    other answers have the numbers after it. ``written``: tokens of the answer that the client has already received; the
+    engine continues behind them. ``keys``: for each answer, the key by which the engine keeps it when the router is
+    gone, or "" for an answer that it does not keep; empty: it keeps none.
     """
     grammar, workflow = request.grammar, request.workflow
     head = {

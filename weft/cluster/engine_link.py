@@ -106,7 +106,7 @@ class EngineLink:
         )
 
     def view(self, request: AnswerRequest) -> EngineView:
-        """Return what a dispatch policy knows of the engine when it chooses one for ``request``."""
+        """Return what a dispatch policy may know of the engine when an engine is chosen for ``request``."""
         usage = self.cache.usage
         if any(flight.priority < 0 for flight in self.flights.values()):
             usage += round(self.headroom * self.blocks)

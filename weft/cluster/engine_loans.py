@@ -118,7 +118,9 @@ class EngineLoans:
         self.office.recall_all()
 
     def close(self) -> None:
-        """End all loans: those that other engines have here, and those that this engine has at others."""
+        """End all loans: of other engines' blocks that lie here, and of this engine's blocks that lie at
+        other engines.
+        """
         self.meet(())
         self._own.close()
         self._channel.close()

@@ -23,10 +23,9 @@ class _Underway:
 
 
 class ClusterTimes:
-    """Estimates the seconds of requests on each of ``engines``, and the seconds of work that an engine has in hand.
-
-    Every request names its stage of a workflow. The mean tokens of a stage are counted over all engines together; the
-    seconds per token are measured for each engine by itself.
+    """Estimates the seconds of requests on each of ``engines``, and the seconds of work that every engine has still to
+    do. Every request names its stage of a workflow. The mean tokens of a stage are counted over all engines together;
+    the seconds per token are measured for each engine by itself.
     """
 
     def __init__(self, engines: Sequence[str] = ()) -> None:

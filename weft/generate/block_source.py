@@ -16,16 +16,17 @@ Contents = bytes | bytearray | memoryview
 
 
 class SourceUsage(NamedTuple):
-    """What a source of cache blocks has done so far.
+    """Numbers of cache blocks that a source has given and taken so far.
 
     Attributes:
-        ``name``: what the source is: ``host`` memory, ``files``, other ``engines``, or ``caches``: cache engines.
+        ``name``: kind of source: ``host`` memory, ``files``, other ``engines``, or
+        ``caches``: cache engines.
         ``fetched``: number of blocks that were read from it.
         ``fetched_bytes``: their bytes.
         ``stored``: number of blocks that it has taken.
         ``stored_bytes``: their bytes.
-        ``refused``: number of blocks that it has not taken, for want of room, or not given, though it had them a moment
-            before.
+        ``refused``: number of blocks that it has not taken, for want of room, or not given, although it had them a
+            moment before.
     """
 
     name: str
@@ -37,12 +38,10 @@ class SourceUsage(NamedTuple):
 
 
 class BlockSource(Protocol):
-    """Interface of whatever keeps cache blocks (keys and values of a fixed number of tokens) outside the cache.
-
-    A block is found by a key that stands for the model, the adapter and the whole text up to the block's end, and its
-    contents are bytes. The methods can be called in any thread, and none of them waits long.
-
-    ``name``: what the source is, in a word.
+    """Interface of objects that keep cache blocks (keys and values of a fixed number of tokens) outside the cache. A
+    block is found by a key that stands for the model, the adapter and the whole text up to the block's end, and its
+    contents are bytes. The methods can be called in any thread, and none of them waits long. ``name``: kind of the
+    source, in a word.
     """
 
     name: str

@@ -157,11 +157,10 @@ class KeptBlocks(Protocol):
 
 
 class PolicyUsage(NamedTuple):
-    """What a cache policy has saved.
-
-    ``keys``: keys that all new tokens would have attended to without it; ``chosen``: those that they have attended to;
-    ``read``: those that were read. ``freed``: blocks that were given back as no later token sees them; ``moved``:
-    blocks that have moved to the host; ``dropped``: times that a text gave all its blocks back, to be computed again.
+    """How much attention and memory a cache policy has saved so far. ``keys``: number of keys that all new tokens would
+    have attended to without the policy. ``chosen``: number of keys that they have attended to. ``read``: number of keys
+    that were read. ``freed``: number of blocks that were given back because no later token sees them. ``moved``: number
+    of blocks that have moved to the host. ``dropped``: how often a text gave all its blocks back, to be computed again.
     """
 
     keys: int

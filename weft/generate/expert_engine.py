@@ -31,13 +31,13 @@ STUCK = 10_000
 
 @dataclass
 class JoinedText:
-    """What is remembered of a text that experts write together.
+    """State of a text that several experts write together.
 
     Attributes:
         ``followers``: the same text in the engines of all experts but the first.
         ``evidence``: log-probability that each expert gives to the text's first ``counted`` tokens, ``[experts]``.
         ``counted``: number of these tokens.
-        ``last``: each expert's log-probabilities of the token after them, ``[experts, vocab]``; None before the first.
+        ``last``: each expert's log-probabilities of the next token, ``[experts, vocab]``; None before the first.
     """
 
     followers: list[Request]

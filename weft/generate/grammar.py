@@ -36,11 +36,10 @@ class GrammarSource(NamedTuple):
 
 
 class Grammar:
-    """State of a grammar in one text: which tokens may come next.
-
-    ``matcher``: the grammar's state in the library llguidance. ``vocab``: number of token ids of the model. ``ends``:
-    ids that end the text; they are allowed only where the text is complete by the grammar. ``source``: what the grammar
-    was compiled from. ``left``: seconds of computing time that the grammar may still take for this text.
+    """State of a grammar in one text: it says which tokens may come next. ``matcher``: the grammar's state in the
+    library llguidance. ``vocab``: number of token ids of the model. ``ends``: ids that end the text; they are allowed
+    only where the text is complete by the grammar. ``source``: text from which the grammar was compiled. ``left``:
+    seconds of computing time that the grammar may still take for this text.
     """
 
     def __init__(

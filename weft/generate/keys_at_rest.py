@@ -500,12 +500,10 @@ def rest_keys(
     engine: Engine, resting: RestingKeys, texts: int, tokens: int, say: Callable[[str], None],
     given: bool = False, start: OwnerStarter | None = None,
 ) -> KeysAtRest:  # fmt: skip
-    """Let the old keys of ``engine`` rest in files, and wait until their processes are ready.
-
-    ``texts``: number of texts that are written at a time. ``tokens``: largest number of tokens of a text. ``given``:
-    whether the engine's own cache keeps its size; if not, it is made as large as the newest blocks of ``texts`` texts
-    need. ``say`` prints a line. ``start``: starts a process.
-
+    """Let the keys and values of old tokens of ``engine`` rest in files, and wait until the processes that own the
+    files are ready. ``texts``: number of texts that are written at the same time. ``tokens``: largest number of tokens
+    of a text. ``given``: whether the engine's own cache keeps its size; if not, it is made as large as the newest
+    blocks of ``texts`` texts need. ``say`` prints a line. ``start``: function that starts a process; None: as usual.
     Raises :class:`UsageError` for a model whose keys cannot rest and for disks that are too slow, and
     :class:`WeftError` for folders that cannot be used.
     """

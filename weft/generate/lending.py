@@ -243,10 +243,8 @@ class LoanOffice:
 
 class Borrower:
     """The borrower's side of loans: when the cache of ``engine`` is full, it moves the first blocks of its texts to
-    other engines.
-
-    ``lenders``: function that returns the other engines, the preferred one first. ``most``: number of blocks that all
-    of them together can lend, by which the engine accepts longer requests.
+    other engines. ``lenders``: function that returns the other engines, the preferred one first. ``most``: number of
+    blocks that all of them together can lend; the engine accepts requests that need this much more.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ def members_of(
 def add_models(
     engine: Engine, family: ModelFamily, members: Iterable[FamilyMember]
 ) -> None:
-    """Open the models ``members`` of ``family`` and add them to ``engine``, where they stay."""
+    """Open the models ``members`` of ``family`` and add them to ``engine``, which then keeps them in memory."""
     for member in members:
         engine.add_model(member.name, *open_member(family, member))
 

@@ -56,23 +56,23 @@ FOLDER_GB = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of the commands that hold an engine, as they are given.
+    """Options of the commands that hold an engine, as the user has given them.
 
     Attributes:
         ``checkpoint``: the model's name.
         ``requests``: most answers that are written at the same time.
         ``waiting``: most answers that may wait.
         ``budget``: most tokens of a step.
-        ``policy``: word of the scheduling policy.
-        ``cache``: tokens of the cache, 0: by the free memory.
+        ``policy``: name of the scheduling policy, with its argument.
+        ``cache``: tokens of the cache; 0: as many as the free memory holds.
         ``adapters``: folder of adapters, or None.
         ``models``: folder of further models of the same shape, or None.
         ``ema``: whether the averages of the parameters are loaded.
         ``weights``: type of the weights.
         ``invariant``: whether log-probabilities do not depend on other requests.
-        ``draft``: word of the drafter.
-        ``ahead``: likely tokens from which a small model continues while drafts are checked.
-        ``early_layer``: layer of the model from which such tokens are taken, 0: from the small model.
+        ``draft``: name of the drafter, or of a small model; "": none.
+        ``ahead``: number of likely tokens from which a small model continues while drafts are checked.
+        ``early_layer``: layer of the model that predicts such tokens; 0: the small model does.
         ``plugins``: modules that register techniques.
         ``layout``: text of the layout.
         ``resident``: room for the models in memory, as :meth:`Room.parse` reads it; "": all have room.
@@ -80,14 +80,19 @@ class EngineOptions:
         ``cache_folder``: folder in whose files cache blocks are kept, or None.
         ``cache_folder_size``: most GB of these files; None: :data:`FOLDER_GB`.
         ``lend``: whether engines lend each other blocks of their caches.
-        ``cuda_graphs``: "on" or "off": whether decode steps are recorded as CUDA graphs, where this is possible.
+        ``cuda_graphs``: "on" or "off": whether decode steps are recorded as CUDA graphs, if this is possible.
         ``attention``: name of the attention backend; "": the fastest one.
-        ``cache_policy``: word of the cache policy.
+        ``cache_policy``: name of the cache policy, with its argument.
         ``phases``: "split" if a second process reads prompts, else "one".
-        ``quota``: word of the quota of the process that reads prompts; "": half of the cores.
+        ``quota``: share of the cores for the process that reads prompts, or the name of a controller that chooses it;
+            "": half of the cores.
         ``keys_in``: where old keys and values rest, as :meth:`RestingKeys.parse` reads it; "": in the cache.
-        ``layers_in``, ``window``, ``least_rate``, ``neurons_in``, ``neurons``, ``predictor``: as in
-            :class:`WeightsElsewhere`.
+        ``layers_in``,
+        ``window``,
+        ``least_rate``,
+        ``neurons_in``,
+        ``neurons``,
+        ``predictor``: as in :class:`WeightsElsewhere`.
     """
 
     checkpoint: str

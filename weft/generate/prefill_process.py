@@ -137,7 +137,7 @@ class PrefillProcess:
             self._bury(error)
 
     def await_ready(self) -> None:
-        """Wait until the process is ready. Raises :class:`WeftError` if it cannot be started."""
+        """Wait until the process that reads prompts is ready. Raises :class:`WeftError` if it cannot be started."""
         while not self.ready:
             if self._process is None:
                 raise WeftError(

@@ -146,9 +146,8 @@ class Request:
         )
 
     def prompt_rows(self, tokens: int) -> int:
-        """Return how many rows of the prompt's logits the request needs from a pass over its next ``tokens`` tokens.
-
-        The row behind the prompt's last token, from which a new token is sampled, does not count.
+        """Return how many rows of logits of the prompt the request needs for scoring from a pass over its next
+        ``tokens`` tokens. The row behind the prompt's last token, from which a new token is sampled, is not counted.
         """
         return 0
 

@@ -35,7 +35,7 @@ LIKELIEST = (64, 1024, 8192)
 
 
 class TextState(NamedTuple):
-    """What the next token of a text depends on beside a row of logits.
+    """Settings and counts on which the next token of a text depends beside a row of logits.
 
     Attributes:
         ``how``: settings of sampling.

@@ -22,7 +22,7 @@ T = torch.Tensor
 
 class SampledText:
     """A text for which tokens are sampled from the logits of a pass. The pass has computed a row of logits behind the
-    text's last token, then one behind each guessed token of the request's branches.
+    text's last token, and one behind each guessed token of the request's branches.
 
     Attributes:
         ``generation``: the request.

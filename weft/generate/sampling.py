@@ -13,16 +13,15 @@ class Sampling:
     Attributes:
         ``temperature``: divisor of the logits; 0: always the likeliest token.
         ``top_k``: sample from this many likeliest tokens; 0: from all.
-        ``top_p``: sample from the likeliest tokens that have this probability together.
-        ``min_p``: leave out tokens with less than this share of the likeliest token's probability.
-        ``repetition``: logits of tokens of the prompt and the text are divided by it, or multiplied if they are
-            negative.
-        ``presence``: subtracted from the logits of tokens that the text has.
-        ``frequency``: subtracted from a token's logit for each time that the text has the token.
-        ``bias``: added to logits, by token id.
+        ``top_p``: sample from the smallest set of likeliest tokens with at least this probability together.
+        ``min_p``: leave out tokens with less than this fraction of the likeliest token's probability.
+        ``repetition``: logits of tokens that occur in the prompt or the text are divided by it, or multiplied if they
+            are negative.
+        ``presence``: number that is subtracted from the logits of tokens that occur in the text.
+        ``frequency``: number that is subtracted from a token's logit for each time that it occurs in the text.
+        ``bias``: numbers that are added to logits, by token id.
         ``seed``: seed of the random numbers.
-        ``tempered``: whether the log-probabilities that are kept of tokens are those at this temperature, with which
-            tokens are drawn, and not the model's own.
+        ``tempered``: whether the reported log-probabilities are those at ``temperature``, and not the model's own.
     """
 
     temperature: float = 1.0  # 0 always takes the likeliest token

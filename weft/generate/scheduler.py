@@ -206,10 +206,9 @@ class Scheduler:
         self._remember(request)
 
     def renew(self, version: int | None = None) -> None:
-        """Recompute all running requests, as the weights have changed; cached blocks of the old weights stay unused.
-
-        ``version``: number of the new weights; None: the next number. The pool forgets its blocks if the number is not
-        larger than the present one, as blocks may then have the keys of other weights.
+        """Recompute all running requests, because the weights have changed. Cached blocks of the old weights are not
+        used again. ``version``: number of the new weights; None: the next number. If the number is not larger than the
+        present one, the pool forgets all its blocks, because other weights may have given them the same keys.
         """
         later = self.version + 1 if version is None else version
         if later <= self.version:

@@ -31,13 +31,10 @@ ArenaForm = Mapping[str, Sequence[object]]
 
 
 class SharedArena:
-    """Memory of ``size`` bytes for tensors that several processes use without copies.
-
-    It takes pages of main memory only where it was written to, and vanishes with the last process that has it.
-    ``handle``: the file descriptor of an arena that another process has made; None: make a new one. ``form``: what the
-    other process has put into it.
-
-    Raises :class:`UsageError` on a system without such memory.
+    """Memory of ``size`` bytes for tensors that several processes use without copies. It takes pages of main memory
+    only after they were written, and vanishes with the last process that has it. ``handle``: file descriptor of an
+    arena that another process has made; None: make a new arena. ``form``: places of the tensors in that other arena
+    (:attr:`form`). Raises :class:`UsageError` on a system without such memory.
     """
 
     def __init__(

@@ -59,10 +59,9 @@ def mean_squared_error(predicted: T, target: T) -> T:
 
 
 class ArrayModel(PluginModel):
-    """A surrogate in place of a transformer, to be trained like a :class:`PluginModel`.
-
-    The loss of a sample is the mean squared error over all values of its outputs, or what a plugin's loss makes of
-    predicted and simulated values, both ``[rows, values]``. The arguments are those of :class:`PluginModel`.
+    """A surrogate of a simulation in place of a transformer, trained like a :class:`PluginModel`. The loss of a sample
+    is the mean squared error over all values of its outputs, or the result of a plugin's loss for predicted and
+    simulated values, both ``[rows, values]``. The arguments are those of :class:`PluginModel`.
     """
 
     def __init__(

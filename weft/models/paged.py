@@ -201,12 +201,11 @@ def untouched_zeros(like: T, shape: Sequence[int]) -> T:
 
 
 class KeyValuePages(Pages):
-    """Cache of softmax attention: each new token attends to itself and to the earlier tokens of its text.
-
-    ``size``: tokens of a block. ``freq``: frequencies of rotary embedding. They serve queries that attend to a cached
-    prefix of another text as if it stood at other positions: such queries are rotated further. None: they are not
-    rotated. The attribute ``backend`` says how new tokens attend; what it does not take is gathered. The attribute
-    ``selector`` chooses the tokens to which they attend; None: all of their text.
+    """Cache of softmax attention: each new token attends to itself and to the earlier tokens of its text. ``size``:
+    tokens of a block. ``freq``: frequencies of rotary embedding, for queries that attend to a cached prefix of another
+    text as if it stood at other positions. Such queries are rotated further; with None they are not. The attribute
+    ``backend`` computes the attention; if it does not support the cache, keys and values are gathered first. The
+    attribute ``selector`` chooses the tokens to which new tokens attend; None: all of their text.
     """
 
     backend: AttentionBackend = GATHERED

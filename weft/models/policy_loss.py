@@ -90,11 +90,9 @@ class PolicyFigures:
 
 
 def clipped_value_losses(values: T, old: T, returns: T, most: float | None) -> T:
-    """Return half the squared error of a critic at each token, ``[tokens]`` (Schulman et al. 2017, PPO).
-
-    ``values``: what the critic predicts; ``old``: what it predicted at sampling; ``returns``: what it should predict;
-    all ``[tokens]``. ``most``: how far a value may move from ``old`` before its loss no longer falls; None: any
-    distance.
+    """Return half the squared error of a critic at each token, ``[tokens]`` (Schulman et al. 2017, PPO). ``values``:
+    the critic's predictions; ``old``: its predictions when the answers were sampled; ``returns``: the right values; all
+    ``[tokens]``. ``most``: how far a value may move from ``old`` before its loss no longer falls; None: any distance.
     """
     errors = (values - returns).square()
     if most is not None:
@@ -114,12 +112,10 @@ class TokenLosses(NamedTuple):
 
 
 class AnswerTokens(NamedTuple):
-    """Tokens of sampled answers on this rank.
-
-    ``learned``: which tokens have a label, bool ``[tokens]``. ``segment``: index of each token's answer among all
-    documents of the batch, ``[tokens]``. ``documents``: number of these, with one more for padding. ``numbers``: what
-    the loss reads of each token, ``[tokens]`` each. ``mesh``: the layout over ranks, of which those along ``cp`` share
-    the answers.
+    """Tokens of sampled answers on this rank. ``learned``: which tokens have a label, bool ``[tokens]``. ``segment``:
+    index of each token's answer among all documents of the batch, ``[tokens]``. ``documents``: number of these
+    documents, with one more for padding. ``numbers``: numbers about each token that the loss reads, such as advantages,
+    ``[tokens]`` each. ``mesh``: the layout over ranks; the ranks along ``cp`` share the tokens of an answer.
     """
 
     learned: T

@@ -49,10 +49,9 @@ class Projections(Module):
             self._adapt, self._adapted_products = adapt, adapted_products
 
     def projection(self, name: str, own_rows: tuple[int, int] | None = None) -> None:
-        """Register the weight ``name`` of a projection, and its adapter if it has one.
-
-        ``own_rows``: the range of rows that this rank uses of a weight that every rank holds whole; None: the weight is
-        cut as the parameter table says.
+        """Register the weight ``name`` of a projection, and its adapter if it has one. ``own_rows``: first row and end
+        of the rows that this rank uses of a weight that every rank stores whole; None: the weight is cut over ranks as
+        the parameter table says.
         """
         whole = own_rows is not None
         if self.inside(name) in self.described:

@@ -321,9 +321,8 @@ class Block(Module):
         return norm is not None or self.dropout > 0
 
     def out(self, y: T, part: str) -> T:
-        """Return what is added to the residual stream for ``y``, the output of ``part``: ``attention`` or ``ffn``.
-
-        That is the norm of ``y``, if the part has one, after dropout.
+        """Return the contribution of a part to the residual stream. ``y``: output of ``part``, which is ``attention``
+        or ``ffn``. The norm behind the part, if it has one, and dropout are applied to it.
         """
         norm = self.ffn_out_norm if part == "ffn" else self.attention_out_norm
         y = y if norm is None else norm(y)

@@ -168,9 +168,9 @@ def check_plugin_path(path: Path, kind: str) -> None:
 
 
 def write_plugin(path: Path, text: str) -> None:
-    """Write ``text``, the Python module that registers a policy that a search has found, to the new file ``path``.
-
-    Raises :class:`UsageError` if it cannot be written or exists."""
+    """Write ``text``, the Python module of a policy that a search has found, to the new file ``path``. Raises
+    :class:`UsageError` if the file exists or cannot be written.
+    """
     try:
         with path.open("x") as file:
             file.write(text)

@@ -263,10 +263,9 @@ def measure_costs(
     clock: Callable[[], float] = perf_counter,
 ) -> BatchCosts:
     """Measure the costs of an engine's passes in a few passes over ``prompts``, the token ids of a batch's first texts.
-
-    ``ring``: memory through which the experts of the engine's model move; ``clock``: returns seconds, such as
-    ``time.thread_time``, with which other programs and waiting do not count. The passes read some of the prompts and
-    one text that is longer, in pieces of several sizes, and then write tokens of 16, four, two and one of them.
+    ``ring``: memory into which the experts of the engine's model are read. ``clock``: function that returns seconds,
+    such as ``time.thread_time``, which counts neither other programs nor waiting. First some prompts and one longer
+    text are read in pieces of several sizes; then tokens of 16, four, two and one texts are written.
     """
     timer, scheduler = PassTimer(engine.model, ring, clock), engine.scheduler
     before = scheduler.budget, scheduler.limit

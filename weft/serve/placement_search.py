@@ -180,11 +180,11 @@ class PlacementSearch:
         return PlacedLoad(placement, share, share * offered, reason, figures)
 
     def search(self, load: Sequence[TimedRequest]) -> list[PlacedLoad]:
-        """Return a list of the placements that were simulated, best first. First come those that answer nine tenths of
-        ``load`` within the limits, those with fewest devices at the front. The others follow by goodput.
-
-        The search begins with as many engines of each role as the load needs at least. It adds an engine where a limit
-        is missed most, until this share is reached or all devices are used.
+        """Simulate placements of engines for ``load``, and return a list of those that were simulated, best first.
+        Placements that answer nine tenths of ``load`` within the limits come first, ordered by their number of devices.
+        The others follow, ordered by goodput. The search begins with the least number of engines of each role that the
+        load needs. It adds an engine where a limit is missed most, until nine tenths are reached or all devices are
+        used.
         """
         needs = [LayoutNeeds.of(self, layout, load) for layout in self.layouts]
         able = [need for need in needs if not need.reason]

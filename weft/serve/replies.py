@@ -116,7 +116,7 @@ class Replies:
         )
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """Build the response body with all ``answers``. ``usage``: the token counts in it."""
+        """Build the response body with all ``answers``. ``usage``: numbers of tokens that the response reports."""
         choices = []
         for index, (text, events, calls, finish, thought, echo, _) in enumerate(
             answers

@@ -168,7 +168,7 @@ def model_speaker(
         ``weights``: number format of the weights.
         ``ema``: whether to use the moving averages of the parameters in place of the parameters.
         ``warn``: called with warnings.
-        ``cache_policy``: word of the cache policy.
+        ``cache_policy``: value of ``--cache-policy``.
     """
     import torch
 

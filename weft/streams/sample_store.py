@@ -164,7 +164,7 @@ class SampleStore:
         return len(self._rows)
 
     def repetitions(self) -> Counter[int]:
-        """Return the numbers of samples by how often they were drawn so far."""
+        """Return how many samples were drawn once, twice and so on: numbers of samples by number of draws."""
         with self.changed:
             return self.ledger.repetitions()
 

@@ -101,7 +101,7 @@ class SimulatorProcesses:
                 each.began = state.next
 
     def close(self) -> None:
-        """End all processes; they have :data:`END_S` seconds to end by themselves."""
+        """End all processes. They get :data:`END_S` seconds to end by themselves; then they are killed."""
         deadline = time.monotonic() + END_S
         try:
             for each in self._running.values():

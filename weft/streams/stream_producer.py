@@ -51,11 +51,9 @@ def producer(address: str = "", name: str = "", wait: float = CONNECT_S) -> Stre
 
 
 class StreamProducer:
-    """Connection of a simulator with a training, to be used in a ``with`` statement; :func:`producer` makes it.
-
-    Samples are numbered in the order in which :meth:`send` is called, in every run of the simulator from 0. A simulator
-    that is started again makes the same samples again: those that the training has got are not sent twice.
-
+    """Connection of a simulator with a training, to be used in a ``with`` statement; :func:`producer` makes it. Samples
+    are numbered in the order in which :meth:`send` is called, in every run of the simulator from 0. A simulator that is
+    started again must make the same samples again; the samples that the training already has are not sent twice.
     ``address``: address of the training. ``name``: name of the simulator. ``wait``: seconds to wait for the training.
     """
 

@@ -18,7 +18,9 @@ from weft.models.array_model import ArrayModel
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A trained surrogate of a simulation, to be called with inputs. ``model``: the model."""
+    """A trained surrogate of a simulation. Call it with a mapping of inputs to predict the outputs. ``model``: the
+    trained model.
+    """
 
     model: ArrayModel = field(repr=False)
 

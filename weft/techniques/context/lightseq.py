@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     figure="critical path P/2 at odd P, half a tile more at even P",
 )
 class LightSeq(AttentionScheme):
-    """Lets idle ranks compute tiles of later ranks, so that causal attention takes ``ranks // 2 + 1`` steps.
-
-    A tile is the attention of one rank's queries to one rank's keys. Causal attention leaves early ranks with fewer
-    tiles than late ranks, so that early ranks would be idle. In a step a rank computes one tile. If the number of ranks
-    is even, half of the ranks are idle in the last step.
+    """Balances causal attention: ranks that hold early tokens, and so have few keys to attend to, compute tiles for
+    ranks that hold late tokens. A tile is the attention of one rank's queries to one rank's keys, and in a step a rank
+    computes one tile. Causal attention thus takes ``ranks // 2 + 1`` steps. If the number of ranks is even, half of the
+    ranks are idle in the last step.
     """
 
     def table(self, ranks: int) -> TileTable:

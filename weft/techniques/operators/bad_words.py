@@ -53,7 +53,7 @@ class BadWords:
         self.pattern = re.compile(apart if self.settings.apart else either)
 
     def fingerprint(self) -> str:
-        """Return a digest of the list's words."""
+        """Return a digest of the list's words. The results of this step are computed again when it changes."""
         return digest(self.words)
 
     def statistics(self, documents: Documents) -> dict[str, list[Any]]:

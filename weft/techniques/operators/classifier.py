@@ -56,7 +56,7 @@ class Classifier:
         self.classifier = load_classifier(self.file)
 
     def fingerprint(self) -> str:
-        """Return a digest of the classifier's file."""
+        """Return a digest of the classifier's file. The results of this step are computed again when it changes."""
         return file_digest([self.file])
 
     def statistics(self, documents: Documents) -> dict[str, list[Any]]:

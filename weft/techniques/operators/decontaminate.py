@@ -85,7 +85,9 @@ class Decontaminate:
             raise OperatorFailed(str(error)) from None
 
     def fingerprint(self) -> str:
-        """Return a digest of the contents of the evaluation sets."""
+        """Return a digest of the contents of the evaluation sets. The results of this step are computed again when it
+        changes.
+        """
         return files_digest(self.settings.sets)
 
     def notes(self) -> list[str]:

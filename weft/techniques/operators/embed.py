@@ -41,7 +41,9 @@ class Embed:
         self.settings = step.own(EmbedSettings)
 
     def fingerprint(self) -> str:
-        """Return a hash of the model's weights and tokenizer."""
+        """Return a hash of the model's weights and tokenizer. The results of this step are computed again when it
+        changes.
+        """
         from weft.curation.text_loss import model_and_tokenizer_hash
 
         return model_and_tokenizer_hash(self.settings.model)

@@ -72,7 +72,9 @@ class Perplexity:
         self.settings = step.own(PerplexitySettings)
 
     def fingerprint(self) -> str:
-        """Return a hash of the model's weights and tokenizer."""
+        """Return a hash of the model's weights and tokenizer. The results of this step are computed again when it
+        changes.
+        """
         from weft.curation.text_loss import model_and_tokenizer_hash
 
         return model_and_tokenizer_hash(self.settings.model)

@@ -144,7 +144,9 @@ class Rephrase:
         self.written = 0
 
     def fingerprint(self) -> str:
-        """Return a hash of the generator and of the prompts, some of which may be files."""
+        """Return a hash of the generator and of the prompts, some of which may be files. The results of this step are
+        computed again when it changes.
+        """
         return digest(self.generator.digest(), self.prompts)
 
     def map(self, documents: Documents) -> Documents:

@@ -89,7 +89,9 @@ class Semantic:
         self.settings = step.own(SemanticSettings)
 
     def fingerprint(self) -> str:
-        """Return a hash of the model's weights; "" where a column holds the embeddings."""
+        """Return a hash of the model's weights; "" if a column holds the embeddings. The results of this step are
+        computed again when it changes.
+        """
         ours = self.settings
         if not ours.model:
             return ""

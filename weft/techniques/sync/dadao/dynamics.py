@@ -39,7 +39,9 @@ class LinkExchange(NamedTuple):
 
 
 def links_of(how: Sync, islands: int) -> Links:
-    """Return the links over which ``islands`` islands exchange, as ``sync.partner`` and ``sync.graph`` say."""
+    """Return the pairs of islands that exchange vectors, as ``sync.partner`` and ``sync.graph`` say: the edges of the
+    graph, of a ring, or all pairs.
+    """
     if how.partner == "graph":
         return sorted({(min(link), max(link)) for link in how.graph})
     if how.partner == "ring":
