@@ -137,23 +137,24 @@ KINDS: dict[str, TechniqueKind] = {
 
 @dataclass(frozen=True)
 class Registered:
-    """A declared technique: its implementation, and what recipes, fuzzer and catalogue need to know.
+    """A declared technique: its implementation, and its description for recipes, fuzzer and catalogue.
 
     Attributes:
         ``kind``: kind of the technique, a key of :data:`KINDS` such as "optimizer".
         ``name``: the value by which a recipe or a command names it.
         ``module``: the module that declares it.
         ``implementation``: the decorated function or class.
-        ``settings``: section class with the fields that only this technique has. They stand in the section that names
-            it.
-        ``rules``: what the technique cannot be combined with, checked for recipes that name it.
+        ``settings``: section class with the fields that only this technique has. A recipe sets them in the section that
+            names the technique.
+        ``rules``: rules that refuse combinations with other settings, checked for recipes that name it.
         ``draws``: values of its settings that the fuzzer may draw, by name of the setting.
         ``title``: the technique's name in the catalogue.
         ``paper``: its source in the catalogue.
         ``recipe``: recipe that shows it, with command-line options if necessary, such as "v-half.toml --layout
             pp=4,schedule=v-min".
-        ``proof``: the tests of it in the catalogue, with a comma and a space between.
-        ``figure``: what was measured or is asserted, with the script of ``bench/`` that wrote it in backquotes.
+        ``proof``: the tests of it in the catalogue, separated by ", ".
+        ``figure``: the result that was measured or is asserted, with the script of ``bench/`` that wrote it in
+            backquotes.
     """
 
     kind: str
@@ -286,7 +287,7 @@ def check_name(kind: str, name: object) -> None:
 
 
 def declared(kind: str) -> Iterator[Registered]:
-    """Yield every technique of a kind; those whose file cannot be imported are left out."""
+    """Yield every technique of a kind, except techniques whose file cannot be imported."""
     for name in names(kind):
         try:
             yield find(kind, name)

@@ -19,9 +19,10 @@ BLOCK = 1 << 20
 
 
 class DamagedCheckpoint(WeftError):
-    """Error of a checkpoint whose stored bytes differ from the saved ones, or whose format is unknown to this Weft.
+    """Error of a checkpoint whose stored bytes differ from the saved ones, or whose format this version of Weft cannot
+    read.
 
-    The message names the file and, where known, the tensor.
+    The message names the file and, if known, the tensor.
     """
 
 

@@ -30,10 +30,10 @@ WANTED = (
 
 
 def is_of_hub(name: str) -> bool:
-    """Return whether ``name`` is to be looked up on the Hugging Face hub.
+    """Return whether ``name`` has to be looked up on the Hugging Face hub.
 
-    That is so under two conditions. The name has the form ``owner/name``, to which ``@revision`` or a file may be
-    added. This machine has neither a file of that path nor a folder ``owner``.
+    That is the case if it has the form ``owner/name``, possibly with ``@revision`` or a file, and if this machine has
+    neither a file of that path nor a folder ``owner``.
     """
     path = Path(name).expanduser()
     return (

@@ -87,8 +87,8 @@ def _path(place: Storage) -> Storage | Path:
 def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelStore]:
     """Return the checkpoint levels of a run, the fastest storage first. Nothing is created.
 
-    ``settings``: the recipe's section ``[checkpoint]``; ``run``: the run's folder; ``apart``: subfolder that separates
-    this island's checkpoints from those of other islands in storages that they share ("" if there are no islands).
+    ``settings``: the recipe's section ``[checkpoint]``; ``run``: the run's folder; ``apart``: name of a subfolder for
+    this island's checkpoints, if islands share storages; "" without islands.
     """
     levels = []
     for level in settings.all_levels:
@@ -228,8 +228,8 @@ class Thinning:
     """Deletion of a run's old checkpoints in a background thread, because deleting may take many requests.
 
     ``is_own(checkpoint)``: whether a checkpoint is of this run's model; checkpoints of other models are not deleted.
-    ``protected`` (attribute): paths of checkpoints that are not deleted either, such as that with the lowest validation
-    loss. A failed deletion does not stop the run, but is reported by :meth:`problems`.
+    ``protected`` (attribute): paths of further checkpoints that are not deleted, such as the one with the lowest
+    validation loss. A failed deletion does not stop the run, but is reported by :meth:`problems`.
     """
 
     def __init__(self, is_own: Callable[[Storage], bool] = lambda place: True) -> None:

@@ -64,7 +64,7 @@ class StoredCheckpoint:
         return str(self.storage)
 
     def damaged(self, what: str) -> DamagedCheckpoint:
-        """Return an error that says that this checkpoint is damaged. ``what``: text that says what is wrong."""
+        """Return an error that this checkpoint is damaged. ``what``: description of the damage."""
         return DamagedCheckpoint(f"checkpoint {self} is damaged: {what}")
 
     @cached_property

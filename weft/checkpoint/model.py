@@ -130,13 +130,17 @@ def export_model(
     checkpoint: str, out: Path, warn: Callable[[str], None], merge: bool = False, ema: bool = False,
     dtype: str | None = None, form: str = "hf",
 ) -> Path:  # fmt: skip
-    """Export a model with its tokenizer and chat template to the new folder or file ``out``. Returns what was written.
+    """Export a model with its tokenizer and chat template to the new folder or file ``out``, and return its path.
 
-    ``checkpoint``: the folder of a run, a checkpoint, or any name that ``model.from`` accepts; ``warn``: called with a
-    line for each damaged checkpoint that is skipped for an older one; ``ema``: export the run's moving averages of the
-    parameters; ``dtype``: type of the weights, by default that of the model from which the run started; ``form``:
-    ``hf`` (a Hugging Face folder) or ``gguf`` (one file). An adapter is written alone, in PEFT's format; with ``merge``
-    it is merged into its base model.
+    An adapter is written alone, in PEFT's format, unless it is merged.
+
+    Arguments:
+        ``checkpoint``: the folder of a run, a checkpoint, or any name that ``model.from`` accepts.
+        ``warn``: called with a line for each damaged checkpoint that is skipped for an older one.
+        ``merge``: merge an adapter into its base model.
+        ``ema``: export the run's moving averages of the parameters.
+        ``dtype``: type of the weights; None: the type of the model from which the run started.
+        ``form``: ``hf`` (a Hugging Face folder) or ``gguf`` (one file).
     """
     check_new(out)
     model, files, length = open_model(checkpoint, "cpu", warn, ema)

@@ -81,10 +81,10 @@ class ModelFamily:
         self.nbytes = self.shared.nbytes
 
     def member(self, where: Path, tokenizer: Tokenizer | None) -> FamilyMember:
-        """Return the model in the folder ``where``, whose weights are not read yet.
+        """Return the model in the folder ``where`` as a member of the family, without reading its weights.
 
         ``tokenizer``: tokenizer of the base model. Raises :class:`UsageError` if the model's shape differs from the
-        base's. The same error is raised if the model has a tokenizer of its own that differs from ``tokenizer``.
+        base model's, or if it has a tokenizer of its own that differs from ``tokenizer``.
         """
         pretrained = open_pretrained(where)
         if pretrained.values is None:
@@ -102,9 +102,9 @@ class ModelFamily:
     def open(self, member: FamilyMember) -> Transformer:
         """Open ``member``, and return it as a model with weights.
 
-        When a member is opened for the first time, all its weights are read and hashed. When it is opened again, only
-        those weights are read that no open model of the family has in memory. Raises :class:`WeftError` if a weight
-        that is read has changed since the first time.
+        When a member is opened for the first time, all its weights are read and hashed. Later, only weights are read
+        that no open model of the family has in memory. Raises :class:`WeftError` if a weight has changed since the
+        first time.
         """
         stamps, known = stamps_of(member.where), member.digests
         unchanged = known is not None and stamps == member.stamps

@@ -63,11 +63,11 @@ class Progress:
 def load_state(
     checkpoint: StoredCheckpoint, state: State, group: dist.ProcessGroup | None = None
 ) -> Progress:
-    """Load ``checkpoint``, whatever layout it was saved from, into ``state``. Returns the progress of the saved run.
+    """Load ``checkpoint`` into ``state``, whatever layout it was saved from. Returns the progress of the saved run.
 
     The checkpoint may lack some optional tensors of the optimizer, such as moving averages of the parameters. A missing
-    tensor that :data:`LIKE_PARAMETERS` names becomes a copy of its parameter; any other stays as it is in ``state``.
-    Collective over ``group`` (default: all ranks).
+    tensor of a slot in :data:`LIKE_PARAMETERS` becomes a copy of its parameter; other missing tensors keep their values
+    in ``state``. Collective over ``group`` (default: all ranks).
     """
     from weft.checkpoint import reshard
 

@@ -173,7 +173,7 @@ class S3Storage:
         }
 
     def marked_objects(self, name: str = "") -> dict[str, tuple[int, str]]:
-        """Return size and ETag of the object ``name``, or of all objects without a name, by name."""
+        """Return ``(size, ETag)`` of the object ``name``, or of all objects if ``name`` is empty, by their names."""
         cut, key = len(self._key("")), self._key(name)
         entries = (
             [self._retried("read", key, lambda: _obstore().head(self._store, key))]

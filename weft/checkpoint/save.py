@@ -171,7 +171,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until the last save is committed. Collective.
 
-        If the save failed, what it wrote is removed, and all ranks raise :class:`WeftError`.
+        If the save failed, its files are removed, and all ranks raise :class:`WeftError`.
         """
         self._finish_current()
         if self.problem:

@@ -143,7 +143,7 @@ class WriterProcess:
             return None
 
     def kill(self) -> None:
-        """Kill the process; what it writes is not committed."""
+        """Kill the process. A checkpoint that it is writing is never committed."""
         self.process.kill()
 
     def close(self) -> None:

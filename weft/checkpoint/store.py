@@ -157,10 +157,9 @@ def candidates(
 ) -> list[Storage]:
     """Return the checkpoints that can be loaded from ``where``, the highest step first.
 
-    Each ``where`` is a checkpoint, or the folder of a run, which stands for all checkpoints of the run. A run that came
-    to a step twice has two checkpoints of it; the newer one comes first. ``warn``, if given, is called with a line of
-    text for every storage that cannot be read; without ``warn`` such a storage is an error. Raises :class:`WeftError`
-    if there is no checkpoint.
+    Each ``where`` is a checkpoint, or the folder of a run, which stands for all checkpoints of the run. If a run
+    reached a step twice, the newer of its two checkpoints comes first. ``warn``: called with a line of text for every
+    storage that cannot be read; None: such a storage is an error. Raises :class:`WeftError` if there is no checkpoint.
     """
     checkpoints: list[Storage] = []
     problems: list[StorageError] = []
@@ -265,12 +264,12 @@ def kept_checkpoints(
     every: int = 0,
     scores: Mapping[int, float] | None = None,
 ) -> list[Storage]:
-    """Return those of ``checkpoints`` (oldest first) that must be kept.
+    """Return the checkpoints that must be kept when old ones are deleted.
 
-    These are the newest ``last`` checkpoints; with ``every``, those whose step is a multiple of ``every``; and with
-    ``scores`` (validation losses by step), that with the lowest score. The checkpoint that was committed most recently
-    is kept, too: after a run was resumed from an earlier step, it need not have the highest step. Of several
-    checkpoints of one step only the newest counts for ``every`` and ``scores``.
+    Four rules keep a checkpoint. It is among the newest ``last`` ones. Its step is a multiple of ``every`` (0: no such
+    rule). It has the lowest of ``scores``, validation losses by step. Or it was committed most recently, which after a
+    resume from an earlier step need not be the highest step. If several checkpoints have one step, only the newest
+    counts for ``every`` and ``scores``. ``checkpoints``: all checkpoints, oldest first.
     """
     newest = {step_of(p): p for p in checkpoints}
     kept = (
@@ -418,7 +417,7 @@ def _check_head(
 def rewrite(source: StoredCheckpoint, target: Storage) -> None:
     """Write a copy of the checkpoint ``source`` with a single data file to the storage ``target``.
 
-    Each block is verified when it is read. Raises :class:`DamagedCheckpoint` if a block is not what was saved.
+    Each block is verified when it is read. Raises :class:`DamagedCheckpoint` if a block differs from the saved bytes.
     """
     from weft.checkpoint.writer import write_whole
 

@@ -212,7 +212,7 @@ def commit_report(
     """Commit a checkpoint as :func:`commit` does, and return a report with the duration or the problem of the commit.
 
     ``storage``: storage of the checkpoint; ``wanted``: the manifests to wait for and the contents of the root file;
-    ``abandoned()``: whether another rank has failed, so that waiting is in vain.
+    ``abandoned()``: returns whether another rank has failed, so that waiting is useless.
     """
     begun = time.perf_counter()
     with _caught(Report()) as report:
@@ -239,8 +239,8 @@ def commit(
 ) -> None:
     """Create the root file of the checkpoint in ``storage`` as soon as every manifest of ``wanted`` is there.
 
-    ``abandoned()``: whether another rank has failed, so that waiting is in vain. Raises :class:`StorageError` if it
-    returns true, if a manifest is missing after ``wanted.timeout`` seconds, or if the checkpoint has a root file
+    ``abandoned()``: returns whether another rank has failed, so that waiting is useless. Raises :class:`StorageError`
+    if it returns True, if a manifest is missing after ``wanted.timeout`` seconds, or if the checkpoint has a root file
     already.
     """
     deadline = time.monotonic() + wanted.timeout

@@ -23,12 +23,12 @@ Row = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class RowSample:
-    """Rows of a table.
+    """Rows that were drawn from a table, to look for them in other tables.
 
     Attributes:
         ``names``: names of the columns.
         ``types``: Arrow types of the columns.
-        ``table``: the rows in Arrow.
+        ``table``: the rows as an Arrow table.
         ``size``: number of rows.
     """
 
@@ -39,9 +39,10 @@ class RowSample:
 
 
 def sample_rows(table: LakeTable, rows: int | None, seed: int) -> RowSample | None:
-    """Draw ``rows`` rows of ``table`` without replacement, or all for None; only row groups that hold them are read.
+    """Draw ``rows`` rows of ``table`` at random without replacement, or take all rows if ``rows`` is None.
 
-    Returns None if pyarrow cannot read the rows.
+    Only row groups with drawn rows are read. Returns None if pyarrow cannot read the rows. ``seed``: seed of the
+    choice.
     """
     import pyarrow
     import pyarrow.parquet

@@ -16,9 +16,10 @@ Keep = Literal["high", "low", "random"]
 
 
 def kept_count(documents: int, share: float | None, number: int | None) -> int:
-    """Return how many of ``documents`` are kept by ``share`` or, if that is None, by ``number``; at most all.
+    """Return how many of ``documents`` documents a selector keeps, at most all.
 
-    A share is rounded to the nearest whole number, halves up.
+    ``share``: share of the documents to keep, rounded to the nearest whole number, halves up. ``number``: number to
+    keep, used if ``share`` is None.
     """
     wanted = int(share * documents + 0.5) if share is not None else number or 0
     return min(wanted, documents)
@@ -52,8 +53,8 @@ def choose_best(
 ) -> np.ndarray:
     """Return which documents are kept, bool ``[documents]``.
 
-    Each group first gets its best documents up to the floor, or all that it has; what remains of ``count`` goes to the
-    best of all.
+    Each group first keeps its best documents up to the floor, or all that it has. The rest of ``count`` is filled with
+    the best of all remaining documents.
 
     ``order``: indices of the documents, the best first. ``groups``: name of each document's group. ``floor``: fewest
     documents of a group. Raises :class:`UsageError` if the floors alone are more than ``count``.
@@ -83,7 +84,7 @@ def _places(groups: np.ndarray) -> np.ndarray:
 
 
 def kept_per_group(groups: np.ndarray, kept: np.ndarray) -> dict[str, tuple[int, int]]:
-    """Return for each group how many of its documents are kept, and how many there are.
+    """Return for each group ``(kept, all)``: how many of its documents are kept, and how many it has.
 
     ``groups``: name of each document's group; ``kept``: whether each document is kept.
     """

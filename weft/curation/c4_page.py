@@ -16,12 +16,12 @@ def kept_lines(
 ) -> list[str]:
     """Return the lines of ``text`` that C4 keeps, without white space at both ends and without citations such as "[3]".
 
-    Dropped lines: those without a punctuation mark at the end or with an ellipsis, with few words or a very long one,
-    and those about JavaScript, cookies and terms of use. A line for which C4 drops the whole page (:func:`is_filler`,
-    :func:`is_program`) is kept, so that a later filter can drop the page.
+    Lines are dropped if they have no punctuation mark at the end, end with an ellipsis, have few words or a very long
+    one, or are about JavaScript, cookies or terms of use. Lines for which C4 drops the whole page (:func:`is_filler`,
+    :func:`is_program`) are kept, so that a later filter can drop the page.
 
     ``least_words``: fewest words of a line. ``longest_word``: most characters of a word. ``ended``: whether lines must
-    end with a mark.
+    end with a punctuation mark.
     """
     kept = []
     for line in map(str.strip, text.splitlines()):

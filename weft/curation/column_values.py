@@ -26,9 +26,10 @@ def column_values(documents: Documents, name: str, setting: str) -> list[Any]:
 
 
 def number_column(documents: Documents, name: str, setting: str) -> np.ndarray:
-    """Return a column of numbers as float64 ``[documents]``, with NaN where a document has no value.
+    """Return the column ``name``, of numbers, as float64 ``[documents]``, with NaN where a document has no value.
 
-    Raises :class:`WeftError` if a value is no number, which is an error of its document.
+    ``setting``: the setting that names the column, for error lines. Raises :class:`WeftError` if a value is not a
+    number; the run counts this as an error of the document.
     """
     values = column_values(documents, name, setting)
     if wrong := [v for v in values if not isinstance(v, int | float | None)]:
@@ -45,15 +46,20 @@ def number_column(documents: Documents, name: str, setting: str) -> np.ndarray:
 
 
 def group_column(documents: Documents, name: str, setting: str) -> np.ndarray:
-    """Return a column of groups, such as classes, as an array of texts ``[documents]``; "" without a value."""
+    """Return the column ``name``, of groups such as classes, as texts ``[documents]``; "" where a document has no
+    value.
+
+    ``setting``: the setting that names the column, for error lines.
+    """
     values = column_values(documents, name, setting)
     return np.array(["" if value is None else str(value) for value in values], np.str_)
 
 
 def vector_column(documents: Documents, name: str, setting: str) -> np.ndarray:
-    """Return a column of vectors as float32 ``[documents, width]``; NaN where a document has none.
+    """Return the column ``name``, of vectors, as float32 ``[documents, width]``; NaN where a document has no vector.
 
-    Raises :class:`UsageError` if a value is no list of finite numbers, or if the lists have different lengths.
+    ``setting``: the setting that names the column, for error lines. Raises :class:`UsageError` if a value is not a list
+    of finite numbers, or if the lists have different lengths.
     """
     values = column_values(documents, name, setting)
     width = next((len(v) for v in values if isinstance(v, list) and v), 0)
@@ -77,7 +83,7 @@ def _vector(value: Any, width: int, where: str) -> np.ndarray:
 
 
 def finite_vector(value: Any) -> np.ndarray | None:
-    """Return a list of finite numbers as float32 ``[numbers]``; None if ``value`` is no such list."""
+    """Convert a list of finite numbers to float32 ``[numbers]``; return None if ``value`` is anything else."""
     try:
         vector = np.array(value, np.float32)
     except (TypeError, ValueError, OverflowError):
@@ -86,10 +92,10 @@ def finite_vector(value: Any) -> np.ndarray | None:
 
 
 def document_vectors(documents: Documents, embedding: str) -> np.ndarray:
-    """Return a vector for each document as float32 ``[documents, width]``: the column ``embedding``.
+    """Return a vector for each document, float32 ``[documents, width]``; NaN for documents without a vector.
 
-    A document without a vector has NaN. Without a column, where ``embedding`` is "", the vectors are the hashed n-grams
-    of the texts, of width 256.
+    ``embedding``: name of the column with the vectors. If it is "", the vectors are hashed n-grams of the texts, of
+    width 256.
     """
     if not embedding:
         vectors = np.zeros((len(documents), 256), np.float32)
@@ -102,10 +108,11 @@ def document_vectors(documents: Documents, embedding: str) -> np.ndarray:
 
 
 def joined_vectors(parts: Sequence[np.ndarray], setting: str) -> np.ndarray:
-    """Return the vectors of all shards as one array ``[documents, width]``; NaN where a document has none.
+    """Join the vectors of all shards to one array ``[documents, width]``, with NaN for documents without a vector.
 
-    ``parts``: vectors of each shard; a shard in which no document has a vector has any width. ``setting``: the setting
-    that names the column, for error lines. Raises :class:`UsageError` if shards have vectors of different lengths.
+    ``parts``: vectors of each shard; the width does not matter if no document of the shard has a vector. ``setting``:
+    the setting that names the column, for error lines. Raises :class:`UsageError` if shards have vectors of different
+    lengths.
     """
     widths = sorted({part.shape[1] for part in parts if np.isfinite(part).any()})
     if len(widths) > 1:

@@ -36,8 +36,9 @@ def cluster_complexity(
 ) -> np.ndarray:
     """Return the complexity of each cluster: mean distance to its centroid, times mean distance to other centroids.
 
-    ``centroids``: rows of length 1; ``labels``, ``distances``: cluster of each document, and its distance to the
-    centroid; ``nearest``: number of nearest other centroids whose distances count. A cluster without documents has 0.
+    ``centroids``: of length 1, ``[clusters, width]``. ``labels``: cluster of each document. ``distances``: distance of
+    each document to its centroid. ``nearest``: number of nearest other centroids whose distances are averaged. A
+    cluster without documents has complexity 0.
     """
     count = len(centroids)
     sizes = np.bincount(labels, minlength=count)
@@ -57,9 +58,9 @@ def target_counts(
 ) -> np.ndarray:
     """Return how many documents each cluster keeps, whole numbers whose sum is ``total``.
 
-    The shares are the softmax of the complexities over ``temperature``. Each cluster keeps at least half of an equal
-    share, or all but one of its documents, and at most all (``sizes``). Within these bounds the counts are those
-    closest to the shares in the sum of squares.
+    The wanted shares are the softmax of the complexities divided by ``temperature``. Each cluster keeps at least half
+    of ``total / clusters`` documents, or all but one if it has fewer, and at most its ``sizes``. Within these bounds,
+    the counts have the least sum of squared distances from the wanted shares of ``total``.
     """
     logits = complexities / temperature
     shares = np.exp(logits - logits.max())
@@ -73,8 +74,8 @@ def project_counts(
 ) -> np.ndarray:
     """Return the whole numbers closest to ``wanted`` whose sum is ``total``, each between its ``low`` and ``high``.
 
-    The solution is ``clip(wanted + shift, low, high)`` with one shift for all, found by bisection, and then rounded
-    by largest remainders; that is the least sum of squares among whole numbers. The bounds are whole numbers. Raises
+    Closest means the least sum of squares. The solution is ``clip(wanted + shift, low, high)`` with one shift for all,
+    which is found by bisection, and then rounded by largest remainders. The bounds are whole numbers. Raises
     :class:`ValueError` if no such numbers have this sum.
     """
     low, high = np.asarray(low, np.float64), np.asarray(high, np.float64)

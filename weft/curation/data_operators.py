@@ -20,18 +20,22 @@ class OperatorFailed(WeftError):
 
 @runtime_checkable
 class Mapper(Protocol):
-    """Operator that makes documents from documents: it may change, split, add or leave out documents.
+    """Interface of an operator that makes new documents from documents: it may change, split, add or leave out
+    documents.
 
     The result must be a pure function of the documents and of the operator's settings, document by document, so that it
     does not depend on shards and workers.
 
-    A mapper that may fail to make some documents, and goes on, has a method ``missing``. It returns a
-    :class:`MissingDocument` for each document that it failed to make since the last call. The run counts these, and
+    A mapper that may fail to make some documents without failing as a whole has a method ``missing``. It returns a
+    :class:`MissingDocument` for each document that it failed to make since the last call. The run counts them, and
     names the first.
     """
 
     def map(self, documents: Documents) -> Documents:
-        """Return the new documents. An id that is made from another one begins with it, as in "a.txt#2"."""
+        """Return the new documents.
+
+        The id of a document that is made from another begins with that id, as in "a.txt#2".
+        """
         ...
 
 
@@ -40,7 +44,7 @@ class MissingDocument(NamedTuple):
 
     Attributes:
         ``source``: id of the document from which it was to be made.
-        ``reason``: what is missing, and why.
+        ``reason``: description of the missing part and its cause.
     """
 
     source: str
@@ -49,9 +53,10 @@ class MissingDocument(NamedTuple):
 
 @runtime_checkable
 class Filter(Protocol):
-    """Operator that keeps some documents, by statistics of each document.
+    """Interface of an operator that keeps some documents, by statistics of each document.
 
-    Statistics are columns. They are computed once and kept beside the documents, so a new threshold costs no new pass.
+    Statistics are columns. They are computed once and stored with the documents, so that a new threshold does not need
+    them to be computed again.
 
     Attributes:
         ``late``: names of the settings that only :meth:`reasons` reads. Changing them leaves statistics valid.
@@ -83,7 +88,7 @@ class Decision(NamedTuple):
 
 @runtime_checkable
 class Joint(Protocol):
-    """Operator that must see all documents: a deduplicator, a grouper or a selector.
+    """Interface of an operator that must see all documents at once: a deduplicator, a grouper or a selector.
 
     It works in two passes: a summary of each shard, in parallel, and one decision over all summaries.
 
@@ -94,9 +99,11 @@ class Joint(Protocol):
     late: tuple[str, ...]
 
     def summarize(self, documents: Documents) -> dict[str, np.ndarray]:
-        """Return arrays whose first dimension counts the documents: all that :meth:`decide` needs of them.
+        """Return all that :meth:`decide` needs of the documents, as arrays by name whose first dimension counts the
+        documents.
 
-        Arrays of variable length stand as one array of all values and one of offsets, whose name ends in "_offsets".
+        Rows of variable length are given as two arrays: ``NAME`` with all values, and ``NAME_offsets`` with the start
+        of each row and the end of the last one.
         """
         ...
 
@@ -105,10 +112,11 @@ class Joint(Protocol):
         ids: Sequence[Sequence[str]],
         summaries: Sequence[Mapping[str, np.ndarray]],
     ) -> list[Decision]:
-        """Return the decision for every shard.
+        """Return the decision about the documents of every shard.
 
-        ``ids``: ids of the documents of every shard; ``summaries``: its summary. The decision about a document must not
-        depend on how the documents are distributed over shards: ties are broken by ids.
+        ``ids``: ids of the documents of every shard. ``summaries``: the summary of every shard, from :meth:`summarize`.
+        The decision about a document must not depend on how the documents are distributed over shards: ties are broken
+        by ids.
         """
         ...
 

@@ -31,13 +31,13 @@ class DataStep(HostSection):
     )
 
     def build(self) -> Operator:
-        """Return the operator with these settings."""
+        """Build the operator that this step names, with the step's settings."""
         operator: Operator = find("operator", self.operator).implementation(self)
         return operator
 
 
 class PipelineOutput(Section):
-    """What a pipeline writes, ``[output]``."""
+    """Section ``[output]`` of a pipeline: the form of the documents and tokens that it writes."""
 
     format: Literal["parquet", "jsonl"] = Field(
         "parquet", description="Format of the files of documents."
@@ -52,7 +52,7 @@ class PipelineOutput(Section):
 
 
 class DataPipeline(Section):
-    """A pipeline of data: sources, and the steps that their documents go through in turn."""
+    """A data pipeline: sources of documents, and the steps that all documents pass through, one after another."""
 
     name: str = Field("", description="Name of the pipeline in reports.")
     plugins: Sequence[str] = Field(
@@ -82,7 +82,7 @@ class DataPipeline(Section):
     )
 
     def seeded_steps(self) -> list[DataStep]:
-        """Return the steps. Those with a setting ``seed`` that the user has not set have the pipeline's."""
+        """Return the steps, where every setting ``seed`` that the user has not set has the pipeline's seed."""
         return [
             step.model_copy(update={"seed": self.seed})
             if "seed" in type(step).model_fields and "seed" not in step.model_fields_set

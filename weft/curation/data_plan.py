@@ -23,7 +23,7 @@ NO_WEAR = 0.5 * HALF_LIVES[1]
 
 
 class Interval(NamedTuple):
-    """A number with its 90 % interval."""
+    """A number with the ends of its 90 % interval."""
 
     value: float
     low: float
@@ -63,16 +63,16 @@ class MeasuredUtility:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Plan of data for a budget.
+    """Plan of which data pools to train on, and how often, for a training budget.
 
     Attributes:
         ``samples``: number of samples or tokens to train on, repeated ones counted again.
-        ``choices``: the choices, the best one first.
+        ``choices``: the choices of pools, the best one first.
         ``utilities``: utility of each pool, the best one first.
-        ``floor``: loss that no amount of these pools goes below.
+        ``floor``: loss that these pools approach with unlimited training.
         ``noise``: standard deviation of a run's relative error around the law.
         ``reason``: why the first choice is the best one.
-        ``notes``: what limits the plan, a line each.
+        ``notes``: lines on the limits of the plan.
     """
 
     samples: float
@@ -96,7 +96,10 @@ class DataPlan:
 
 
 def wear_text(half_life: Interval) -> str:
-    """Return a half-life with its interval as text; a half-life too long to measure is called "none seen"."""
+    """Return the half-life of a pool's utility, in epochs, with its interval as text.
+
+    A half-life too long to be measured is called "none seen".
+    """
     low, value, high = (
         "none seen" if number >= NO_WEAR else f"{number:.3g}"
         for number in (half_life.low, half_life.value, half_life.high)
@@ -144,7 +147,7 @@ def budget_samples(
 def plan_data(fitted: FittedLaw, samples: float, runs: tuple[PoolRun, ...]) -> DataPlan:
     """Plan which pools to train on, and how often, for ``samples`` samples.
 
-    ``runs``: the runs that the law was fitted to, for notes about what lies far beyond them.
+    ``runs``: the runs that the law was fitted to, so that notes can warn of choices far beyond them.
     """
     law = fitted.law
     wins = Counter(best_pools(each, samples).pools for each in fitted.resampled)

@@ -59,8 +59,8 @@ class DataResult:
         ``sources``: numbers of documents read, dropped and left, of each source.
         ``notes``: lines for the user, about what was left out and why.
         ``problem``: why the output cannot be used, as a line, or "".
-        ``seconds``: duration.
-        ``tasks``, ``reused``: number of tasks, and how many of them an earlier run had done.
+        ``seconds``: duration of the run.
+        ``tasks``, ``reused``: number of tasks, and number of tasks whose results an earlier run had computed.
     """
 
     out: Path

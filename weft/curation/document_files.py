@@ -77,7 +77,7 @@ def arrow_column(name: str, values: Sequence[Any]) -> Any:
 
 
 def json_text(value: Any) -> str | None:
-    """Return a value as JSON, and None as None."""
+    """Return a value as JSON text; None stays None."""
     return (
         None
         if value is None
@@ -127,7 +127,10 @@ def columns_of(table: pyarrow.Table) -> dict[str, list[Any]]:
 
 
 def documents_table(documents: Documents, keys: Sequence[bytes]) -> bytes:
-    """Return documents as an Arrow file; the inverse is :func:`read_documents_table`."""
+    """Return the bytes of an Arrow file with ``documents``; :func:`read_documents_table` reads it.
+
+    ``keys``: 16 bytes for each document, which are stored with it.
+    """
     columns = {f"column:{name}": values for name, values in documents.columns.items()}
     return table_bytes(
         {"id": documents.ids, "text": documents.texts} | columns, [*keys]

@@ -35,15 +35,15 @@ class SelectionSettings(Section):
         return self
 
     def count(self, documents: int) -> int:
-        """Return how many of ``documents`` are kept."""
+        """Return how many of ``documents`` documents are kept by these settings."""
         return kept_count(documents, self.share, self.number)
 
 
 def kept_line(what: str, groups: np.ndarray, kept: np.ndarray) -> str:
     """Return a line for the user about how many documents of each group are kept.
 
-    ``what``: what the groups are, such as a column; ``groups``: name of each document's group; ``kept``: whether each
-    document is kept.
+    ``what``: name of the grouping in the line, such as a column's name. ``groups``: name of each document's group.
+    ``kept``: whether each document is kept.
     """
     counts = kept_per_group(groups, kept)
     least = sorted(counts.items(), key=lambda item: (item[1][0], item[0]))
@@ -55,9 +55,9 @@ def kept_line(what: str, groups: np.ndarray, kept: np.ndarray) -> str:
 def drop_reasons(
     kept: Sequence[Any] | np.ndarray, reason: str, known: np.ndarray | None = None
 ) -> list[str]:
-    """Return "" for documents that are kept, and ``reason`` for the others.
+    """Return for each document why it is dropped: ``reason``, or "" if it is kept.
 
-    ``known``: whether each document has a vector, without which the reason is "no vector"; None: all have one.
+    ``known``: whether each document has a vector; without one, the reason is "no vector". None: all have one.
     """
     if known is None:
         known = np.ones(len(kept), bool)

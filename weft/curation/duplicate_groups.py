@@ -16,7 +16,7 @@ from weft.section import Section
 
 
 class SurvivorSettings(Section):
-    """Settings of which document of a group of duplicates is kept."""
+    """Settings that decide which document of a group of duplicates is kept."""
 
     keep: Literal["longest", "first", "best"] = Field(
         "longest",
@@ -38,11 +38,9 @@ class SurvivorSettings(Section):
 
 
 def survivor_scores(documents: Documents, settings: SurvivorSettings) -> np.ndarray:
-    """Return the score of each document, by which the survivor of a group of duplicates is chosen, as float64.
+    """Return a score for each document, float64 ``[documents]``; the highest score of a group of duplicates survives.
 
-    A document without a score has -inf.
-
-    Raises the errors of :func:`weft.curation.column_values.number_column`.
+    A document without a score has -inf. Raises the errors of :func:`weft.curation.column_values.number_column`.
     """
     if settings.keep == "first":
         return np.zeros(len(documents))
@@ -53,7 +51,7 @@ def survivor_scores(documents: Documents, settings: SurvivorSettings) -> np.ndar
 
 
 def equal_neighbours(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return pairs of indices ``(left, right)`` that chain all indices of equal key.
+    """Return pairs of indices ``(left, right)`` of equal keys, which connect all indices with the same key to a chain.
 
     ``keys``: one value for each index, or a row of values.
     """
@@ -65,7 +63,7 @@ def equal_neighbours(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def connected_groups(count: int, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the group of each of ``count`` documents, named by its smallest index.
+    """Return the group of each of ``count`` documents, int64 ``[count]``. The smallest index in a group is its number.
 
     ``left`` and ``right``: indices of the documents of each pair of duplicates. Groups are the connected components.
     """
@@ -110,11 +108,13 @@ def id_ranks(ids: Sequence[str]) -> np.ndarray:
 def survivor_decisions(
     ids: Sequence[Sequence[str]], survivors: np.ndarray, word: str, copies: str
 ) -> list[Decision]:
-    """Return the decision that drops all documents but the survivors, for every shard.
+    """Return the decisions that drop all documents but the survivors, one for each shard.
 
-    Columns: ``duplicate_of``, the survivor's id, empty for survivors; and ``copies``, the number of documents that the
-    document stands for. ``ids``: ids of the documents of every shard; ``survivors``: index of the survivor of each
-    document, over all shards; ``word``: what duplicates are called in reasons.
+    The decisions add two columns. ``duplicate_of`` is the id of the survivor, "" for survivors. The column with the
+    name ``copies`` is the number of documents in the document's group.
+
+    ``ids``: ids of the documents of every shard. ``survivors``: index, over all shards, of the survivor of each
+    document. ``word``: word for duplicates in the reasons.
     """
     names = flat_ids(ids)
     sizes = np.bincount(survivors, minlength=len(names))[survivors].tolist()

@@ -8,7 +8,7 @@ from weft.section import Section
 
 
 class EmbeddingSettings(Section):
-    """Settings of how a model embeds a document."""
+    """Settings that say by which model, and how, a document is embedded as a vector."""
 
     pooling: Literal["mean", "last"] = Field(
         "mean",

@@ -58,11 +58,15 @@ class EngineGenerator:
     """Writes texts with a model in this process, many at a time.
 
     Where the model permits, products and attention do not depend on the batch (:mod:`weft.models.invariant`). A text is
-    then the same to the last bit, whatever is written beside it. ``model``: name of a model that ``weft generate``
-    opens. ``weights``: form of its weights, as for ``weft generate``. ``device``: "cpu" or "cuda". ``requests``:
-    largest number of texts that are written at the same time. ``room``: number of tokens of a prompt and its text
-    together for which the cache has room ``requests`` times; fewer longer texts fit at a time. The model is opened when
-    the first text is written.
+    then the same to the last bit, whatever is written beside it. The model is opened when the first text is written.
+
+    Arguments:
+        ``model``: name of a model that ``weft generate`` opens.
+        ``weights``: form of its weights, as for ``weft generate``.
+        ``device``: "cpu" or "cuda".
+        ``requests``: largest number of texts that are written at the same time.
+        ``room``: number of tokens of a prompt and its text together. The cache holds ``requests`` times as many; longer
+            texts are written fewer at a time.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ class OverlapCounts(NamedTuple):
     """Overlaps of documents with evaluation sets.
 
     Attributes:
-        ``hits``: number of places of each document where an n-gram of any set begins.
-        ``sets``: whether each document has n-grams of each set, ``[document, set]``.
+        ``hits``: for each document, the number of positions at which an n-gram of any set begins, ``[documents]``.
+        ``sets``: whether each document has n-grams of each set, bool ``[documents, sets]``.
     """
 
     hits: np.ndarray

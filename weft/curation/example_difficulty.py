@@ -15,12 +15,11 @@ def el2n_scores(
     steps: int = 60,
     seed: int = 0,
 ) -> np.ndarray:
-    """Return for each example the length of the error vector early in training, float64 (Paul et al. 2021).
+    """Return the EL2N score of each example, float64 ``[examples]``: hard examples have high scores.
 
-    That is the mean over ``runs`` networks, after ``steps`` steps, of ``||softmax - onehot||_2``; hard examples have
-    high scores. 2107.07075.
-
-    ``features``: float32 ``[examples, width]``; ``labels``: int64 ``[examples]``; ``seed``: seed of the networks.
+    The score is the length of the error vector ``||softmax - onehot||_2`` early in training, after ``steps`` steps, as
+    the mean over ``runs`` networks (Paul et al. 2021, 2107.07075). ``features``: float32 ``[examples, width]``.
+    ``labels``: int64 ``[examples]``. ``seed``: seed of the networks.
     """
     classes = int(labels.max()) + 1
     networks = SmallNetworks(features.shape[1], classes, runs, seed)

@@ -33,8 +33,8 @@ def read_examples(
 ) -> Iterator[ExampleText]:
     """Yield the texts at ``path``: a file, a folder or a glob of plain text or of records, or "stdlib".
 
-    ``field``: column of records with the text; ``group``: column of records with the group. Raises
-    :class:`WeftError` for what cannot be read.
+    ``field``: column of records with the text. ``group``: column of records with the group; "" for none. Raises
+    :class:`WeftError`, which names the file, if one cannot be read.
     """
     if path == "stdlib" and not Path(path).exists():
         source = Source(kind="stdlib")

@@ -63,7 +63,7 @@ class SparseVector(NamedTuple):
 
 
 def ngram_vector(text: str, settings: NgramSettings) -> SparseVector:
-    """Return the n-grams of ``text`` as a vector of norm 1, from log(1 + count) of each hashed n-gram."""
+    """Convert ``text`` to a vector of norm 1 whose values are proportional to log(1 + count) of each hashed n-gram."""
     text = text[: settings.most_characters]
     characters = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
     words = np.array([_hash(word) for word in _WORD.findall(text)], np.uint64)

@@ -27,7 +27,7 @@ class Clustering(NamedTuple):
 
 
 def unit_rows(vectors: np.ndarray) -> np.ndarray:
-    """Return the rows of ``vectors`` scaled to length 1, as float32. A row of zeros stays."""
+    """Scale the rows of ``vectors`` to length 1, as float32. A row of zeros stays zero."""
     rows = np.asarray(vectors, np.float32)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return rows / np.where(lengths > 0, lengths, 1)
@@ -42,13 +42,18 @@ def k_means(
     cosine: bool = False,
     sample_per_cluster: int = 256,
 ) -> Clustering:
-    """Divide ``vectors`` into clusters by Lloyd's algorithm, which begins as k-means++ does.
+    """Divide ``vectors`` into clusters by Lloyd's algorithm, with initial centroids by k-means++.
 
-    ``vectors``: one row each. Callers sort the rows by the ids of their documents: the rows' order decides what is
-    drawn. ``clusters``: number of clusters, at most one for each vector. ``rounds``: most steps of Lloyd's algorithm;
-    it ends earlier when no vector changes its cluster. ``cosine``: distance is 1 - cosine, and centroids have length 1
-    (spherical k-means). ``sample_per_cluster``: centroids are found from a random sample of so many vectors for each
-    cluster, if there are more. Arthur and Vassilvitskii 2007; Dhillon and Modha 2001.
+    Arthur and Vassilvitskii 2007; Dhillon and Modha 2001.
+
+    Arguments:
+        ``vectors``: ``[vectors, width]``. Their order decides the random choices, so callers sort them by document ids.
+        ``clusters``: number of clusters; at most one for each vector is made.
+        ``seed``: seed of the random choices.
+        ``rounds``: largest number of steps; the algorithm ends earlier when no vector changes its cluster.
+        ``cosine``: whether the distance is 1 - cosine and centroids have length 1 (spherical k-means), not Euclidean.
+        ``sample_per_cluster``: centroids are computed from a random sample of this many vectors for each cluster, if
+            there are more.
     """
     vectors = np.asarray(vectors)
     if not 1 <= clusters <= max(len(vectors), 1):

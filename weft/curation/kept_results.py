@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
 
 
 class KeptStatistics(NamedTuple):
-    """Statistics of documents, of which some come from a file of earlier results.
+    """Statistics of documents. Some of them come from a file of earlier results.
 
     Attributes:
         ``columns``: values of each statistic by its name, one for each document of ``indices``.
@@ -115,10 +115,11 @@ def kept_statistics(
     keys: Sequence[bytes],
     compute: Callable[[Documents], dict[str, list[Any]]],
 ) -> KeptStatistics:
-    """Return statistics of ``documents``. Those that ``file`` does not have are computed and added to the file.
+    """Return statistics of ``documents``, from ``file`` where it has them. Missing ones are computed and added to the
+    file.
 
-    ``keys``: for each document the key under which the file has its statistics. ``compute``: returns the columns of
-    statistics of documents by name.
+    ``keys``: key of each document in the file. ``compute``: function that returns the statistics of documents as
+    columns by name.
     """
     data = _load(file)
     columns = columns_of(read_table(data)) if data else {}
@@ -240,7 +241,7 @@ def _check_arrays(values: Mapping[str, np.ndarray], documents: int) -> None:
 def joined_arrays(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of the summary ``first`` with the rows of ``second`` behind those of ``first``."""
+    """Append the rows of the summary ``second`` to those of ``first``, and return the joined arrays by name."""
     joined = {}
     for name, array in first.items():
         other = second[name]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 class Limit(NamedTuple):
     """Range that a column's values must lie in.
 
-    ``column``: name of the column. ``noun``: what reasons call its values, such as "words". ``least``, ``most``: the
+    ``column``: name of the column. ``noun``: word for its values in reasons, such as "words". ``least``, ``most``: the
     smallest and the largest value that is kept; None for no limit.
     """
 
@@ -37,7 +37,7 @@ class Limit(NamedTuple):
 def limit_reasons(
     limits: Sequence[Limit], columns: Mapping[str, Sequence[Any]]
 ) -> list[str]:
-    """Return for each document the reason of the first limit that it violates, or "".
+    """Return for each document why it is dropped by the first limit that it violates; "" if it violates none.
 
     ``columns``: values of the documents by name of the column.
     """
@@ -53,5 +53,8 @@ def _first_reason(limits: Sequence[Limit], row: Sequence[Any]) -> str:
 
 
 def transposed(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return columns from ``rows``, the values of each document by name. All rows have the same names."""
+    """Convert ``rows``, a dictionary of values for each document, to a list of values for each name.
+
+    All rows must have the same names.
+    """
     return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}

@@ -55,11 +55,11 @@ class PredictedLosses:
 
 @dataclass(frozen=True)
 class MixtureRegression:
-    """Gaussian process from weights of domains to a loss.
+    """Gaussian process that predicts the loss of a run from its mixture of domains.
 
     Attributes:
         ``weights``: mixtures of the runs, ``[runs, domains]``.
-        ``losses``: their losses, ``[runs]``.
+        ``losses``: losses of the runs, ``[runs]``.
         ``kernel``: the hyperparameters.
         ``center``: mean of the features, ``[domains]``.
         ``scale``: standard deviation of the features, ``[domains]``.
@@ -78,7 +78,10 @@ class MixtureRegression:
         return features
 
     def covariance(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Return the covariances of losses at the features ``a`` and ``b``: ``[len(a), len(b)]``."""
+        """Return the covariances of losses at the features ``a`` and ``b``, ``[len(a), len(b)]``.
+
+        Features are those that :meth:`features` returns.
+        """
         squares = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
         bend = np.exp(-np.maximum(squares, 0) / (2 * self.kernel.length**2))
         both: np.ndarray = bend + self.kernel.linear * (a @ b.T) / a.shape[1]
@@ -91,7 +94,10 @@ class MixtureRegression:
         return np.linalg.cholesky(self.covariance(known, known) + noise)
 
     def predict(self, weights: np.ndarray) -> PredictedLosses:
-        """Predict the losses of mixtures. ``weights``: ``[mixtures, domains]``, of which each row adds up to 1."""
+        """Predict the losses of mixtures.
+
+        ``weights``: ``[mixtures, domains]``; each row adds up to 1.
+        """
         asked = self.features(np.asarray(weights, np.float64))
         known = self.features(self.weights)
         factor = self.factor()
@@ -115,7 +121,7 @@ class MixtureRegression:
         return left_out
 
     def likelihood(self) -> float:
-        """Return the logarithm of the probability of the losses, up to a constant."""
+        """Return the log-likelihood of the runs' losses under the hyperparameters, up to a constant."""
         factor = self.factor()
         spread = self.losses.std() or 1.0
         white = np.linalg.solve(factor, (self.losses - self.losses.mean()) / spread)

@@ -24,8 +24,8 @@ class NgramClassifier:
     """Logistic regression on hashed n-grams.
 
     Attributes:
-        ``settings``: how texts become vectors.
-        ``weights``: float32 ``[2**bits]``.
+        ``settings``: settings by which texts are converted to vectors.
+        ``weights``: weight of each hashed n-gram, float32 ``[2**bits]``.
         ``bias``: number added to the weighted sum.
     """
 
@@ -119,9 +119,9 @@ def report_file(file: Path) -> Path:
 
 
 def load_classifier(file: Path) -> NgramClassifier:
-    """Read the classifier that :func:`save_classifier` has written.
+    """Read a classifier from ``file``, which :func:`save_classifier` has written.
 
-    Raises :class:`WeftError` for a file that is missing, damaged or no classifier.
+    Raises :class:`WeftError` for a file that is missing, damaged or not a classifier.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -49,7 +49,7 @@ def step_digests(step: DataStep, operator: Operator) -> StepDigests:
 
 @cache
 def code_digest(module: str) -> str:
-    """Return the digest of a module's source, and of the modules of operators that the source imports."""
+    """Return a digest of the source of ``module``, and of all modules of operators that it imports."""
     return words_digest(sorted(_sources(module, set()).items()))
 
 

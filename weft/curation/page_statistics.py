@@ -39,10 +39,9 @@ SENTENCE_MARKS = _characters(_RANGES)
 def gopher_statistics(
     text: str, stop_words: Collection[str] = STOP_WORDS
 ) -> dict[str, float]:
-    """Return the statistics of Gopher's quality rules (Rae et al. 2021, 2112.11446, appendix A1).
+    """Return the statistics of Gopher's quality rules by name (Rae et al. 2021, 2112.11446, appendix A1).
 
-    Counts of symbols are relative to all words, with punctuation marks. A text without words has zeros.
-
+    Counts of symbols are relative to all words, including punctuation marks. For a text without words, all are 0.
     ``stop_words``: words that are common in the language.
     """
     words = split_words(text)
@@ -66,11 +65,10 @@ def gopher_statistics(
 def fineweb_statistics(
     text: str, short: int = 30, ends: tuple[str, ...] = SENTENCE_MARKS
 ) -> dict[str, float]:
-    """Return the statistics of FineWeb's own rules (Penedo et al. 2024, 2406.17557).
+    """Return the statistics of FineWeb's own rules by name (Penedo et al. 2024, 2406.17557).
 
-    Lines that are empty or white do not count.
-
-    ``short``: characters of a line at most that counts as short; ``ends``: marks that end a sentence.
+    Lines without text do not count. ``short``: a line of at most so many characters counts as short. ``ends``: marks
+    that end a sentence.
     """
     lines = [line for line in text.split("\n") if line.strip()]
     repeated = count_repeated(lines).characters

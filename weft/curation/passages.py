@@ -58,8 +58,8 @@ class CutDocument(NamedTuple):
 def cut_document(text: str, most: int, count: TokenCount) -> CutDocument:
     """Cut ``text`` into as few passages as possible, one after the other, of at most ``most`` tokens.
 
-    Passages end where sentences or lines end. A sentence that is longer than ``most`` tokens is cut between words, and
-    a word of more tokens wherever it must be. ``count``: returns the number of tokens of a text.
+    Passages end where sentences or lines end. A sentence of more than ``most`` tokens is cut between words, and a word
+    of more tokens at any character. ``count``: function that returns the number of tokens of a text.
     """
     body = text.lstrip()
     lead = text[: len(text) - len(body)]

@@ -44,11 +44,11 @@ def read_features(file: Path, images: int) -> np.ndarray:
 def divided_pictures(
     pictures: PictureSet, clusters: int, seed: int, features: Path | None = None
 ) -> PictureClusters:
-    """Divide ``pictures`` into ``clusters`` by k-means, the same on every call.
+    """Divide ``pictures`` into ``clusters`` by k-means. The result is the same on every call.
 
     ``seed``: seed of the first centroids. ``features``: file with a vector for each image, such as the states of a
-    pretrained encoder; None: the pixels, neighbours averaged where there are many. Raises :class:`UsageError` if the
-    images cannot be divided into so many.
+    pretrained encoder. None: the pixels are the vectors; large images are averaged to fewer pixels. Raises
+    :class:`UsageError` if the images cannot be divided into so many clusters.
     """
     if clusters > len(pictures):
         raise UsageError(

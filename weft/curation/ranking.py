@@ -44,10 +44,11 @@ def ranking_quality(
     draws: int = 1000,
     seed: int = 0,
 ) -> RankingQuality:
-    """Return the area under the ROC curve with the interval of a bootstrap over groups (Efron 1979; Field 2007).
+    """Return the area under the ROC curve with a 95 % interval, by a bootstrap over groups (Efron 1979; Field 2007).
 
-    Documents of a group, such as a package, are alike, so groups are drawn and not documents. ``groups``: name of each
-    example's group; ``draws``: number of drawn samples; ``seed``: seed of the draws.
+    Documents of a group, such as a package, are similar, so whole groups are resampled. ``scores``: float64
+    ``[examples]``. ``labels``: bool ``[examples]``. ``groups``: name of each example's group. ``draws``: number of
+    bootstrap samples. ``seed``: seed of the draws.
     """
     names, members = np.unique(groups, return_inverse=True)
     random = np.random.default_rng(seed)

@@ -82,7 +82,10 @@ def is_repeated(
 
 
 def without_spans(text: str, spans: Sequence[int]) -> str:
-    """Return ``text`` without the characters of ``spans``: start, end, start, end and so on, in rising order."""
+    """Return ``text`` without the characters of ``spans``.
+
+    ``spans``: start and end of each span, one after another as a flat list, in rising order.
+    """
     edges = [0, *spans, len(text)]
     pieces = [
         text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)

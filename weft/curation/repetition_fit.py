@@ -27,7 +27,7 @@ TAIL = 0.05
 
 @dataclass(frozen=True)
 class PoolRun:
-    """A small run on one pool alone.
+    """A small training run on a single pool of data.
 
     Attributes:
         ``pool``: name of the pool.
@@ -49,7 +49,7 @@ class PoolRun:
 
 @dataclass(frozen=True)
 class FittedLaw:
-    """A law with its uncertainty.
+    """A law of the loss on repeated data, with its uncertainty.
 
     Attributes:
         ``law``: the law that fits best.
@@ -70,7 +70,11 @@ class FittedLaw:
     def loss_interval(
         self, chosen: Sequence[str], samples: float
     ) -> tuple[float, float]:
-        """Return the 90 % interval of a new run's loss: that of the law, and the noise of a single run."""
+        """Return the 90 % interval of a new run's loss, which covers the uncertainty of the law and the noise of a
+        single run.
+
+        ``chosen``: names of the pools. ``samples``: number of samples of the run.
+        """
         noise = np.random.default_rng(0).normal(0.0, self.noise, len(self.resampled))
         values = [
             law.loss(chosen, samples) * (1 + error)
@@ -112,17 +116,17 @@ def fit_repetition_law(
 ) -> FittedLaw:
     """Fit the law by least squares to runs of single pools. Scale and floor are common to all pools.
 
-    For a given floor and given half-lives ``log(loss - floor)`` is linear in all else, which gives the starting points.
-    From the best of these the relative errors of the losses are minimised over all parameters. The paper's random
-    search over a grid is not needed. Errors of ``log(loss - floor)`` alone cannot decide about the floor, as all of
-    them vanish when it goes to minus infinity.
+    The relative errors of the losses are minimised over all parameters. Starting points come from several floors and
+    half-lives: for each of these, ``log(loss - floor)`` is linear in the other parameters. The paper's random search
+    over a grid is not needed. Errors of ``log(loss - floor)`` alone cannot determine the floor, because all of them
+    vanish when it goes to minus infinity.
 
     Arguments:
         ``unit``: number of samples after which runs of all pools have the same loss. None: it is fitted, too.
         ``resamples``: number of bootstrap resamples of the residuals, from which intervals follow.
         ``seed``: seed of the resampling.
 
-    Raises :class:`UsageError` if the runs cannot decide the parameters (:func:`check_runs`).
+    Raises :class:`UsageError` if the runs cannot determine the parameters (:func:`check_runs`).
     """
     check_runs(runs, unit)
     fit = _Fit.of(runs, unit)

@@ -18,10 +18,11 @@ class PoolUtility:
     """Utility of a pool of samples for training.
 
     Attributes:
-        ``exponent``: exponent by which the reducible loss falls with the number of new samples, below 0.
+        ``exponent``: exponent of the power law by which the reducible loss falls with the number of new samples; below
+            0.
         ``half_life``: number of epochs after which the exponent has halved; infinity: repeated samples are as good as
             new ones.
-        ``size``: number of samples in the pool, in the unit that the law counts, such as tokens.
+        ``size``: number of samples in the pool, in the unit of the law, such as tokens.
     """
 
     exponent: float
@@ -73,9 +74,9 @@ class RepetitionLaw:
 
 
 def epoch_ends(samples: float, size: float) -> np.ndarray:
-    """Return the number of samples seen at the end of each epoch over ``size`` samples, ``samples`` at the last one.
+    """Return the number of samples seen at the end of each epoch, float64 ``[epochs]``; the last is ``samples``.
 
-    The last epoch may be incomplete.
+    ``size``: number of samples of an epoch. The last epoch may be incomplete.
     """
     whole = max(1, int(np.ceil(samples / size * (1 - 1e-12))))
     ends = size * np.arange(1, whole + 1, dtype=np.float64)
@@ -93,9 +94,9 @@ def log_growth(seen: np.ndarray) -> np.ndarray:
 
 
 def halvings(epochs: np.ndarray, half_lives: np.ndarray) -> np.ndarray:
-    """Return the factor of the exponent in each epoch from 0, ``0.5 ** (epochs / half_lives)``.
+    """Return the factor by which the exponent has decayed in each epoch, ``0.5 ** (epochs / half_lives)``.
 
-    A half-life of 0 leaves nothing after the first epoch, an infinite one leaves all.
+    ``epochs`` count from 0. With a half-life of 0 only the first epoch counts; with an infinite one all count the same.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(epochs == 0, 0.0, epochs / half_lives)
@@ -119,9 +120,9 @@ class PoolChoice:
 
 
 def pool_choices(law: RepetitionLaw, samples: float) -> list[PoolChoice]:
-    """Return the choices of the best pool, the best two and so on up to all, each with its expected loss.
+    """Return the choices to compare by ``law``: the best pool, the best two, and so on up to all pools.
 
-    ``samples``: number of samples to train on, repeated ones counted again.
+    Each has its expected loss. ``samples``: number of samples to train on, repeated ones counted again.
     """
     ranked = law.ranked()
     choices = []
@@ -133,8 +134,8 @@ def pool_choices(law: RepetitionLaw, samples: float) -> list[PoolChoice]:
 
 
 def best_pools(law: RepetitionLaw, samples: float) -> PoolChoice:
-    """Return the choice of :func:`pool_choices` with the lowest expected loss.
+    """Return the choice of pools with the lowest expected loss by ``law``, for training on ``samples`` samples.
 
-    Of equal choices the one with fewer pools is returned.
+    It is one of the choices of :func:`pool_choices`; of equal ones, the one with fewer pools.
     """
     return min(pool_choices(law, samples), key=lambda choice: choice.loss)

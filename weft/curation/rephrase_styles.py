@@ -34,11 +34,13 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
 def prompts_of_styles(styles: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the prompt of each of ``styles`` by its name, in their order; every prompt contains :data:`TEXT`.
+    """Return the prompt of each of ``styles`` by its name, in their order. Every prompt contains the placeholder
+    :data:`TEXT`.
 
     ``own``: prompts of the user's own styles by name, each a text with :data:`TEXT` or the path of a file with such a
-    text. A prompt named like a style of :data:`STYLES` replaces it. Raises :class:`UsageError` for unknown styles, and
-    for prompts without a place for the passage; :class:`weft.errors.WeftError` for files that cannot be read.
+    text. A prompt with the name of a style in :data:`STYLES` replaces that style's prompt. Raises :class:`UsageError`
+    for unknown styles, and for prompts without the placeholder; :class:`weft.errors.WeftError` for files that cannot be
+    read.
     """
     known = STYLES | dict(own)
     for name in own:

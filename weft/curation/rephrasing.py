@@ -27,14 +27,14 @@ _PROVENANCE = {SOURCE: "", STYLE: "", GENERATOR: "", CUT: 0, FAILED: ""}
 
 @dataclass(frozen=True)
 class RephrasePlan:
-    """Plan of rephrasing: which styles, prompts and settings of the generator.
+    """Plan of rephrasing: the styles with their prompts, and the settings of the generator.
 
     Attributes:
         ``prompts``: prompt of each style by its name.
         ``writing``: settings of the generator.
-        ``passage``: most tokens of a passage.
+        ``passage``: largest number of tokens of a passage.
         ``seed``: seed of sampling.
-        ``keep``: whether the documents themselves are kept beside the rephrased ones.
+        ``keep``: whether the original documents are kept beside the rephrased ones.
     """
 
     prompts: Mapping[str, str]
@@ -59,7 +59,7 @@ class RephraseFailure(NamedTuple):
     Attributes:
         ``id``: id of the document.
         ``style``: name of the style.
-        ``reason``: why.
+        ``reason``: cause of the failure, in words.
     """
 
     id: str

@@ -60,10 +60,10 @@ class SourceCounts:
     """Counts of a source: documents read, dropped and left.
 
     Attributes:
-        ``label``, ``kind``, ``path``: the source.
+        ``label``, ``kind``, ``path``: label of the source in ids, and its settings ``kind`` and ``path``.
         ``read``: number of documents read.
         ``dropped``: number of documents dropped, by the number of the step.
-        ``documents``, ``characters``, ``tokens``: how many are left; ``tokens`` is None without a tokenizer.
+        ``documents``, ``characters``, ``tokens``: numbers that are left; ``tokens`` is None without a tokenizer.
     """
 
     label: str

@@ -33,14 +33,14 @@ def progress_bar() -> Iterator[Progress]:
 
 
 class ResultTable(NamedTuple):
-    """Table for :func:`weft.cli.console.print_table`."""
+    """Table to print with :func:`weft.cli.console.print_table`: its columns and rows."""
 
     columns: list[str]
     rows: list[list[str]]
 
 
 def result_rows(result: DataResult) -> ResultTable:
-    """Return what each step did as a table: documents before and after it, and the most frequent reasons."""
+    """Return a table of what each step did: documents before and after it, and the most frequent reasons."""
     read = sum(source.read for source in result.sources)
     rows = [["read", "", f"{read:,}", ""]]
     for step in result.steps:

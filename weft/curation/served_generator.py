@@ -29,9 +29,9 @@ LONGEST_WAIT_S = 30.0
 class ServedGenerator:
     """Writes texts with a server of OpenAI's chat completions, many at a time.
 
-    ``client``: client of the server. ``model``: name of its model; "": the first one that the server names.
-    ``requests``: most requests at the same time. ``patience``: seconds in which a server that cannot be reached, or is
-    busy, is asked again.
+    ``client``: client of the server. ``model``: name of its model; "": the first that the server lists. ``requests``:
+    largest number of requests at the same time. ``patience``: seconds for which a request is repeated if the server is
+    busy or cannot be reached.
     """
 
     def __init__(

@@ -88,8 +88,8 @@ class ShardDocuments:
     ) -> ShardDocuments:
         """Return a copy with further ``columns``, whose values for a document follow from that document alone.
 
-        ``digest``: digest of the step that has computed the columns. The documents keep their keys, as key and digest
-        together determine the values.
+        ``digest``: digest of the step that has computed the columns. The documents keep their keys, because key and
+        digest together determine the values.
         """
         return replace(
             self,
@@ -150,12 +150,15 @@ def write_base(work: Path, documents: Documents) -> ShardState:
 
 
 def texts_file(work: Path, digest: str) -> Path:
-    """Return the file of documents with this digest."""
+    """Return the path of the file of documents with this digest. ``work``: the folder of intermediate files."""
     return work / "texts" / f"{digest}.arrow"
 
 
 def rows_file(work: Path, digest: str) -> Path:
-    """Return the file with this digest that says which documents are kept."""
+    """Return the path of the file with this digest that says which documents are kept.
+
+    ``work``: the folder of intermediate files.
+    """
     return work / "rows" / f"{digest}.arrow"
 
 
@@ -176,7 +179,10 @@ def save_shard(work: Path, shard: ShardDocuments) -> ShardState:
 
 
 def load_shard(work: Path, state: ShardState) -> ShardDocuments:
-    """Read the documents of a state. Raises :class:`WeftError` for a damaged file, which it names and deletes."""
+    """Read the documents of a shard's ``state`` from the folder of intermediate files ``work``.
+
+    Raises :class:`WeftError` for a damaged file, which it names and deletes.
+    """
     data = read_intact(texts_file(work, state.texts), state.texts)
     if not state.rows:
         documents, keys = read_documents_table(data)

@@ -203,7 +203,7 @@ class ShardSummary(NamedTuple):
 def summarize_shard(
     work: Path, step: RunningStep, shard: ShardDocuments
 ) -> ShardSummary:
-    """Return the summary of a shard for the joint operator of ``step``."""
+    """Compute the summary of a shard for the joint operator of ``step``. ``work``: the folder of intermediate files."""
     operator = step.operator
     assert isinstance(operator, Joint)
     if not shard.keys:
@@ -256,7 +256,7 @@ def _checked_reasons(reasons: Sequence[str], documents: int) -> list[str]:
 
 @contextmanager
 def blame_step(name: str) -> Iterator[None]:
-    """Raise errors of this context as a :class:`WeftError` that begins with the step's ``name``."""
+    """Convert errors inside the context to a :class:`WeftError` whose line begins with the step's ``name``."""
     try:
         yield
     except WeftError as error:

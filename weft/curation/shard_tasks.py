@@ -70,21 +70,24 @@ class TaskSetting:
 
 
 def step_name(number: int, operator: str) -> str:
-    """Return the name of a step in error lines. ``number``: the step's index in the pipeline."""
+    """Return the name of a step in error lines, such as "steps[2] (words)".
+
+    ``number``: the step's index in the pipeline. ``operator``: name of its operator.
+    """
     return f"steps[{number}] ({operator})"
 
 
 def task_file(work: Path, task: Words) -> Path:
-    """Return the file that holds the result of a task that has been done."""
+    """Return the path of the file with the result of a task. ``work``: the folder of intermediate files."""
     # a shard's number is not what the shard is
     own = {key: value for key, value in task.items() if key != "shard"}
     return work / "tasks" / f"{words_digest(FORMAT, own)}.json"
 
 
 def done_before(work: Path, task: Words) -> Words | None:
-    """Return the result of a task that was done before, or None if it must be done.
+    """Return the result of a task if an earlier run has done it; otherwise None.
 
-    A task counts as done if all the files that it has written are there.
+    A task counts as done if all files that it has written exist. ``work``: the folder of intermediate files.
     """
     record = read_json_file(task_file(work, task))
     if not isinstance(record, dict):
@@ -94,7 +97,7 @@ def done_before(work: Path, task: Words) -> Words | None:
 
 
 def run_task(setting: TaskSetting, task: Words) -> Words:
-    """Do a task, record its result, and return it."""
+    """Do a task of a data run, record its result in a file, and return the result."""
     work = {"read": _read, "steps": _steps, "decide": _decide, "write": _write, "tokens": _tokens}  # fmt: skip
     result = work[task["kind"]](setting, task)
     stops = any(

@@ -30,11 +30,11 @@ _NO_SPACES = (
 
 
 class HashedRuns(NamedTuple):
-    """Hashes of each text of a list: of its words, or of its shingles.
+    """Hashes of the words, or of the shingles, of each text in a list.
 
     Attributes:
         ``hashes``: uint64 values of all texts, one text after the other.
-        ``offsets``: where each text begins in ``hashes``, and the end of the last one.
+        ``offsets``: index in ``hashes`` at which each text begins, and the end of the last one, ``[texts + 1]``.
     """
 
     hashes: np.ndarray
@@ -155,9 +155,9 @@ def _hash_spans(joined: bytes, starts: np.ndarray, sizes: np.ndarray) -> np.ndar
 
 
 def word_shingles(words: HashedRuns, n: int) -> HashedRuns:
-    """Return the hash of every sequence of ``n`` words of each text; repeated sequences are repeated.
+    """Return the hash of every run of ``n`` successive words of each text. A run that occurs twice has two entries.
 
-    A text of fewer than ``n`` words has one shingle: the sequence of all its words. A text without words has none.
+    A text of fewer than ``n`` words has one shingle: all its words. A text without words has none.
     """
     hashes, offsets = words
     counts = np.diff(offsets)

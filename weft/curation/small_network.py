@@ -104,10 +104,10 @@ def network_accuracy(
     steps: int = 150,
     seed: int = 0,
 ) -> float:
-    """Train ``runs`` networks on ``features`` and ``labels``. Return their mean accuracy on the judged examples.
+    """Train ``runs`` networks on ``features`` and ``labels``, and return their mean accuracy on other examples.
 
-    Features are ``[examples, width]``, labels int64 ``[examples]``. ``steps``: number of training steps; ``seed``: seed
-    of the initial weights and of the batches.
+    ``judged_features``, ``judged_labels``: the other examples. Features are ``[examples, width]``, labels int64
+    ``[examples]``. ``steps``: number of training steps. ``seed``: seed of the initial weights and of the batches.
     """
     classes = int(max(labels.max(), judged_labels.max())) + 1
     networks = SmallNetworks(features.shape[1], classes, runs, seed)

@@ -54,9 +54,9 @@ class UnitFile:
 
 @dataclass(frozen=True)
 class SourceUnit:
-    """The files that one task reads.
+    """The part of a source that one task reads: one or more files, or parts of a file.
 
-    ``source``: index of the source; ``label``: the source's name in ids; ``files``: its files, empty for a source that
+    ``source``: index of the source. ``label``: the source's name in ids. ``files``: the files; empty for a source that
     is read as a stream.
     """
 
@@ -70,7 +70,7 @@ class SourceUnit:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> SourceUnit:
-        """Return the unit of :meth:`as_json`."""
+        """Build a unit from the JSON values that :meth:`as_json` returned."""
         files = tuple(UnitFile(**file) for file in values["files"])
         return SourceUnit(values["source"], values["label"], files)
 

@@ -69,7 +69,7 @@ class StepCounts:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> StepCounts:
-        """Return the counts of :meth:`as_json`."""
+        """Build counts from the JSON values that :meth:`as_json` returned."""
         samples = {
             reason: [DroppedSample(**sample) for sample in drawn]
             for reason, drawn in values["samples"].items()
@@ -81,7 +81,7 @@ class StepCounts:
 
 
 def label_of(name: str) -> str:
-    """Return the label of the source that the document with the id ``name`` comes from."""
+    """Return the label of the source in ``name``, which is the id of a document."""
     return name.partition(":")[0]
 
 

@@ -30,7 +30,7 @@ class WrittenText(NamedTuple):
         ``number``: number of its prompt.
         ``text``: the text.
         ``cut``: whether the text was cut off at the largest number of tokens.
-        ``failed``: why there is no text; "" if there is.
+        ``failed``: reason why no text was written; "" if one was.
     """
 
     number: int
@@ -41,13 +41,13 @@ class WrittenText(NamedTuple):
 
 @dataclass(frozen=True)
 class WritingSettings:
-    """How a generator writes.
+    """Settings of a generator: length of texts and sampling.
 
     Attributes:
         ``tokens``: largest number of tokens of a text.
         ``temperature``: temperature of sampling; 0: always the likeliest token.
         ``top_k``: sample from this many likeliest tokens; 0: from all.
-        ``top_p``: sample from the likeliest tokens that have this probability together.
+        ``top_p``: sample from the fewest likeliest tokens whose probabilities add up to this number.
     """
 
     tokens: int
@@ -79,7 +79,7 @@ class TextGenerator(Protocol):
 
 
 class CopyGenerator:
-    """Generator that returns each passage as it is: the control of an experiment, in which data is only repeated."""
+    """Generator that returns each passage unchanged, for control experiments in which data is only repeated."""
 
     def digest(self) -> str:
         return "copy"

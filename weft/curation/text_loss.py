@@ -35,7 +35,7 @@ class TextLoss(NamedTuple):
 
 @cache
 def model_and_tokenizer_hash(model: str) -> str:
-    """Return a hash of the weights and of the tokenizer of ``model``; computed once in a process."""
+    """Return a hash of the weights and of the tokenizer of ``model``. A process computes it only once."""
     opened = open_for_reading(model)
     tokenizer = tokenizer_of(dict(opened.files), model)
     return digest(weights_fingerprint(opened), tokenizer.fingerprint)

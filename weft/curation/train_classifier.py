@@ -49,7 +49,7 @@ class ClassifierReport:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return what was measured, as lines for the user."""
+        """Return lines for the user with the results of training and evaluation."""
         groups = len(self.held_out)
         few = f"note: with {groups} held-out groups the interval says little; give more folders, or raise --held-out"
         shown = ", ".join(self.held_out[:8]) + (" ..." if groups > 8 else "")
@@ -81,9 +81,10 @@ def train_classifier(
 ) -> TrainedClassifier:
     """Train a classifier on most groups of the examples, and evaluate it on the held-out groups.
 
-    A group may have examples of both classes, such as a package and its corrupted copy; it is held out as a whole.
-    ``share``: share of groups that are held out. ``seed``: seed of their choice and of the training. Raises
-    :class:`UsageError` if there are too few groups for both parts.
+    ``positive``, ``negative``: good and bad examples. A group may have examples of both, such as a package and its
+    corrupted copy; it is held out as a whole. ``settings``: how texts become vectors; None: the default. ``share``:
+    share of groups that are held out. ``seed``: seed of their choice and of the training. Raises :class:`UsageError` if
+    there are too few groups for both parts.
     """
     settings = settings or NgramSettings()
     examples = sorted(

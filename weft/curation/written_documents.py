@@ -193,7 +193,10 @@ def _tokenizer_in(folder: Path) -> Tokenizer:
 
 
 class ShardTokens(NamedTuple):
-    """Token ids of a shard. ``counts``: number of tokens by label of the source; ``file``: where the ids are."""
+    """Token ids of a shard, in a file.
+
+    ``counts``: number of tokens by label of the source. ``file``: the file with the ids.
+    """
 
     counts: dict[str, int]
     file: WrittenFile

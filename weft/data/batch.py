@@ -127,12 +127,12 @@ class Batch:
         ``documents``: index in ``cu_seqlens`` of each token's document, int64 ``[rows, seq/cp]``, -1 for padding; None
             if no layer needs it.
         ``paired``: the pairs of documents to compare; None if rows hold no pairs.
-        ``samples``: numbers of the samples in these rows. They are set on the first of the ranks that have parts of
-            the same rows, and empty on the others.
+        ``samples``: numbers of the samples in these rows. If several ranks have parts of the same rows, the numbers are
+            set on the first of these ranks, and empty on the others.
         ``draws``: a random number for the dropout of each token, int64 ``[rows, seq/cp]``; None without dropout.
         ``rollout``: numbers that a policy loss reads, each ``[rows, seq/cp]``; None if rows hold no sampled answers.
-        ``arrays``: the arrays of each row by name, ``[rows, ...]``, for a model that reads arrays instead of tokens;
-            None if rows are of tokens. A row has a single token and label then, which only count the sample.
+        ``arrays``: for a model that reads arrays instead of tokens, the arrays of each row by name, ``[rows, ...]``;
+            None for tokens. With arrays, a row has one token and one label, which only serve to count the sample.
     """
 
     tokens: torch.Tensor

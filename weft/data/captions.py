@@ -39,7 +39,10 @@ def caption_rows(caption: str, words: int, rows: int) -> np.ndarray:
 
 
 def captions_as_rows(captions: Sequence[str], words: int, rows: int) -> np.ndarray:
-    """Return :func:`caption_rows` of all ``captions``, int64 ``[captions, words, PIECES]``."""
+    """Return :func:`caption_rows` of all ``captions``, int64 ``[captions, words, PIECES]``.
+
+    ``rows``: number of rows of the embedding table.
+    """
     if not captions:
         return np.zeros((0, words, PIECES), np.int64)
     return np.stack([caption_rows(caption, words, rows) for caption in captions])

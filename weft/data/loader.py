@@ -229,13 +229,13 @@ class Loader:
         ``plan``: function that distributes a step's documents among ranks in a balanced step
             (:mod:`weft.parallel.document_balance`). It gets the documents' lengths, and the largest number of tokens
             that a rank may have in a pass. None if all ranks make ``passes`` passes of ``rows`` rows.
-        ``ends``: whether only the last token of each document has a label, as a reward model needs it, whose score is
-            read there.
-        ``joined``: whether each rank joins its rows of a pass into one row. The joined row is padded only to the length
-            of the longest one of any rank; otherwise every row is padded to ``seq_len``.
+        ``ends``: whether only the last token of each document has a label. A reward model needs this, because its score
+            is read there.
+        ``joined``: whether each rank joins its rows of a pass into one row. Joined rows are padded to the longest of
+            any rank; otherwise every row is padded to ``seq_len``.
         ``more``: indices of further places whose batches this rank computes after its own.
-        ``speeds``: relative speeds of the places, of which slower ones get fewer samples; if empty, all places get
-            equally many.
+        ``speeds``: relative speeds of the places; slower places get fewer samples. If empty, all places get equally
+            many.
         ``draws``: seed of the tokens' random numbers for dropout, None without dropout.
     """
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class FixedShares:
     """Plan whose sources have fixed shares, in proportion to ``weights``.
 
-    The samples of the first ``n`` blocks are divided among the sources as an interval that is cut in proportion to the
-    weights. Every cut is rounded down to a whole sample.
+    The number of samples of each source in the first ``n`` blocks is its share of them, rounded to a whole number: the
+    samples are cut like an interval, with every cut rounded down.
     """
 
     weights: tuple[float, ...]

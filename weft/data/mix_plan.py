@@ -257,8 +257,9 @@ def weights_by_name(
 ) -> list[float]:
     """Return the weight of each source, in the order of the sources, from a list or a table by name in a recipe.
 
-    ``given``: the weights; a source that is not named has the weight 0. ``where``: name of the setting, for errors.
-    Raises :class:`UsageError` for names that no source has, for a wrong number of weights, and if no weight is above 0.
+    ``given``: the weights; a source that is not named has the weight 0. ``facts``: the sources of the run. ``where``:
+    name of the setting, for errors. Raises :class:`UsageError` for names that no source has, for a wrong number of
+    weights, and if no weight is above 0.
     """
     if isinstance(given, Mapping):
         for name in given:

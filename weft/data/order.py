@@ -167,9 +167,8 @@ class Stream:
         ``seq_len``: largest number of tokens of a row.
         ``seed``: seed of the shuffling.
         ``rows_of``: how documents fill rows. "documents": as many whole documents as fit (none is longer than
-            ``seq_len``). "one": one document per row. "tokens": rows are cut from the documents, which are shuffled and
-            joined in every epoch; a document that is cut goes on in another row, and the last row of an epoch may be
-            short.
+            ``seq_len``). "one": one document per row. "tokens": in every epoch the documents are shuffled, joined and
+            cut into rows. A document that is cut continues in another row, and the last row of an epoch may be short.
         ``weights``: weight of each token as a label, float32 ``[tokens]``; None if all are 1.
         ``alike``: whether all weights are 0 or 1.
         ``pairs``: the pairs that successive documents form, each of which stays in one row; None if documents form
@@ -236,13 +235,13 @@ class Stream:
         )
 
     def row_length(self, index: int) -> int:
-        """Return the number of tokens of row ``index`` of the stream; the index goes on from epoch to epoch."""
+        """Return the number of tokens of row ``index`` of the stream. Indices count up over all epochs."""
         epoch, index = divmod(index, self.rows)
         _, _, firsts, lasts = self._epoch(epoch)
         return int(lasts[index] - firsts[index])
 
     def row(self, index: int) -> Row:
-        """Return row ``index`` of the stream; the index goes on from epoch to epoch."""
+        """Return row ``index`` of the stream. Indices count up over all epochs."""
         epoch, index = divmod(index, self.rows)
         ends, shift, firsts, lasts = self._epoch(epoch)
         lo, hi = int(firsts[index]), int(lasts[index])
@@ -277,10 +276,11 @@ class Stream:
 class Order:
     """Order of the samples of one or several ``streams``, mixed in proportion to ``weights``.
 
-    A sample is a row of a stream. ``seed``: seed of the mixing. ``epochs``: the order ends before any stream would
-    begin an epoch beyond this number; 0: it never ends. Samples are mixed in blocks of :attr:`block` samples. At the
-    end of every block, the number of samples that a stream has given so far is its share by weight, to within one
-    sample. ``legs``: parts of the order that have mixtures of their own, in which shares may also move
+    A sample is a row of a stream. Samples are mixed in blocks of :attr:`block` samples: at the end of every block, each
+    stream has given its share of all samples so far, to within one sample.
+
+    ``seed``: seed of the mixing. ``epochs``: the order ends before any stream would begin an epoch beyond this number;
+    0: it never ends. ``legs``: parts of the order with mixtures of their own, whose shares may also change
     (:mod:`weft.data.mix_plan`); empty: the whole order is mixed by ``weights``.
     """
 
@@ -366,9 +366,10 @@ class Order:
         return source, index
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return ``(stream, index)``: the stream that holds global sample ``sample``, and the index of its row there.
+        """Return ``(stream, index)`` for a global sample: the number of its stream, and the index of its row in the
+        stream.
 
-        ``stream``: a number in the order of :attr:`streams`.
+        Streams are numbered in the order of :attr:`streams`.
         """
         if len(self.streams) == 1:  # saves the shuffle
             return 0, sample

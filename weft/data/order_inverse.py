@@ -120,7 +120,7 @@ def samples_of_document(
 
 
 def documents_of_sample(order: Order, sample: int) -> list[DocumentInSample]:
-    """Return the documents that a sample has tokens of, in the order in which they stand in its row."""
+    """Return the documents of which a sample has tokens, in the order of their tokens in the row."""
     number, index = order.locate(sample)
     stream = order.streams[number]
     epoch, row = divmod(index, stream.rows)

@@ -133,9 +133,10 @@ def read_pictures(
 
 
 def lone_captions(place: Path, endings: Sequence[str]) -> tuple[str, ...]:
-    """Return a line about the ``.txt`` files at ``place``, a folder or archive, beside which there is no image.
+    """Return a line about ``.txt`` files at ``place``, a folder or archive, that have no image beside them.
 
-    ``endings``: endings of files that a caption is of. The line is a tuple of one, or of none if there is no such file.
+    ``endings``: endings of image files. The result is a tuple with the line, or an empty tuple if there is no such
+    file.
     """
     if place.is_dir():
         names = [file.relative_to(place).as_posix() for file in place.rglob("*")]

@@ -17,21 +17,22 @@ from weft.recipe import PolicyLoss
 
 @dataclass(frozen=True)
 class PolicySample:
-    """A prompt and its sampled answer, or a conversation of several turns, with the numbers of each of its tokens.
+    """A prompt and its sampled answer, or a conversation of several turns, with numbers for each token.
 
     All arrays have an entry for each token of prompt and answer. Only entries where ``learns`` is true are read.
 
     Attributes:
         ``ids``: token ids of prompt and answer, int64 ``[n]``.
-        ``learns``: which tokens the policy has written, bool ``[n]``; not the first one, which nothing precedes.
+        ``learns``: whether the policy has written the token, bool ``[n]``; False for the first token, because no token
+            precedes it.
         ``advantage``: advantage of each token, float64 ``[n]``.
-        ``sampler``: log-probability with which each token was sampled, float64 ``[n]``; None: unknown, so that nothing
-            is corrected.
+        ``sampler``: log-probability with which each token was sampled, float64 ``[n]``; None: unknown, so that the loss
+            is not corrected for it.
         ``old``: log-probabilities under the policy before the first update with this sample, float64 ``[n]``; None: the
             sample is used for one update only.
         ``reference``: log-probabilities under the reference model, float64 ``[n]``; None: not computed.
-        ``returns``: what a critic should predict at each token, float64 ``[n]``; None: there is no critic.
-        ``values``: what the critic predicted at sampling, float64 ``[n]``; None: there is no critic.
+        ``returns``: target of the critic's prediction at each token, float64 ``[n]``; None: there is no critic.
+        ``values``: the critic's prediction at sampling, float64 ``[n]``; None: there is no critic.
     """
 
     ids: np.ndarray

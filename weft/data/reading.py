@@ -106,9 +106,9 @@ def file_state(file: Path) -> tuple[int, int]:
 
 
 def kind_by_content(file: Path) -> str | None:
-    """Detect what a file is by its first bytes, and return this as a clause for an error message.
+    """Detect the format of a file by its first bytes, and return a clause about it for an error message.
 
-    Returns None if the file seems to be text, or if its suffix already says what it is.
+    Returns None if the file seems to be text, or if its suffix already tells this format.
     """
     if file.suffix.lower() in (".parquet", ".arrow", *PACKED):
         return None

@@ -389,9 +389,7 @@ class SampleLedger:
         return [row for row in rows if row is not None]
 
     def repetitions(self) -> Counter[int]:
-        """Return how many samples were drawn how often: the number of samples for each number of draws, 0 for undrawn
-        samples.
-        """
+        """Return the number of samples by how often they were drawn so far; 0 stands for samples not drawn yet."""
         undrawn = sum(not s.drawn for samples in self._groups.values() for s in samples)
         return self.times + Counter({0: undrawn})
 

@@ -45,7 +45,7 @@ class SourcePiece:
 
     @staticmethod
     def parsed(values: dict[str, Any]) -> SourcePiece:
-        """Build a piece from the JSON object into which ``dataclasses.asdict`` has converted it."""
+        """Build a piece from ``values``, the JSON object into which ``dataclasses.asdict`` has converted it."""
         part = values["part"] and FilePart(*values["part"])
         stamps = tuple(FileStamp(*stamp) for stamp in values["stamps"])
         return SourcePiece(stamps, part, values["size"])

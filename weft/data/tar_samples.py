@@ -34,11 +34,13 @@ class _Counted:
 def read_samples_of_tar(
     file: Path, wrong: Callable[[WeftError], None] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield pairs of number (from 1) and record of the samples in a tar file, which may be compressed.
+    """Yield ``(number, record)`` of the samples in a tar file, which may be compressed, with numbers from 1.
 
-    A record has the sample's name as "__key__", the texts of members such as ``a.txt`` under their endings, the first
-    of them also as "text", and the fields of an object in ``a.json``. Other members are None under their endings. For a
-    sample with invalid text or JSON ``wrong`` is called with the error; without ``wrong`` it is raised. Raises
+    A sample consists of the members with the same name and different endings. Its record has the name as "__key__". The
+    text of a member such as ``a.txt`` is stored under its ending, and the first text also as "text". The fields of an
+    object in ``a.json`` are added. Other members are None under their endings.
+
+    For a sample with invalid text or JSON, ``wrong`` is called with the error; without ``wrong`` it is raised. Raises
     :class:`WeftError` if the file is damaged or ends too early.
     """
     with open_file(file) as raw:

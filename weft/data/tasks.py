@@ -251,7 +251,7 @@ class OpenTask:
 
 
 def open_task(task: Task, tokenizer: Tokenizer, name: str) -> OpenTask:
-    """Read and tokenize the questions of a task. ``name``: what errors call the tokenizer's model."""
+    """Read and tokenize the questions of a task. ``name``: name of the tokenizer's model in errors."""
     questions = read_questions(task.path, task.limit)
     encoder = own_encoder(tokenizer, name, "last") if task.chat else None
     texts = tuple(question_texts(q, tokenizer, encoder) for q in questions)
@@ -261,7 +261,7 @@ def open_task(task: Task, tokenizer: Tokenizer, name: str) -> OpenTask:
 def open_tasks(
     tasks: Sequence[Task], tokenizer: Tokenizer, name: str
 ) -> tuple[OpenTask, ...]:
-    """Open the tasks of a recipe. ``name``: what errors call the tokenizer's model.
+    """Read and tokenize the questions of the tasks of a recipe. ``name``: name of the tokenizer's model in errors.
 
     Raises :class:`WeftError` if two tasks share a name.
     """

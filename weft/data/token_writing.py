@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 class DocumentPlaces:
     """Files and lines of documents, by which :mod:`weft.data.document_names` finds them.
 
-    ``files``: index of each file by its path. ``lines``: index of the file and line of each document, one behind
-    another.
+    ``files``: index of each file by its path. ``lines``: for each document in order, the index of its file and its
+    line, as one flat list.
     """
 
     files: dict[str, int] = field(default_factory=dict)
     lines: array[int] = field(default_factory=lambda: array("q"))
 
     def add(self, file: str, line: int) -> None:
-        """Add a document."""
+        """Append the place of the next document: its path ``file``, and its ``line`` or record number in it."""
         self.lines.extend((self.files.setdefault(file, len(self.files)), line))
 
     def write(self, folder: Path, numbers: Sequence[int]) -> None:
@@ -82,7 +82,8 @@ def write_meta(
 ) -> None:
     """Write ``meta.json`` of a folder of token files that has ``count`` tokens with the digest ``content``.
 
-    ``name``: what errors call the source. Raises :class:`WeftError` if ``count`` is 0.
+    ``vocab``, ``eos``: number of ids of the tokenizer, and id that ends documents. ``name``: name of the source in
+    errors. Raises :class:`WeftError` if ``count`` is 0.
     """
     if not count:
         raise WeftError(

@@ -140,9 +140,9 @@ def _tokenized(
 def cut_into_pieces(
     files: Sequence[FileStamp], joined: JoinedPieces
 ) -> Iterator[SourcePiece]:
-    """Cut the files of a source into pieces, in their order.
+    """Cut the files of a source into pieces, and yield the pieces in their order.
 
-    Where a piece of JSON Lines ends is found by reading the file. ``joined``: pieces whose ends are known already.
+    The end of a piece of JSON Lines is found by reading the file, unless ``joined`` knows it already.
     """
     group: list[FileStamp] = []
     for stamp in files:
@@ -209,9 +209,10 @@ def write_piece(
     tokenizer: Tokenizer,
     opening: Sequence[int],
 ) -> None:
-    """Tokenize ``piece`` into a folder below ``folder``, which appears when it is complete.
+    """Tokenize ``piece`` into a folder below ``folder``, which appears only when it is complete.
 
-    Raises :class:`WeftError` if a file cannot be read, or has changed since the piece was planned.
+    ``opening``: ids that begin every document. Raises :class:`WeftError` if a file cannot be read, or has changed since
+    the piece was planned.
     """
     out = folder / "waiting" / piece.name
     making = out.with_suffix(f".{os.getpid()}")

@@ -70,7 +70,7 @@ class Tokens:
     folder: Path | None = None
 
     def place(self, document: int) -> str:
-        """Return where a document comes from, for errors: its file and line if they are known, else its number."""
+        """Return the origin of a document for errors: its file and line if they are known, else its number."""
         if self.lines is None:
             return f"document {document}"
         file, line = self.lines[document].tolist()

@@ -120,7 +120,10 @@ class Denoiser:
         return self.model.conditioned(signals)
 
     def final(self, x: T, signals: Signals) -> T:
-        """Return the prediction ``[batch, channels, (frames,) height, width]`` from ``x``, the last block's output."""
+        """Return the prediction ``[batch, channels, (frames,) height, width]`` from ``x``, the last block's output.
+
+        ``signals``: the conditioning inputs from :meth:`signals`.
+        """
         return unpatchify(self.model.ended(x, signals), self.settings)
 
 

@@ -82,7 +82,10 @@ class PatchDenoiser:
         return PreparedTokens(signals, places)
 
     def embed(self, latents: T, prepared: PreparedTokens) -> T:
-        """Return the first layer's input for ``latents`` ``[samples, tokens, values]``."""
+        """Return the first layer's input for ``latents`` ``[samples, tokens, values]``.
+
+        ``prepared``: shared inputs of these tokens, from :meth:`prepare`.
+        """
         positions = prepared.places.expand(len(latents), -1)
         hidden = self.denoiser.model.embedded(latents, positions)
         return torch.cat([hidden] * self.copies)
@@ -90,9 +93,9 @@ class PatchDenoiser:
     def layer(
         self, index: int, hidden: T, prepared: PreparedTokens, attend: Attend
     ) -> T:
-        """Return the output of layer ``index`` for ``hidden``.
+        """Return the output of layer ``index`` for ``hidden``. The layer calls ``attend`` once, for its self-attention.
 
-        The layer calls ``attend`` once, for its self-attention.
+        ``prepared``: shared inputs of the tokens, from :meth:`prepare`.
         """
 
         def with_keys(_: int, q: T, k: T, v: T) -> T:
@@ -101,7 +104,10 @@ class PatchDenoiser:
         return self.denoiser.blocks[index](hidden, prepared.signals, with_keys)
 
     def final(self, hidden: T, prepared: PreparedTokens) -> T:
-        """Return the prediction ``[samples, tokens, values]``, with classifier-free guidance applied."""
+        """Return the prediction ``[samples, tokens, values]`` from the last layer's output ``hidden``.
+
+        Classifier-free guidance is applied. ``prepared``: shared inputs of the tokens, from :meth:`prepare`.
+        """
         predicted = self.denoiser.model.ended(hidden, prepared.signals)
         pair: tuple[T, ...] = ()
         if self.half is not None:

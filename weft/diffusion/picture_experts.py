@@ -36,10 +36,10 @@ SHARED = {
 def check_joinable(
     name: str, settings: DiffusionSettings, first: str, of_first: DiffusionSettings
 ) -> None:
-    """Raise :class:`UsageError` if the predictions of two models with these settings cannot be combined.
+    """Raise :class:`UsageError` if the predictions of two models cannot be combined.
 
-    ``name``, ``first``: names of the models for the error. The models may differ in patches, positions and everything
-    inside.
+    ``name``, ``settings``: name and settings of one model. ``first``, ``of_first``: name and settings of the other.
+    They may differ in patches, positions and everything inside the model.
     """
     for setting, words in SHARED.items():
         own, other = getattr(settings, setting), getattr(of_first, setting)

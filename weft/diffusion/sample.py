@@ -103,7 +103,11 @@ class Picture:
 def begun_picture(
     process: NoiseProcess, solver: Solver, steps: int, noise: T, condition: T, guidance: float = 1.0
 ) -> Picture:  # fmt: skip
-    """Begin to sample a picture from ``noise``, which has the shape of an image, in ``steps`` steps of ``solver``."""
+    """Begin to sample a picture from ``noise``, which has the shape of an image, in ``steps`` steps of ``solver``.
+
+    ``process``: noise process of the model. ``condition``: number of a class, or text states. ``guidance``: scale of
+    classifier-free guidance; 1: none.
+    """
     times = sample_times(process, steps)
     picture = Picture(condition, solver(process, times, noise[None]), guidance=guidance)
     picture.advance(None)

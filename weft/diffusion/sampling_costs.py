@@ -18,9 +18,9 @@ class DenoiserSizes:
     Attributes:
         ``width``: width of the model.
         ``ffn``: width of its feed-forward.
-        ``values``: values of a token.
-        ``rows``: rows of a batch: samples, twice as many with guidance.
-        ``text``: tokens of the text that cross-attention reads; 0: there is none.
+        ``values``: number of values of a token.
+        ``rows``: number of rows of a batch: the samples, or twice as many with guidance.
+        ``text``: number of text tokens that cross-attention reads; 0 without cross-attention.
         ``bytes``: bytes per element of an activation.
     """
 

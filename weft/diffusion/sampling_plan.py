@@ -120,10 +120,11 @@ def exchanged_bytes(sampling: TableSampling) -> float:
 
 
 def exchange_seconds(sampling: TableSampling, device: SamplingDevice) -> float:
-    """Return the seconds that a rank waits for predictions of the other half, in all steps.
+    """Return the seconds that a rank waits, over all steps, for predictions of the ranks with the other half of
+    guidance.
 
-    Each waits for them before it can update its latents. The ranks of a half send at the same time, each what it has
-    predicted.
+    In each step a rank needs them before it can update its latents. The ranks of a half send at the same time, each its
+    own predictions.
     """
     last = [r for r in sampling.runnable.source.rows if r.layers.end == sampling.runnable.source.layers]  # fmt: skip
     senders = len({row.rank for row in last})

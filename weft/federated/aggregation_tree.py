@@ -110,8 +110,8 @@ class TreeAggregator:
 class AggregationTree:
     """Computes weighted sums of updates by a tree of partial sums, in this process.
 
-    It takes the place of :func:`weft.federated.weighted_sum.weighted_sum`. ``fan_in``: number of updates, or of sums,
-    that a node adds up.
+    It is called like :func:`weft.federated.weighted_sum.weighted_sum`. ``fan_in``: number of updates, or of sums, that
+    a node adds up.
     """
 
     def __init__(self, fan_in: int) -> None:

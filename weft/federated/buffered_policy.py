@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class BufferedPolicy(FederationPolicy):
     """Base class of asynchronous policies, which change the model after any ``size`` updates.
 
-    A client goes on with the newest model as soon as it has sent its update. A change sums ``size`` updates. Without
-    correction an update of client ``i`` counts ``N p_i / size``, with ``N`` clients and their shares ``p_i``, so that
-    fast clients count more than their share. Corrected (``unbiased``) it counts ``p_i / f_i``, where ``f_i`` is the
-    number of the client's updates so far per change: then the mean weight of each client is its share (Fraboni et al.
-    2023). Stale updates are discounted.
+    A client continues with the newest model as soon as it has sent its update. A change sums ``size`` updates. Without
+    correction, the weight of an update of client ``i`` is ``N p_i / size``, with ``N`` clients and their shares
+    ``p_i``; fast clients then count more than their share. With correction (``unbiased``) the weight is ``p_i / f_i``,
+    where ``f_i`` is the client's mean number of updates per change so far. The mean weight of each client is then its
+    share (Fraboni et al. 2023). Stale updates are discounted.
     """
 
     size = 1

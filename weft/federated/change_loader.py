@@ -31,7 +31,7 @@ class ChangeOfStep:
     """Input of a step of the server, in the place of a batch: a change of the model.
 
     Attributes:
-        ``difference``: what to add to the parameters, on the first rank.
+        ``difference``: tensors to add to the parameters, by name; only on the first rank.
         ``loss``: mean loss of the clients' steps.
         ``norm``: norm of the difference.
     """

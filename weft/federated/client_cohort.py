@@ -69,4 +69,4 @@ class ClientCohort(Protocol):
         """Return the state that clients keep between local steps, as tensors and plain values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the state between local steps that :meth:`state_dict` returned."""

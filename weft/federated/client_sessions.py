@@ -52,7 +52,7 @@ class ClientSession:
     )
 
     def send(self, head: Head, views: Sequence[memoryview] = ()) -> None:
-        """Queue a frame for the client, and return at once."""
+        """Queue a frame for the client, and return at once. ``head``: its JSON values. ``views``: its payload."""
         self._outbox.put((head, views))
 
     def close(self, patience: float = DRAIN_S) -> None:

@@ -23,7 +23,7 @@ class CohortShare:
     Attributes:
         ``cohort``: name of the sum, new for every sum.
         ``members``: the public key of each client of the cohort, by the client's name.
-        ``share``: the factor with which this client's difference stands in the sum.
+        ``share``: the factor of this client's difference in the sum.
     """
 
     cohort: str
@@ -69,11 +69,11 @@ class WorkAnswer:
         ``order``: the work order.
         ``difference``: the client's parameters minus those that it was sent.
         ``steps``: number of local steps taken.
-        ``seconds``: their duration as the client measured it.
-        ``rates``: sum of their learning rates.
+        ``seconds``: duration of the steps as the client measured it.
+        ``rates``: sum of the steps' learning rates.
         ``loss``: mean loss of the steps.
         ``samples``: number of samples that the client holds.
-        ``extra``: further differences by name, such as that of the client's control variate.
+        ``extra``: further differences by name, such as the change of the client's control variate.
     """
 
     order: WorkOrder
@@ -134,7 +134,7 @@ class PresentWork:
         ``correction``: vector added to the gradient of each learning parameter of this rank.
         ``mean_gradient``: the sum so far of the order's gradients, by parameter; empty without control variates.
         ``losses``: the losses of the order's steps.
-        ``context``: what the phases of the run's steps work on; None before the step is built.
+        ``context``: objects that the phases of the run's steps share; None before the step is built.
         ``before_change``: function to call before parameters are changed; it waits until that is safe.
     """
 

@@ -13,10 +13,10 @@ from weft.federated.weighted_sum import weighted_sum
 class CorrectedRounds(RoundPolicy):
     """Base class of round policies that correct clients' gradients with vectors sent along with the model.
 
-    The direction ``g`` is the mean gradient that the last round has followed: ``sum_i w_i (x - x_i)`` divided by the
-    sum of the learning rates of a client's steps. The control variate ``c`` is the mean of the clients' own ones,
-    weighted by their shares among all clients. A client corrects its gradients as ``client_step`` says
-    (:class:`weft.federated.policy.ClientStep`).
+    There are two vectors. The direction ``g`` is the mean gradient of the last round: ``sum_i w_i (x - x_i)``, divided
+    by the sum of the learning rates of a client's steps. The control variate ``c`` is the mean of the clients' own
+    control variates, weighted by their shares among all clients. :class:`weft.federated.policy.ClientStep` defines the
+    correction.
     """
 
     def __init__(self, settings: Any) -> None:

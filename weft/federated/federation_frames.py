@@ -111,10 +111,10 @@ def read_order(
     name: str,
     before: Mapping[str, T],
 ) -> WorkOrder:
-    """Return the work order in a frame. ``before``: the client's model, to which a sent change is added.
+    """Return the work order in a frame. ``head``, ``payload``: JSON values and bytes of the frame.
 
-    ``name``: the client's name, from which the seed of the compressor follows. Raises :class:`WeftError` for a
-    malformed frame.
+    ``forms``: encodings of tensors. ``name``: the client's name, from which the seed of the compressor follows.
+    ``before``: the client's model, to which a sent change is added. Raises :class:`WeftError` for a malformed frame.
     """
     version = whole_number(head, "version")
     base = text_under(head, "base", ("whole", "change"))
@@ -218,7 +218,10 @@ def _first(
 
 
 def whole_number(head: Mapping[str, Any], key: str) -> int:
-    """Return the value of ``key``, a whole number from 0. Raises :class:`WeftError` for any other value."""
+    """Return the whole number, at least 0, under ``key`` in a frame's ``head``.
+
+    Raises :class:`WeftError` for other values.
+    """
     value = head.get(key)
     if type(value) is not int or not 0 <= value < 2**53:
         raise WeftError(f"{key} = {str(value)[:40]!r} is no whole number")
@@ -226,7 +229,10 @@ def whole_number(head: Mapping[str, Any], key: str) -> int:
 
 
 def number_under(head: Mapping[str, Any], key: str) -> float:
-    """Return the value of ``key``, a finite number from 0. Raises :class:`WeftError` for any other value."""
+    """Return the finite number, at least 0, under ``key`` in a frame's ``head``.
+
+    Raises :class:`WeftError` for other values.
+    """
     value: Any = head.get(key)
     if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
         raise WeftError(f"{key} = {str(value)[:40]!r} is no number from 0")
@@ -234,7 +240,10 @@ def number_under(head: Mapping[str, Any], key: str) -> float:
 
 
 def text_under(head: Mapping[str, Any], key: str, choices: Sequence[str] = ()) -> str:
-    """Return the value of ``key``, a text among ``choices``, or any if empty. Raises :class:`WeftError` otherwise."""
+    """Return the text under ``key`` in a frame's ``head``.
+
+    ``choices``: allowed texts; empty: any. Raises :class:`WeftError` for other values.
+    """
     value = head.get(key)
     if not isinstance(value, str) or (choices and value not in choices):
         raise WeftError(f"{key} = {str(value)[:40]!r} is not what it can be")
@@ -242,7 +251,10 @@ def text_under(head: Mapping[str, Any], key: str, choices: Sequence[str] = ()) -
 
 
 def names_of(head: Mapping[str, Any], key: str, choices: Sequence[str]) -> list[str]:
-    """Return the value of ``key``, a list of different names among ``choices``. Raises :class:`WeftError` otherwise."""
+    """Return the list of different names under ``key`` in a frame's ``head``.
+
+    ``choices``: allowed names. Raises :class:`WeftError` for other values.
+    """
     value = head.get(key)
     if (
         not isinstance(value, list)

@@ -38,7 +38,10 @@ class DrawnCurve(NamedTuple):
 
 
 class WorkBar(NamedTuple):
-    """A bar in a client's lane, for one work order: its start, width, staleness class (0 to 3), and tooltip."""
+    """A bar in a client's lane of the page, for one work order.
+
+    It has a start and a width on the page, a class of staleness (0 to 3, by which it is coloured), and a tooltip.
+    """
 
     x: float
     width: float

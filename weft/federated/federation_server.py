@@ -215,7 +215,11 @@ class FederationServer:
         return None
 
     def end(self, why: str, parameters: Named | None = None) -> None:
-        """Tell all clients that the run has ended, send the final model if there is one, and disconnect them."""
+        """Tell all clients that the run has ended, and disconnect them.
+
+        ``why``: a line about the end. ``parameters``: the final model, which is sent to the clients; None: it is not
+        sent.
+        """
         views: Sequence[memoryview] = ()
         if parameters:
             views = self.forms.whole.packed(parameters, 0).views

@@ -71,8 +71,16 @@ def invert_update(
 ) -> DummyData:  # fmt: skip
     """Find synthetic samples on which ``steps`` local steps from ``start`` give nearly ``difference``.
 
-    This is gradient inversion: Adam minimises the L1 distance to ``difference``. ``low``, ``high``: limits of the
-    samples' values.
+    This is gradient inversion: Adam minimises the L1 distance to ``difference``.
+
+    Arguments:
+        ``net``: the model, a function of its parameters.
+        ``start``: the parameters before the steps, by name.
+        ``rate``: learning rate of the steps.
+        ``low``, ``high``: limits of the samples' values.
+        ``iterations``: number of steps of Adam.
+        ``dummies``: number of synthetic samples.
+        ``seed``: seed of their initial values.
     """
     draw = torch.Generator().manual_seed(seed)
     first = next(iter(start.values()))
@@ -157,7 +165,10 @@ class FreshUpdates:
     def refreshed(
         self, update: ClientUpdate, staleness: int, parameters: Mapping[str, T]
     ) -> ClientUpdate:
-        """Return an estimate of ``update`` for the model ``parameters``, or ``update`` itself if it is fresh enough."""
+        """Return an estimate of ``update`` for the model ``parameters``, or ``update`` itself if it is fresh enough.
+
+        ``staleness``: number of changes of the model since the one with which the client began.
+        """
         self._judge(update)
         if staleness < max(1, self._after) or update.client in self.given_up:
             return update
@@ -212,7 +223,7 @@ class FreshUpdates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         self._models = {version: dict(model) for version, model in state["models"]}
         self._estimated = {
             client: EstimatedUpdate(*values)

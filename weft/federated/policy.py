@@ -37,7 +37,7 @@ class ClientUpdate:
         ``difference``: the client's parameters minus those with which it began.
         ``seconds``: duration of the work as the client measured it.
         ``rates``: sum of the learning rates of all local steps; 0 if the client does not know it.
-        ``extra``: further differences by name, such as that of the client's control variate (``"control"``).
+        ``extra``: further differences by name, such as the change of the client's control variate (``"control"``).
     """
 
     client: str
@@ -118,7 +118,8 @@ class FederationPolicy:
 
     A policy implements :meth:`received` and :meth:`starts`, and :meth:`time_up` if it acts at certain times. This class
     keeps track of the clients that are present and of the work of each. It drops updates that are not expected: a
-    second answer, a forged version, or an answer to work that was given up.
+    second answer, a forged version, or an answer to work that was given up. The argument ``now`` of all methods is the
+    time in seconds since the run began.
 
     Attributes:
         ``settings``: the recipe's section ``[federated]``.
@@ -224,7 +225,10 @@ class FederationPolicy:
     def received(
         self, update: ClientUpdate, staleness: int, now: float
     ) -> ModelChange | None:
-        """Process an expected update. Returns the change of the model that it completes, or None."""
+        """Process an expected update. Returns the change of the model that it completes, or None.
+
+        ``staleness``: number of changes of the server's model since the one with which the client began.
+        """
         raise NotImplementedError
 
     def starts(self, now: float) -> Sequence[AssignedWork]:
@@ -294,7 +298,10 @@ class FederationPolicy:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned. The caller then calls :meth:`leave` for clients that are gone."""
+        """Restore the state that :meth:`state_dict` returned.
+
+        The caller then calls :meth:`leave` for clients that are gone.
+        """
         self.version = state["version"]
         self._first_join = state["first_join"]
         self._begun = state["begun"]
@@ -302,11 +309,11 @@ class FederationPolicy:
         self.load_own_state(state["own"])
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state that this subclass adds to that of the base class."""
+        """Return the part of the policy's state that this subclass adds to the state of the base class."""
         return {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`own_state` returned."""
+        """Restore the state that :meth:`own_state` returned."""
 
     def _counted(self, change: ModelChange | None) -> ModelChange | None:
         self.version += change is not None

@@ -46,7 +46,7 @@ class SecureCohort:
         self.lost.add(client)
 
     def to_ask(self) -> list[tuple[str, str]]:
-        """Return the pairs (client, lost client) whose seeds are still to be requested, and mark them as asked."""
+        """Return the pairs (client, lost client) whose seeds were not requested yet, and mark them as requested."""
         pairs = [
             (client, lost)
             for client in self.keys

@@ -80,10 +80,10 @@ def mask_of(seed: bytes, count: int) -> T:
 
 
 def rounded_integers(values: T, clients: int) -> T:
-    """Return ``values`` as int64 multiples of 2^-40, flat.
+    """Round ``values`` to multiples of 2^-40, and return the multiples as a flat int64 tensor.
 
     ``clients``: number of tensors in the sum. Raises :class:`WeftError` if an element is not finite, or so large that
-    the sum of so many could wrap around.
+    the sum of so many tensors could wrap around.
     """
     wide = values.detach().flatten().to("cpu", torch.float64)
     most = 2.0 ** (WORD - 1 - FRACTION) / clients
@@ -126,8 +126,8 @@ class ToldSeed:
 def unmasked_sum(arrived: Mapping[str, T], revealed: Iterable[ToldSeed] = ()) -> T:
     """Return the sum of the tensors of all clients in ``arrived``, float64 and flat.
 
-    ``arrived``: the masked integers of each client whose update counts, by name. ``revealed``: for each of these
-    clients and each lost client of the cohort, the seed of this pair. If a seed is missing, the result is noise.
+    ``arrived``: the masked integers of each client that has answered, by name. ``revealed``: the seed of each pair of
+    such a client and a lost client of the cohort. If a seed is missing, the result is noise.
     """
     total = sum(arrived.values(), torch.zeros((), dtype=torch.int64))
     for pair in revealed:

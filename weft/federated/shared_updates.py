@@ -90,9 +90,9 @@ def slot_tensors(
 class SharedUpdates:
     """Computes weighted sums of updates by an aggregator in a process of its own, which reads them in shared memory.
 
-    It takes the place of :func:`weft.federated.weighted_sum.weighted_sum`. ``fan_in``: number of updates, or of sums,
-    that a node of the aggregation tree adds up, at least 3. Waiting updates and the sums of a tree of three levels
-    together take the memory of at most ``fan_in + 1`` updates.
+    It is called like :func:`weft.federated.weighted_sum.weighted_sum`. ``fan_in``: number of updates, or of sums, that
+    a node of the aggregation tree adds up, at least 3. Waiting updates and the sums of a tree of three levels together
+    take the memory of at most ``fan_in + 1`` updates.
     """
 
     def __init__(self, fan_in: int) -> None:
@@ -124,7 +124,10 @@ class SharedUpdates:
         return self.finished()
 
     def add(self, update: Tensors, weight: float) -> None:
-        """Write an update into shared memory for the aggregator to add. Waits for a free slot."""
+        """Write an update into shared memory for the aggregator to add, multiplied by ``weight``.
+
+        Waits for a free slot.
+        """
         self._start(update)
         assert self._memory is not None and self._form is not None
         slot = self._waiting

@@ -43,5 +43,5 @@ class SimulatedSpeeds:
         return dict(self._works)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         self._works = dict(state)

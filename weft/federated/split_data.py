@@ -47,11 +47,17 @@ def split_data(
 ) -> list[ClientShare]:  # fmt: skip
     """Divide the samples at ``path`` among ``clients`` clients, and write a file for each into the folder ``out``.
 
-    ``path``: "sklearn:NAME" or an .npz file of labelled arrays, from which clients get .npz files; or a .jsonl file of
-    records or a folder of texts, from which clients get .jsonl files. ``kind``: as in ``federated.partition``.
-    ``label``, ``group``: fields of a record that name its class and its group; the group "folder" of a text is the
-    folder that it is in. Returns the share of each client. Raises :class:`UsageError` or :class:`WeftError` if the data
-    cannot be read or divided.
+    Returns the share of each client.
+
+    Arguments:
+        ``path``: "sklearn:NAME" or an .npz file of labelled arrays, from which clients get .npz files; or a .jsonl file
+            of records or a folder of texts, from which clients get .jsonl files.
+        ``kind``: how samples are divided, as in ``federated.partition``.
+        ``label``, ``group``: fields of a record that name its class and its group. The group "folder" of a text is the
+            folder that it is in.
+        ``alpha``, ``classes``: see :func:`weft.federated.client_partition.draw_partition`.
+
+    Raises :class:`UsageError` or :class:`WeftError` if the data cannot be read or divided.
     """
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"--out {out} is not empty; name another folder")

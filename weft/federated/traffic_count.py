@@ -35,7 +35,10 @@ class TrafficCount:
     def count(
         self, events: Iterable[FederationEvent], policy: FederationPolicy
     ) -> None:
-        """Add the bytes that were sent for ``events``."""
+        """Add the bytes that were sent for ``events``.
+
+        ``policy``: tells which further vectors are sent with the model.
+        """
         for event in events:
             bytes_sent = 0
             if event.kind == "start":
@@ -54,6 +57,6 @@ class TrafficCount:
         return {"down": self.down, "up": self.up, "by_client": dict(self.by_client)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         self.down, self.up = state["down"], state["up"]  # type: ignore[assignment]
         self.by_client = dict(state["by_client"])  # type: ignore[call-overload]

@@ -201,7 +201,7 @@ class VirtualClock:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         from weft.federated.client_cohort import LocalResult
 
         self.parameters = dict(state["parameters"])

@@ -106,7 +106,7 @@ class SimulatedFederation:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
         self.clock.load_state_dict(state["clock"])
         self.speeds.load_state_dict(state["speeds"])
         self.traffic.load_state_dict(state["traffic"])

@@ -45,13 +45,13 @@ class WorkLoader:
     """Loader of a client's samples. Between two work orders it sends the update and receives the next model.
 
     Attributes:
-        ``source``: brings work orders from the server; used on the first rank alone.
+        ``source``: receives work orders from the server; used on the first rank only.
         ``plain``: the loader of the client's own data.
-        ``state``, ``mesh``: what this rank holds, and its position among the ranks of the client.
-        ``present``: the work order at hand, with its results so far.
+        ``state``, ``mesh``: this rank's part of the model, and its position among the ranks of the client.
+        ``present``: the current work order, with its results so far.
         ``shapes``: the shape of each learning parameter.
         ``samples``: number of samples that the client holds.
-        ``batch``: samples of a step.
+        ``batch``: number of samples of a step.
         ``stride``: number of samples between the first samples of successive versions.
         ``rate``: function that returns the learning rate of steps on a version of the model.
         ``recorder``: writes the run's records.

@@ -35,7 +35,7 @@ class ScoredAnswer:
         ``old``: log-probabilities under the policy before the update, float64; None: not computed.
         ``reference``: log-probabilities under the reference model, float64; None: not computed.
         ``values``: the critic's prediction before each token was written, float64; None: there is no critic.
-        ``token_rewards``: rewards of single tokens, such as those at the ends of turns, float64; None: there are none.
+        ``token_rewards``: rewards of single tokens, such as the last tokens of turns, float64; None: there are none.
     """
 
     reward: Reward
@@ -109,9 +109,9 @@ def token_advantages(
 ) -> list[list[TokenAdvantages]]:
     """Return the advantages of all tokens of the answers of a step, in the order of ``groups``.
 
-    ``groups``: the answers to each question. ``weights``: weight of each judge if answers have several rewards; empty:
-    all 1. Where the settings subtract the divergence from the reference model from rewards, this is done here. Raises
-    :class:`WeftError` if an answer lacks what the settings need.
+    If the settings subtract the divergence from the reference model from rewards, this function does so. ``groups``:
+    the answers to each question. ``weights``: weight of each judge if answers have several rewards; empty: all 1.
+    Raises :class:`WeftError` if an answer lacks numbers that the settings need.
     """
     answers = [answer for group in groups for answer in group]
     penalties = [_penalty(answer, settings) for answer in answers]

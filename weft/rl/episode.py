@@ -27,10 +27,13 @@ class TurnEncoder(Protocol):
     """Interface of encoders from messages of a conversation to token ids."""
 
     def first(self, messages: Messages, tools: Messages) -> list[int]:
-        """Return the ids of the first messages, up to the beginning of the policy's turn."""
+        """Return the token ids of the first messages, up to the beginning of the policy's turn.
+
+        ``tools``: JSON schemas of the tools that the policy may call.
+        """
 
     def following(self, messages: Messages, last: int) -> list[int]:
-        """Return the ids of the messages after a turn of the policy, up to the beginning of its next turn.
+        """Return the token ids of ``messages`` after a turn of the policy, up to the beginning of its next turn.
 
         ``last``: the last token id of the policy's turn.
         """

@@ -209,7 +209,7 @@ def _no_values(name: str, logical: Logical, box: Box) -> T:
 
 
 class GenerationPlace(NamedTuple):
-    """The mesh of the ranks that generate together with this rank, and numbers of their group and of all groups."""
+    """Where a rank generates: the ``mesh`` of its group of ranks, number of its ``group``, and number of ``groups``."""
 
     mesh: Mesh
     group: int

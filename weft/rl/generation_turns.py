@@ -47,8 +47,9 @@ def open_turns(
 ) -> GenerationTurns:
     """Open the engine of this rank's group. All ranks of the group must call it.
 
-    ``tokens``: number of tokens that the engine's cache holds. ``limit``: largest number of answers that are written at
-    a time. ``alike``: whether log-probabilities equal those of training to the last bit.
+    ``generation``: the model that generates. ``tokens``: number of tokens that the engine's cache holds. ``limit``:
+    largest number of answers that are written at a time. ``alike``: whether log-probabilities equal those of training
+    to the last bit.
     """
     several = generation.mesh.layout.world > 1
     if several and not generation.leads:

@@ -74,7 +74,7 @@ class QuestionStream:
         return self._opened(number, task, index, held_out=False, level=level)
 
     def held_out(self, task: int, index: int) -> TaskQuestion:
-        """Return question ``index`` of those that the task with the index ``task`` keeps for evaluation."""
+        """Return held-out question ``index`` of task number ``task``, for evaluation."""
         return self._opened(index, task, index, held_out=True)
 
     def request(self, asked: TaskQuestion, answers: int, most: int) -> GroupRequest:

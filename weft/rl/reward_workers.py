@@ -62,9 +62,9 @@ def reward_workers(
 def task_words(
     settings: Task, seed: int = 0, modules: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return what another process needs to build the task of ``settings``, a table ``[[tasks]]``, as JSON values.
+    """Return JSON values from which another process can build the task of ``settings``, a table ``[[tasks]]``.
 
-    ``seed``: seed of the task's questions. ``modules``: plugins to load, those of the recipe.
+    ``seed``: seed of the task's questions. ``modules``: plugins to load, from the recipe.
     """
     values = settings.model_dump(mode="json", by_alias=True)
     return {"task": values, "seed": seed, "plugins": [*modules]}
@@ -121,11 +121,11 @@ class _Worker:
 
 
 class RewardWorkers:
-    """Processes that score answers by a task.
+    """Processes that score answers by a task. Use it as a context manager, or call :meth:`close`.
 
-    ``words``: the task, from :func:`task_words`. ``processes``: number of processes. ``seconds``: the longest time for
-    one answer. ``megabytes``: memory that a process may take beside what it has when its task is built. Use it as a
-    context manager, or call :meth:`close`.
+    ``words``: description of the task, from :func:`task_words`. ``processes``: number of processes. ``seconds``:
+    longest time for one answer. ``megabytes``: memory that a process may use, beyond what it uses once its task is
+    built.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class RlPhases(Job):
 
     @property
     def answers(self) -> int:
-        """Number of answers of a rollout phase."""
+        """Number of answers of a rollout phase, over all its questions."""
         return self.asked * self.rl.group
 
     @property
@@ -127,7 +127,7 @@ class RlPhases(Job):
         )
 
     def turn_limits(self, task: int) -> TurnLimits:
-        """Return the limits of answers in several turns to questions of the task with the index ``task``."""
+        """Return the limits of answers in several turns to questions of task number ``task``."""
         own = self.rewarded[task].own(RewardSettings)
         room = self.recipe.data.seq_len - self.rl.tokens
         return TurnLimits(own.turns, room, own.seconds)

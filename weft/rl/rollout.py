@@ -19,7 +19,7 @@ class RewardQuestion:
     Attributes:
         ``prompt``: the question, as a text or as messages of a conversation.
         ``answer``: a right answer, for supervised training; "" if none is known.
-        ``facts``: what the task needs to score an answer, as JSON values by name.
+        ``facts``: values that the task needs to score an answer, as JSON values by name.
     """
 
     prompt: str | Messages

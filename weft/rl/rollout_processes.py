@@ -50,10 +50,10 @@ def start_rollout_engines(
     say: Callable[[str], None],
     threads: int = 0,
 ) -> EngineProcesses:
-    """Start ``count`` engines that write rollouts for the run whose endpoint is ``endpoint``.
+    """Start ``count`` engines on this host that write rollouts for the run whose endpoint is ``endpoint``.
 
-    ``secret``: secret of the channel. ``threads``: threads of each engine; 0: an equal share of the cores. ``say``
-    prints a line. :meth:`EngineProcesses.await_joined` waits for them.
+    ``secret``: secret of the channel. ``say``: prints a line. ``threads``: threads of each engine; 0: an equal share of
+    the cores. The caller waits for the engines by :meth:`EngineProcesses.await_joined`.
     """
     host, port = endpoint.address
     words = {"": ["--checkpoint=policy:"]}

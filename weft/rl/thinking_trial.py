@@ -64,9 +64,14 @@ def try_questions(
 ) -> list[list[TriedText]]:  # fmt: skip
     """Let the model write ``texts`` texts for each question; return the length of each, and whether it is right.
 
-    ``most``: largest number of tokens of a text. ``share``: share of the keys that attention reads. ``shots``: text to
-    put before each question, such as solved questions; a text then ends with its first line. Raises :class:`UsageError`
-    for questions that are not plain texts.
+    Arguments:
+        ``task``: the task that scores the texts.
+        ``most``: largest number of tokens of a text.
+        ``share``: share of the keys that attention reads.
+        ``shots``: text to put before each question, such as solved questions; a text then ends with its first line.
+        ``temperature``: temperature of sampling.
+
+    Raises :class:`UsageError` for questions that are not plain texts.
     """
     engine = Engine(model, cache_policy=sparse_policy(share))
     asked = []

@@ -81,8 +81,8 @@ class Foreign:
 def naming(path: object, error: WeftError) -> WeftError:
     """Return an error whose message names ``path``.
 
-    This is ``error`` itself if its message has the path already, else a new :class:`WeftError` whose message begins
-    with the path.
+    It is ``error`` itself if its message contains the path already. Otherwise it is a new :class:`WeftError` whose
+    message begins with the path.
     """
     return error if str(path) in str(error) else WeftError(f"{path}: {error}")
 
@@ -103,7 +103,8 @@ def _config(path: Path, config: Path | None) -> Path:
 def shape_beside(path: Path, config: Path | None) -> ModelShape:
     """Read the shape of the model at ``path`` from the ``config.json`` in that folder or in the folder above it.
 
-    ``config``: the ``config.json``, if it lies elsewhere. Raises :class:`WeftError` if there is none.
+    ``config``: path of the ``config.json``, if it is elsewhere; None: it is in these folders. Raises :class:`WeftError`
+    if there is no such file.
     """
     return shape_from_config(_config(path, config))
 

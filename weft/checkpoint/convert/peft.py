@@ -309,9 +309,10 @@ def write_adapter(
 ) -> None:  # fmt: skip
     """Write an adapter in PEFT's format to the new folder ``folder``.
 
-    ``tensors``: parameters by Weft's names, of which those of the adapter are written; ``shape``: shape of the model
-    with the adapter; ``base``: name of the base model, or None; ``files``: contents of files by name, of which the
-    tokenizer's are written. Raises :class:`WeftError` for an adapter of a model that no other program computes.
+    ``tensors``: parameters by Weft's names; only the adapter's are written. ``shape``: shape of the model with the
+    adapter. ``base``: name of the base model, or None. ``files``: contents of files by name; only the tokenizer's are
+    written. Raises :class:`WeftError` if the model is one that only Weft can compute, so that PEFT cannot use the
+    adapter.
     """
     adapter = shape.adapter
     assert adapter is not None

@@ -43,10 +43,9 @@ def text_of(texts: Path) -> str:
 
 @torch.inference_mode()
 def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
-    """Return the experts to which a text's tokens are routed: an array ``[tokens, k]`` for each layer with experts.
+    """Return the experts that a text's tokens are routed to: an array ``[tokens, k]`` for each layer with experts.
 
-    ``model``: the model whose routers choose; ``ids``: the tokens of the text; ``k`` is the number of experts per
-    token.
+    ``model``: the model whose routers choose. ``ids``: token ids of the text. ``k`` is the number of experts per token.
     """
     chosen: dict[int, list[T]] = defaultdict(list)
 
@@ -111,10 +110,15 @@ def best_order(
     """Return an order of each layer's experts in which few tokens move between ranks, and a line about its effect.
 
     The order is a list of expert numbers for each layer. Cut into ``ranks`` equal runs, it gives the experts of each
-    rank. ``chosen``: the experts of each token, by layer (:func:`chosen_experts`); ``level``: how much an even load of
-    the ranks counts, compared with tokens that stay on their rank. With ``level`` 0 the loads do not count.
-    ``most_load``: if above 0, integer programs place the experts, and the load of a rank is at most this multiple of
-    the least possible one. Raises :class:`UsageError` if a layer has fewer experts than ranks.
+    rank.
+
+    Arguments:
+        ``chosen``: the experts of each token, by layer (:func:`chosen_experts`).
+        ``level``: weight of even loads of the ranks, relative to tokens that stay on their rank; 0: loads do not count.
+        ``most_load``: if above 0, integer programs place the experts, and the load of a rank is at most this multiple
+            of the least possible load.
+
+    Raises :class:`UsageError` if a layer has fewer experts than ranks.
     """
     counts = list(shape.mixtures.values())
     if ranks > min(counts):
@@ -145,8 +149,8 @@ def with_experts(
 ) -> dict[str, T]:
     """Return the parameters ``values`` (by name) with only the given experts of some layers, in the given order.
 
-    ``experts``: for each layer that is changed, the numbers of the experts to keep. Rows of the router and of the
-    experts' weights are selected alike.
+    ``experts``: for each layer that is changed, the numbers of the experts to keep. The same rows of the router are
+    selected.
     """
     reordered = dict(values)
     for layer, ids in experts.items():
@@ -164,14 +168,19 @@ def export_for_texts(
 ) -> str:  # fmt: skip
     """Export a Hugging Face model whose experts are selected, or reordered, for texts like those in the file ``texts``.
 
-    With ``keep`` only the ``keep`` experts of each layer that these texts choose most are exported. Otherwise all
-    experts are exported, in an order in which few tokens move between ``ranks`` ranks; a higher ``level`` gives the
-    ranks more even loads, and ``most_load`` limits them (:func:`best_order`). Adapters are merged.
+    With ``keep``, only the experts that these texts choose most are exported, ``keep`` for each layer. With ``ranks``,
+    all experts are exported, in an order in which few tokens move between so many ranks. Adapters are merged. Returns a
+    line of text about the effect.
 
-    ``checkpoint``: the model; ``out``: the new folder; ``warn``: called with a line for each damaged checkpoint that is
-    skipped; ``ema``: export the run's moving averages of the parameters; ``dtype``: type of the weights, by default
-    that of the model from which the run started. Returns a line of text about the effect. Raises :class:`UsageError`
-    unless exactly one of ``keep`` and ``ranks`` is given.
+    Arguments:
+        ``checkpoint``: address of the model.
+        ``out``: the new folder.
+        ``warn``: called with a line for each damaged checkpoint that is skipped.
+        ``ema``: export the run's moving averages of the parameters.
+        ``level``: how much even loads of the ranks count; ``most_load``: limit of the loads (:func:`best_order`).
+        ``dtype``: type of the weights; None: the type of the model from which the run started.
+
+    Raises :class:`UsageError` unless exactly one of ``keep`` and ``ranks`` is given.
     """
     check_new(out)
     if bool(keep) == bool(ranks):

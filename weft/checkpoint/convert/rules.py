@@ -274,10 +274,10 @@ def _unread(name: str) -> WeftError:
 def sources_by_name(
     stored: Mapping[str, Sequence[Shard]], averages: Sequence[str] = ()
 ) -> dict[str, TensorSource]:
-    """Return where a checkpoint of another program has each Weft tensor, by Weft's name.
+    """Return the source of each of Weft's tensors in a checkpoint of another program, by Weft's name.
 
-    ``stored``: shards of each stored tensor, by the other program's name. ``averages``: regular expressions for the
-    names of tensors of which every rank stored a different copy; the mean of the copies is used. Raises
+    ``stored``: shards of each stored tensor, by the other program's name. ``averages``: regular expressions for names
+    of tensors that every rank stored with other values, so that the mean of the copies is used. Raises
     :class:`WeftError` for an unknown tensor, two tensors with one Weft name, or a missing expert.
     """
     if any("pre_feedforward_layernorm" in name for name in stored):

@@ -58,7 +58,7 @@ def stored_shard(
 
 
 def blank_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised tensor in memory that NumPy allocates, which is reused as soon as it is freed.
+    """Return an uninitialised tensor in memory that NumPy allocates, because NumPy reuses freed memory at once.
 
     PyTorch allocates with posix_memalign, which does not reuse 16 MiB that have just been freed. A process that reads a
     tensor block by block would therefore grow by the size of the whole tensor.
@@ -137,7 +137,7 @@ def _line(error: Exception) -> str:
 
 
 class Inert:
-    """Placeholder for an object in a ``torch.save`` file whose class is not one of PyTorch's.
+    """Placeholder for an object in a ``torch.save`` file whose class does not belong to PyTorch.
 
     It holds the object's stored state, and none of its code runs.
     """

@@ -24,7 +24,7 @@ Render = Callable[
 
 @dataclass(frozen=True)
 class CallStyle:
-    """Form in which a chat template takes messages with tool calls.
+    """Form in which a chat template expects messages with tool calls.
 
     ``as_text``: whether arguments are JSON text instead of an object. ``content``: value of ``content`` in messages
     that have calls but no text; ``ABSENT`` leaves the key out.

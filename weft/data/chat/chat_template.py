@@ -344,9 +344,9 @@ def template_of(
 
 
 def template_text(given: str, name: str) -> str:
-    """Return the text of a chat template: ``given`` itself, or the contents of the file that ``given`` names.
+    """Return the text of a chat template: ``given`` itself, or the contents of the file with the path ``given``.
 
-    ``name``: what errors call the template. Raises :class:`UsageError` for a file that cannot be read or is empty, and
+    ``name``: name of the template in errors. Raises :class:`UsageError` for a file that cannot be read or is empty, and
     for invalid Jinja.
     """
     text, where = given, ""

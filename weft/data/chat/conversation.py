@@ -34,11 +34,11 @@ class Conversation:
         ``tools``: the tools that the assistant may call, as JSON schemas; None without tools.
         ``weights``: loss weight that the data gives each message, 1 by default; 0: not learned.
         ``weight``: loss weight of the whole conversation, by which the weights of messages are multiplied.
-        ``masks``: exceptions that hold if ``data.chat.learn`` is "all", when every token is learned with weight 1. Each
-            is a pair: the number of a message, and the weight that a mask or weight in the data gives its tokens.
+        ``masks``: weights from the data that apply even if ``data.chat.learn`` is "all" (every token has weight 1
+            then), as pairs: the number of a message, and the weight of its tokens.
         ``variables``: variables that the record gives the template.
-        ``unread``: names of the record's fields that Weft does not use. Such a field of a message is named
-            ``messages[].name``, and the template gets it all the same.
+        ``unread``: names of the record's fields that Weft does not use. A field of a message is named
+            ``messages[].name``, and is nevertheless passed to the template.
         ``marked``: numbers (from 0) of the messages that a mask in the data marks as learned.
     """
 

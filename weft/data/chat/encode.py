@@ -65,11 +65,11 @@ class Encoded(NamedTuple):
 
 
 class ChatEncoder:
-    """Encoder of conversations that ``template`` renders.
+    """Encoder that converts conversations to token ids by the chat template ``template``.
 
     ``learn``: which tokens are learned: "assistant", "last" (only the assistant's last turn), "all" (every token), or a
     list of roles. ``reasoning``: what happens if the template drops the reasoning of earlier turns. "split" makes
-    several samples of a conversation, "keep" renders the reasoning all the same, and "template" leaves it out.
+    several samples of a conversation, "keep" renders the reasoning nevertheless, and "template" leaves it out.
     """
 
     def __init__(
@@ -165,12 +165,11 @@ def prompt_ids(
     name: str,
     tools: Messages | None = None,
 ) -> list[int]:
-    """Return the token ids that a model is to continue.
+    """Return the token ids of a prompt that a model is to continue.
 
-    ``chat``: whether ``prompt`` is put into the chat template. If it is not, the ids are those of the text ``prompt``.
-    If it is, ``prompt`` is a conversation, or a text that becomes the user's message, and the ids end where the
-    assistant's answer begins. ``name``: what errors call the owner of the chat template. ``tools``: tools that the
-    assistant may call.
+    ``chat``: whether ``prompt`` is rendered by the chat template. If so, it is a conversation, or a text that becomes
+    the user's message, and the ids end where the assistant's answer begins. If not, ``prompt`` is a plain text.
+    ``name``: name of the model in errors. ``tools``: tools that the assistant may call.
     """
     if not chat:
         assert isinstance(prompt, str)
@@ -227,8 +226,8 @@ def own_encoder(
 ) -> ChatEncoder:
     """Return an encoder that uses the tokenizer's own chat template.
 
-    ``name``: what errors call the tokenizer's model. ``learn``: which tokens are learned: "assistant" (the assistant's
-    turns), "last" (the last of these) or "all".
+    ``name``: name of the model in errors. ``learn``: which tokens are learned: "assistant" (the assistant's turns),
+    "last" (only its last turn) or "all".
     """
     template = template_of(tokenizer)
     if template is None:

@@ -13,10 +13,10 @@ from weft.data.chat.marks import Marked, count_marks, mark_words, parts_with_wor
 
 
 class Anchor(NamedTuple):
-    """Positions at the same words in two rendered texts: of a whole conversation, and of some of its messages.
+    """Position of the same words in two rendered texts: of a whole conversation, and of some of its messages.
 
-    By such a pair the two texts are aligned, to find what the template writes differently after the words. ``other``:
-    the position in the text of fewer messages; ``text``: the position in the text of the whole conversation.
+    The two texts are aligned by it, to find out what the template writes differently after the words. ``other``:
+    position in the text of fewer messages. ``text``: position in the text of the whole conversation.
     """
 
     other: int

@@ -18,7 +18,7 @@ _WORDS = re.compile(
 
 
 class TurnWeight(NamedTuple):
-    """Loss weight of a turn, as the turn's masks and weights in the data say.
+    """Loss weight of a turn, from the turn's masks and weights in the data.
 
     ``said``: whether the turn has masks or weights at all; ``marked``: whether a mask says that the turn is learned.
     """
@@ -61,8 +61,8 @@ def take_weight(message: Message, name: str) -> TurnWeight:
 def weight_of(value: Any, name: str) -> float:
     """Convert a weight in the data to a float. A missing weight (None or an empty text) is 1.
 
-    Texts of numbers, as CSV has them, are converted too. ``name``: what the error calls the value. Raises
-    :class:`ConversationError` if ``value`` is no number of at least 0.
+    Texts of numbers, which occur in CSV, are converted too. ``name``: name of the value in errors. Raises
+    :class:`ConversationError` if ``value`` is not a number of at least 0.
     """
     if value is None or value == "":
         return 1.0
@@ -87,8 +87,8 @@ def number_of(value: Any) -> float | None:
 def read_flag(value: Any, key: str, name: str) -> bool:
     """Return a mask's value as a bool.
 
-    ``value``: True, False, 1, 0, or a text of one of these in any case. ``key``: name of the mask; ``name``: what the
-    error calls the message. Raises :class:`ConversationError` for any other value.
+    ``value``: True, False, 1, 0, or a text of one of these in upper or lower case. ``key``: name of the mask; ``name``:
+    name of the message in errors. Raises :class:`ConversationError` for any other value.
     """
     known = {
         "true": True,

@@ -27,9 +27,10 @@ _REMEDIES = {
 
 
 class Facts(NamedTuple):
-    """What is to be reported about one conversation.
+    """Facts about one conversation that are reported to the user.
 
-    ``left_out``: descriptions of what the template leaves out. ``stops``: whether a stop id is learned.
+    ``left_out``: descriptions of parts of messages that the template leaves out. ``stops``: whether a stop id (the id
+    of a token at which generation ends) is learned.
     """
 
     left_out: frozenset[str]
@@ -39,10 +40,10 @@ class Facts(NamedTuple):
 def facts_of(
     followed: Followed, learned: np.ndarray, numbers: Collection[int]
 ) -> Facts:
-    """Return what is to be reported about a rendered conversation.
+    """Return the facts about a rendered conversation that are reported to the user.
 
     ``followed``: the rendered text. ``learned``: int64, the ids of its learned tokens. ``numbers``: the numbers of its
-    learned messages. Reasoning that the template leaves out counts only in learned messages.
+    learned messages. Reasoning that the template leaves out is reported only for learned messages.
     """
     kinds = set()
     for number, part in followed.left_out():
@@ -67,11 +68,11 @@ def facts_of(
 
 @dataclass
 class Notes:
-    """Counts of what is to be reported about the conversations of one source, from which lines for the user are made.
+    """Collects facts about the conversations of one source, to report them to the user.
 
-    ``stops``: names of the tokens at which generation ends. ``counts``: number of records in which the template
-    leaves something out, by a description of what it leaves out. ``learned``: whether any conversation learns a
-    stop id (the id of a token at which generation ends).
+    ``stops``: names of the tokens at which generation ends. ``counts``: number of records in which the template leaves
+    out a part of a message, by a description of the part. ``learned``: whether any conversation learns a stop id (the
+    id of a token at which generation ends).
     """
 
     stops: tuple[str, ...]

@@ -19,11 +19,11 @@ def split_at_questions(
 ) -> list[Conversation]:
     """Split ``talk`` into samples, in order, in which learned turns keep their reasoning.
 
-    Chat templates drop the reasoning of turns before the last question. A sample is therefore a beginning of the
-    conversation that ends with the answer to some question, and only this answer is learned in it. All other learned
-    turns are learned in one last sample, the whole conversation; among them are those whose reasoning the template
-    never writes. A conversation stays whole if no learned turn would lose its reasoning. ``learned``: loss weight of
-    every message, 0 if it is not learned.
+    Chat templates drop the reasoning of turns before the last question. Therefore, each answer whose learned turns
+    would lose reasoning gets a sample of its own: the conversation up to this answer, in which only this answer is
+    learned. All other learned turns are learned in one last sample, the whole conversation; so are turns whose
+    reasoning the template never writes. A conversation stays whole if no learned turn would lose its reasoning.
+    ``learned``: loss weight of every message, 0 if it is not learned.
     """
     lost = {i for i in reasoning_left_out(template, talk) if learned[i]}
     if not lost:

@@ -69,8 +69,8 @@ class ReasoningFinder:
     def add(self, piece: str) -> tuple[str, str]:
         """Add ``piece``, and return the new text that is certain, as a pair ``(reasoning, answer)``.
 
-        The first is the new text that certainly belongs to the reasoning, the second that of the answer. Text that may
-        begin a tag is held back.
+        Each element is new text that certainly belongs to the reasoning, or to the answer. Text that may begin a tag is
+        held back.
         """
         self._kept += piece
         if not self.inside and not self.over:

@@ -40,9 +40,9 @@ def messages_field(source: Source) -> str | None:
 def read_samples(
     source: Source, report: SourceReport | None = None
 ) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair]]:
-    """Iterate over the records of a source in order, each as a pair of its place and what it holds.
+    """Yield ``(place, content)`` for each record of a source, in order.
 
-    A record holds a conversation or, in sources of preferences and judgements, a pair of answers. Errors name file and
+    The content is a conversation or, in sources of preferences and judgements, a pair of answers. Errors name file and
     line. With ``on_error = "skip"`` malformed records are skipped. ``report`` counts records, skipped records and
     unread fields.
     """

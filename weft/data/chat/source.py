@@ -194,14 +194,14 @@ def _count_unheeded(
 
 
 class Fitted(NamedTuple):
-    """Documents that a run reads, after conversations were cut to the length of a row.
+    """Documents of a run, after conversations were cut to the length of a row.
 
     Attributes:
         ``starts``: index of each document's first token, int64 ``[documents]``.
         ``lengths``: number of tokens of each document, int64 ``[documents]``.
-        ``note``: text that says what was cut or left out.
-        ``pairs``: the pairs of answers, None if documents form no pairs.
-        ``records``: index from 0 of the record that each document, or each pair, comes from.
+        ``note``: text for the user that says how many conversations were cut or left out.
+        ``pairs``: the pairs of answers; None if documents form no pairs.
+        ``records``: for each document, or each pair, the index of its record, from 0.
     """
 
     starts: np.ndarray

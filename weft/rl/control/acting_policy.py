@@ -61,7 +61,7 @@ def scaled_action(form: ActionForm, unit: np.ndarray) -> np.ndarray:
 
 
 def random_action(form: ActionForm, draw: np.random.Generator) -> ChosenAction:
-    """Return an action drawn uniformly."""
+    """Return a random action of the form ``form``, drawn uniformly."""
     if form.choices:
         choice = np.array(draw.integers(form.choices))
         return ChosenAction(choice, choice)

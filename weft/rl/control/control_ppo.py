@@ -252,11 +252,11 @@ def minibatches(
 
 
 class Learned(NamedTuple):
-    """Means over the minibatches of a step of the run.
+    """Metrics of learning in one step of the run, as means over its minibatches.
 
-    ``loss``: loss of policy, critic and entropy together; ``critic``: the critic's loss; ``entropy``: entropy of the
-    policy; ``kl``: estimate of how far the policy has moved from the one that collected (k3); ``clipped``: share of
-    transitions whose ratio was clipped; ``grad_norm``: norm of the gradients before clipping; ``updates``: number of
+    ``loss``: loss of policy, critic and entropy together. ``critic``: the critic's loss. ``entropy``: entropy of the
+    policy. ``kl``: estimate (k3) of the divergence from the policy that collected the transitions. ``clipped``: share
+    of transitions whose ratio was clipped. ``grad_norm``: norm of the gradients before clipping. ``updates``: number of
     minibatches.
     """
 
@@ -278,10 +278,10 @@ def learn_from_steps(
     seed: int,
     add_up: SumOverRanks,
 ) -> Learned:
-    """Update ``policy`` with the steps that all ranks have collected. Collective.
+    """Update ``policy`` by PPO with the steps that all ranks have collected, and return metrics. Collective.
 
-    ``number``: number of the run's step, from which with ``seed`` the order is drawn; ``add_up``: adds a tensor up over
-    all ranks.
+    ``number``: number of the run's step, which together with ``seed`` determines the order of transitions. ``add_up``:
+    adds a tensor up over all ranks.
     """
     like = next(policy.parameters())
     flat = {
@@ -331,9 +331,9 @@ def learn_from_steps(
 
 
 def standardised(advantages: T, size: int, add_up: SumOverRanks) -> T:
-    """Return a rank's ``advantages`` of a minibatch, made mean 0 and deviation 1 over all ranks. Collective.
+    """Shift and scale a rank's ``advantages`` of a minibatch to mean 0 and deviation 1 over all ranks. Collective.
 
-    ``size``: number of transitions in the minibatch over all ranks.
+    ``size``: number of transitions in the minibatch over all ranks. ``add_up``: adds a tensor up over all ranks.
     """
     total = advantages.sum().reshape(1)
     add_up(total)

@@ -23,10 +23,14 @@ class ControlEnvironment(Protocol):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode; return its first observation, and a dict of further information."""
+        """Begin an episode; return its first observation, and a dict of further information.
+
+        ``seed``: seed of the episode; None: go on with the present random numbers. ``options``: options of the
+        environment.
+        """
 
     def step(self, action: Any) -> Any:
-        """Take an action; return observation, reward, terminated, truncated, and a dict of further information."""
+        """Take ``action``; return ``(observation, reward, terminated, truncated, info)``, where ``info`` is a dict."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,12 @@ class ActionForm:
 
     @property
     def numbers(self) -> int:
-        """Number of numbers in an action, 0 if actions are choices."""
+        """How many numbers an action consists of; 0 if actions are choices."""
         return len(self.low)
 
     @property
     def bounded(self) -> bool:
-        """Whether every number of an action has two bounds."""
+        """Whether every number of an action has a finite lower and upper bound."""
         return bool(np.isfinite([*self.low, *self.high]).all())
 
 

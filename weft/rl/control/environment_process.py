@@ -111,7 +111,7 @@ def in_words(error: BaseException) -> str:
 
 
 def is_usage(error: BaseException) -> bool:
-    """Return whether ``error`` is an error line of Weft's own for a user's mistake."""
+    """Return whether ``error`` is an error of Weft, whose line can be shown to the user as it is."""
     from weft.errors import WeftError
 
     return isinstance(error, WeftError)

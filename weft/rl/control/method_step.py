@@ -23,7 +23,7 @@ class MethodStep(NamedTuple):
 
 
 class ControlMethod(Protocol):
-    """Interface that a run uses of a learning method, such as PPO.
+    """Interface of a learning method for control tasks, such as PPO, to the run that calls it.
 
     ``tensors``: tensors to checkpoint, by name; ``parameters``: number of parameters; ``facts``: settings in which a
     resumed run must agree.

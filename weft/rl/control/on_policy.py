@@ -89,7 +89,10 @@ class SeenObservations:
         }
 
     def add(self, rows: np.ndarray, policy: ActionPolicy, add_up: SumOverRanks) -> None:
-        """Add this rank's observations ``[rows, observed]``, and set the normalisation of ``policy``. Collective."""
+        """Add this rank's observations ``[rows, observed]``, and set the normalisation of ``policy``. Collective.
+
+        ``add_up``: adds a tensor up over all ranks.
+        """
         values = torch.from_numpy(rows)
         counted = torch.cat([torch.tensor([float(len(rows))]).double(), values.sum(0)])
         add_up(counted)
@@ -114,7 +117,7 @@ class OnPolicy:
     """Proximal policy optimisation (PPO), as a :class:`weft.rl.control.method_step.ControlMethod`.
 
     ``recipe``: recipe with the section ``[control]``; ``mesh``: mesh of the run's ranks; ``begun``: number of steps
-    that the run has taken before, from which the environments' seeds follow.
+    that the run has taken before, which determines the environments' seeds.
 
     Attributes:
         ``tensors``: tensors to checkpoint, by name.

@@ -21,15 +21,15 @@ def severity(value: float, free: float, limit: float) -> float:
 
 
 class SimpleReward:
-    """Reward that a recipe describes, for one environment.
+    """Reward for one environment that a recipe describes by progress and penalties.
 
     With ``kind = "product"`` the progress is multiplied by ``1 - penalty x severity`` of every term, so that a penalty
     never outweighs progress. With ``"sum"`` the penalties are subtracted from the progress.
 
     Args:
         ``kind``: "own", "product" or "sum".
-        ``progress``: component of the observation whose growth beyond its best of the episode is the progress; None:
-            the environment's own reward.
+        ``progress``: index of the component of the observation that measures progress. The progress of a step is its
+            growth beyond its largest value in the episode. None: the environment's own reward.
         ``terms``: penalties, as the fields of :class:`weft.recipe.control_section.RewardTerm`.
     """
 

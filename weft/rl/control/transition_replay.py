@@ -60,7 +60,11 @@ class TransitionReplay:
         terminated: bool,
         following: np.ndarray,
     ) -> None:
-        """Add a transition; it overwrites the oldest if the buffer is full. ``following``: the next observation."""
+        """Add a transition; it overwrites the oldest if the buffer is full.
+
+        ``observation``, ``action``, ``reward``: the transition. ``terminated``: whether the episode ended in a terminal
+        state. ``following``: the next observation.
+        """
         at = self.added % self._capacity
         values = (observation, action, reward, terminated, following)
         for rows, value in zip(self._rows, values, strict=True):
