@@ -100,3 +100,13 @@ def test_prompts_are_not_scored(experts: OpenedExperts) -> None:
     engine = ExpertEngine(experts, experts.models[0])
     with pytest.raises(UsageError, match="weft eval"):
         engine.submit([1, 2], 1, GREEDY, scored=True)
+
+
+def test_a_cache_as_large_as_memory_allows(experts: OpenedExperts) -> None:
+    """As ``weft serve`` opens the engine: each expert's cache is measured with a text that all of them have ended."""
+    engine = ExpertEngine(experts, experts.models[0], budget=16)
+    assert engine.fit(2**18) >= 64
+    assert all(not each.scheduler.running for each in (engine, *engine.others))
+    text = engine.submit(list(PROMPTS[2]), 4, GREEDY)[0]
+    engine.run()
+    assert text.written == without_cache(experts, list(PROMPTS[2]), 4)

@@ -79,6 +79,8 @@ class ExpertEngine(Engine):
     def fit(self, memory: int) -> int:
         parts = [memory // len(self.models)] * len(self.models)
         tokens = super().fit(parts[0])
+        # the engines of the others measure with a text of their own, and would wait for this one's
+        self._drop_ended()
         for engine, part in zip(self.others, parts[1:], strict=True):
             tokens = min(tokens, engine.fit(part))
         for engine in (self, *self.others):
@@ -88,9 +90,7 @@ class ExpertEngine(Engine):
 
     def launch(self, step: ScheduledStep) -> LaunchedPass:
         launched = super().launch(step)
-        for request in [*self.texts]:
-            if request not in self.scheduler.running:
-                self._drop(request)
+        self._drop_ended()
 
         def logits() -> T:
             return self._joint(launched.rows, launched.logits())
@@ -101,6 +101,12 @@ class ExpertEngine(Engine):
         for engine in self.others:
             engine.close()
         super().close()
+
+    def _drop_ended(self) -> None:
+        """Forget the texts that this engine no longer writes."""
+        for request in [*self.texts]:
+            if request not in self.scheduler.running:
+                self._drop(request)
 
     def _drop(self, request: Request) -> None:
         """Forget the text of ``request``, and free the cache blocks that other experts have for it."""
