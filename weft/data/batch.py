@@ -42,7 +42,7 @@ class PassGroup:
     attention between them.
 
     Attributes:
-        ``plan``: checksum of how the step's documents were divided among ranks. Ranks compare it, to be sure that all
+        ``plan``: checksum of the division of the step's documents among ranks. Ranks compare it, to be sure that all
             have computed the same division.
         ``peers``: global numbers of the ranks, in the order in which the attention table numbers them.
         ``index``: position of this rank among ``peers``.

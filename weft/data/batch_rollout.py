@@ -35,7 +35,7 @@ class RolloutTokens:
     values: torch.Tensor
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return the numbers with ``change`` applied to each of the tensors."""
+        """Apply ``change`` to each of the tensors, and return the results."""
         return type(self)(*(change(x) for x in vars(self).values()))
 
     @classmethod

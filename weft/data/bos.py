@@ -30,10 +30,10 @@ LOOKED_AT = 1000
 
 
 def with_bos(tokenizer: Tokenizer, bos: Bos) -> Tokenizer:
-    """Return ``tokenizer`` with a post-processor that does or does not add the BOS token, as ``bos`` says.
+    """Return ``tokenizer``, changed so that it adds the BOS token to texts or does not, as ``bos`` says.
 
     ``bos``: the value of ``data.bos``. With True the BOS token is added to every text, with False to none; "auto" and
-    "prompts" leave the tokenizer as it is. Raises :class:`UsageError` if ``bos`` is True and the tokenizer has no BOS
+    "prompts" leave the tokenizer unchanged. Raises :class:`UsageError` if ``bos`` is True and the tokenizer has no BOS
     token.
     """
     if isinstance(bos, str) or bos == bool(tokenizer.opening):

@@ -49,7 +49,10 @@ def documents_in(
     report: SourceReport,
     part: FilePart | None = None,
 ) -> Iterator[PlacedText]:
-    """Iterate over the documents in some ``files`` of a source, or in one ``part`` of the only file."""
+    """Yield the documents in the given ``files`` of a source, or in one ``part`` of a single file, each with its place.
+
+    ``report`` counts unread fields and skipped records.
+    """
     read = _text
     if source.kind not in ("stdlib", "text"):
         from weft.data import record_texts

@@ -66,9 +66,9 @@ class TextDecoder:
 def stream_text(
     tokenizer: Tokenizer, ids: Iterable[int], stops: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Decode token ids one by one, and yield the pieces of text as they become certain.
+    """Decode token ids one by one, and yield pieces of the text that later ids cannot change.
 
-    ``stops``: stop strings, before which the text ends; after one is complete, no further id is requested.
+    ``stops``: stop strings. The text ends before the first of them; after it is complete, no further id is requested.
     """
     writer = TextDecoder(tokenizer, stops)
     for i in ids:

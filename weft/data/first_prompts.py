@@ -15,9 +15,10 @@ LONGEST, WORDS = 400, 5
 
 
 def first_prompts(source: Source) -> tuple[str, ...]:
-    """Return the first two short prompts of ``source``: users' first questions in conversations, first words in texts.
+    """Return the first two short prompts of ``source``, as examples for a trained model to continue.
 
-    A source without questions or texts, such as one of token ids, has none.
+    They are users' first questions in conversations, or the first words of texts. A source without questions or texts,
+    such as one of token ids, has none.
     """
     if source.kind == "tokens":
         return ()

@@ -450,7 +450,7 @@ class Loader:
 
     @property
     def of_rollouts(self) -> bool:
-        """Whether the samples are rows of sampled answers, which a policy loss reads."""
+        """Whether the samples are rows of sampled answers with the numbers that a policy loss reads."""
         rows = self.order.rows if isinstance(self.order, RowList) else ()
         return bool(len(rows)) and rows[0].rollout is not None
 

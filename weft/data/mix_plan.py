@@ -50,9 +50,9 @@ class MixFacts(NamedTuple):
     position: int = 0
 
     def sample(self, at: int | float) -> int:
-        """Return the number of the sample at which a moment of the run begins.
+        """Convert a moment of the run to the number of the first sample from then on.
 
-        ``at``: a whole number is a step; any other number is a share of the run's steps, from 0 to 1.
+        ``at``: an integer is a step; a float is a fraction of the run's steps, from 0 to 1.
         """
         step = at if isinstance(at, int) else round(at * self.steps)
         return max(0, self.position + (step - self.begun) * self.batch)

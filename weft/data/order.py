@@ -43,7 +43,7 @@ def hash_keys(*keys: int | np.ndarray) -> np.ndarray:
 
 
 def sample_hashes(samples: Sequence[int]) -> np.ndarray:
-    """Return 32 pseudo-random bits for each sample number.
+    """Return 32 pseudo-random bits for each sample number, as an array.
 
     The sum of these bits over a set of samples identifies the set almost surely.
     """
@@ -308,9 +308,9 @@ class Order:
 
     @property
     def block(self) -> int:
-        """Number of samples of a block: in each block of successive samples all streams have their shares.
+        """Number of successive samples of a block, in which every stream has its share.
 
-        Unless the order has legs it is at least 1,024, and so large that every block has samples of every stream.
+        Unless the order has legs, it is at least 1,024, and so large that every block has samples of every stream.
         """
         return self.all_legs[-1].plan.block
 

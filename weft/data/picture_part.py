@@ -15,13 +15,13 @@ from weft.errors import UsageError, WeftError
 
 
 class PictureClusters(NamedTuple):
-    """Which cluster each image of a set is in.
+    """Division of the images of a set into clusters.
 
     Attributes:
         ``labels``: number of each image's cluster, int64 ``[images]``.
         ``clusters``: number of clusters.
         ``fingerprint``: digest of the images.
-        ``features``: digest of the vectors by which they were divided.
+        ``features``: digest of the vectors by which the images were divided.
     """
 
     labels: np.ndarray
@@ -99,9 +99,9 @@ def read_clusters(file: str | Path) -> PictureClusters:
 def cluster_part(
     pictures: PictureSet, clusters: PictureClusters, cluster: int
 ) -> PicturePart:
-    """Return the images of ``pictures`` that are in ``cluster``.
+    """Return the images of ``pictures`` that are in the cluster with the number ``cluster``, as a set of their own.
 
-    Raises :class:`UsageError` for clusters of other images, and for a cluster without images.
+    Raises :class:`UsageError` if ``clusters`` divides other images, and for a cluster without images.
     """
     if clusters.fingerprint != pictures.fingerprint:
         raise UsageError(

@@ -77,7 +77,7 @@ class PictureSet:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all values."""
+        """Digest of pixels, classes and captions, which identifies the set."""
         values = xxhash.xxh3_128(self.pixels.tobytes() + self.labels.tobytes())
         said = (self.captions,) if self.captions else ()
         return digest(self.pixels.shape, values.hexdigest(), self.classes, *said)

@@ -55,9 +55,10 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 
 
 class FilePart(NamedTuple):
-    """Part of a file of records that is read.
+    """Part of a file of records, which one task reads.
 
-    ``start`` and ``end``: bytes of JSON Lines, or row groups of Parquet. ``first``: number of the first line or row.
+    ``start`` and ``end``: range of bytes of JSON Lines, or of row groups of Parquet. ``first``: number of the first
+    line or row.
     """
 
     start: int

@@ -57,7 +57,7 @@ class RemoteListing(NamedTuple):
 
 
 class FileState(NamedTuple):
-    """Size of a file in bytes, and a number that changes when its content does."""
+    """Size of a remote file in bytes, and a number that changes when its content does."""
 
     size: int
     changed: int

@@ -9,10 +9,10 @@ from weft.errors import WeftError
 
 
 class RemoteFile(NamedTuple):
-    """A file in a remote place.
+    """A file in a remote place, as it was listed.
 
     ``name``: its path below the place. ``size``: its bytes, -1 if unknown. ``mark``: text that changes with its
-    content, such as an ETag; "" if there is none. ``version``: the version of the place that has it, such as a commit.
+    content, such as an ETag; "" if there is none. ``version``: version of the place that contains it, such as a commit.
     """
 
     name: str

@@ -55,7 +55,7 @@ class SampleBuffer(Protocol):
 
 
 class PlaceBag:
-    """Set of places from which any can be removed by its index, in constant time."""
+    """Set of places that allows choosing and removing a place by its index in constant time."""
 
     def __init__(self) -> None:
         self._listed: list[int] = []
@@ -74,7 +74,7 @@ class PlaceBag:
         return self._listed[index]
 
     def add(self, place: int) -> None:
-        """Add ``place``, which is not in the bag."""
+        """Add ``place``, which must not be in the bag yet."""
         self._index[place] = len(self._listed)
         self._listed.append(place)
 

@@ -32,7 +32,7 @@ class SampleRow(NamedTuple):
     """A row of the ledger: one attempt at one sample.
 
     ``place``: index of the sample's group in the order of training. ``member``: index of the sample in its group.
-    ``attempt``: how many attempts at this sample came before, as they were left out or their fields were lost.
+    ``attempt``: number of earlier attempts at this sample, which were discarded or whose fields were lost.
     """
 
     place: int

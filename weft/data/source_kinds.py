@@ -13,7 +13,7 @@ from weft.recipe import Source
 
 
 def documents_of(source: Source) -> Selection:
-    """Select the files of a source of documents. A source of plain text skips files of records in its folder.
+    """Return the files of a source of documents. A source of plain text skips files of records in its folder.
 
     Raises :class:`UsageError`, which names the right kind, if a source of plain text has only records.
     """

@@ -72,7 +72,7 @@ class Denoiser:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type in which the model computes."""
+        """Type of the tensors in which the model computes."""
         return self.model.conditioning.time_in.dtype
 
     def __call__(

@@ -124,9 +124,9 @@ def check_beside_images(recipe: Recipe) -> None:
 
 
 def prepare_images(recipe: Recipe) -> ImageJob:
-    """Open the images, complete the model's shape, and check that both fit together.
+    """Open the images of a recipe, complete the model's shape, and check that both fit together.
 
-    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if they do not.
+    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if they do not fit, or the images cannot be read.
     """
     check_beside_images(recipe)
     pictures = opened_pictures(recipe)

@@ -83,7 +83,7 @@ class PictureEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no image is in the batch and none waits."""
         return not (self.running or self.waiting)
 
     def submit(self, asks: Sequence[PictureAsk]) -> list[PictureJob]:

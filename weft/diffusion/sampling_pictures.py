@@ -46,7 +46,7 @@ def write_samples(images: T, folder: Path) -> None:
 
 
 def sampled_sizes(sampling: TableSampling) -> DenoiserSizes:
-    """Return the sizes of the model of ``sampling`` and of a batch of its samples."""
+    """Return the sizes of the model and of the batch in ``sampling``, as the simulator of tables needs them."""
     shape, request = sampling.denoiser.model.shape, sampling.request
     rows = min(request.batch, len(request.conditions))
     return DenoiserSizes(

@@ -42,7 +42,10 @@ class TokenDenoiser(Protocol):
         """Return the inputs that all layers share for the tokens at ``places`` ``[tokens]`` in step ``step``."""
 
     def embed(self, latents: T, prepared: Any) -> T:
-        """Return the first layer's input for ``latents`` ``[samples, tokens, values]``."""
+        """Return the first layer's input for ``latents`` ``[samples, tokens, values]``.
+
+        ``prepared``: shared inputs of these tokens, from :meth:`prepare`.
+        """
 
     def layer(self, index: int, hidden: T, prepared: Any, attend: Attend) -> T:
         """Return the output of layer ``index`` for ``hidden``.
@@ -51,14 +54,20 @@ class TokenDenoiser(Protocol):
         """
 
     def final(self, hidden: T, prepared: Any) -> T:
-        """Return the predicted velocity ``[samples, tokens, values]``."""
+        """Return the predicted velocity ``[samples, tokens, values]`` from the last layer's output ``hidden``.
+
+        ``prepared``: shared inputs of these tokens, from :meth:`prepare`.
+        """
 
 
 class TokenSampler(Protocol):
     """Interface of samplers that update the latents of a block by the velocity that the denoiser predicts."""
 
     def update(self, latents: T, velocity: T, step: int, memory: dict[str, Any]) -> T:
-        """Return the latents after ``step``. ``memory``: state of the sampler for one block, kept between steps."""
+        """Return the latents of a block after ``step``, from its present latents and the predicted ``velocity``.
+
+        ``memory``: state of the sampler for one block, kept between steps.
+        """
 
 
 @dataclass

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SamplingSettings(Section):
-    """Empty settings, for sampling schemes without any."""
+    """Settings of sampling schemes that have no settings: an empty section."""
 
 
 class SamplingScheme:

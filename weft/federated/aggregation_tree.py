@@ -66,7 +66,7 @@ class TreeAggregator:
         return spare
 
     def add_sum(self, carried: CarriedSum) -> bool:
-        """Add the sum of the node below. Returns whether the node below may use the sum's tensors again."""
+        """Add ``carried``, the sum of a node below. Returns whether that node may reuse the tensors of the sum."""
         total = self.total
         if total is None:
             self.total = carried
@@ -91,7 +91,7 @@ class TreeAggregator:
             self._spare = full.tensors
 
     def finished(self) -> CarriedSum | None:
-        """Return the sum of all additions so far, None without any, and reset this node and the nodes above."""
+        """Return the sum of all additions so far, or None without any. Resets this node and the nodes above."""
         total = self.total
         self.total, self._additions, self._spare = None, 0, None
         if self.above is None:

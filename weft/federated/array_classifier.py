@@ -37,7 +37,10 @@ class ArrayClassifier(nn.Module):
         return logits
 
     def check(self, values: int, classes: int) -> None:
-        """Raise :class:`UsageError` if the model does not fit samples with these numbers of values and classes."""
+        """Raise :class:`UsageError` if the model does not fit the samples.
+
+        ``values``: number of values of a sample. ``classes``: number of classes.
+        """
         if values != self.values:
             raise UsageError(
                 f"model.inputs has {self.values} values, and a sample of federated.samples has {values}; set "

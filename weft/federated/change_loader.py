@@ -84,7 +84,7 @@ class ChangeLoader:
         return {}
 
     def is_ready(self, position: int) -> bool:
-        """Return whether the change of the step that starts at ``position`` has arrived."""
+        """Return whether the change of the model for the step that starts at ``position`` has arrived."""
         return self.served is not None
 
     def make_ready(self, position: int) -> bool:
@@ -140,7 +140,7 @@ class ChangeLoader:
         return served.loss, difference_norm(self._difference)
 
     def step(self, position: int) -> Sequence[Any]:
-        """Return the change of the step that starts at ``position``, as a list of one element."""
+        """Return the change of the model for the step that starts at ``position``, as a list with this one element."""
         served, self.served = self.served, None
         assert served is not None
         if self.server is not None:

@@ -57,7 +57,10 @@ class ClientJob(Job):
         return MANY
 
     def learning_rate(self, step: int, steps: int) -> float:
-        """Return the learning rate for the model version that the client trains on, whatever ``step`` is."""
+        """Return the learning rate for the version of the model that the client trains on.
+
+        ``step`` and ``steps`` have no effect.
+        """
         return self.rate(self.present.number)
 
     def rate(self, version: int) -> float:

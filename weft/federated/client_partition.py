@@ -20,10 +20,10 @@ DRAWS = 100
 
 @dataclass(frozen=True)
 class Partition:
-    """The samples of each client.
+    """Division of samples among clients.
 
     Attributes:
-        ``kind``: how samples were divided.
+        ``kind``: the way in which samples were divided, such as "dirichlet".
         ``rows``: for each client the numbers of its samples, int64, sorted. No sample has two clients.
     """
 

@@ -41,7 +41,7 @@ class ClientPlace:
 
 
 def default_name(data: str | None) -> str:
-    """Return a name for a client of this machine. ``data``: path of its data."""
+    """Return a name for a client of this machine, from the machine's name and the path ``data`` of its data."""
     stem = re.sub(r"[^\w.-]", "-", Path(data).stem) if data else "client"
     return f"{platform.node()}-{stem}"[:64]
 
@@ -77,10 +77,10 @@ def ask_offer(where: str) -> tuple[Head, dict[str, bytes]]:
 
 
 def prepare_place(where: str, name: str, out: Path | None) -> ClientPlace:
-    """Write a client's recipe from the server's offer into the client's folder.
+    """Write a client's recipe, from the server's offer, into the client's folder, and return the folder with both.
 
-    ``where``: the invitation, or the file with it. ``name``: the client's name. ``out``: the client's folder, by
-    default ``runs/RECIPE-NAME``.
+    ``where``: the invitation, or the file with it. ``name``: the client's name. ``out``: the client's folder; None:
+    ``runs/RECIPE-NAME``.
     """
     from weft.recipe import RUNS
 

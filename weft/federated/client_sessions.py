@@ -61,7 +61,7 @@ class ClientSession:
         self._outbox.put(None)
 
     def post(self) -> None:
-        """Send queued frames and heartbeats until the connection ends. Runs in a thread of its own."""
+        """Send queued frames and heartbeats until the connection ends. It is the main function of a thread."""
         with suppress(OSError):
             while True:
                 try:

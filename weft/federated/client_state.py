@@ -21,10 +21,12 @@ KEY, TENSORS = "client.json", "client.safetensors"
 
 @dataclass
 class ClientState:
-    """State of a client that survives a restart. ``folder``: where its files are; None keeps all in memory.
+    """State of a client that survives a restart.
+
+    ``folder``: folder of its files; None keeps all in memory.
 
     Attributes:
-        ``groups``: tensors by name, in groups such as ``left`` (what compression has left out) and ``control``.
+        ``groups``: tensors by name, in groups such as ``left`` (the error of compression) and ``control``.
     """
 
     folder: Path | None

@@ -106,7 +106,7 @@ class WorkSource(Protocol):
     """
 
     def join(self, about: Mapping[str, Any]) -> None:
-        """Announce this client to the server. ``about``: the client's hello, as JSON values."""
+        """Announce this client to the server. ``about``: the client's first message (hello), as JSON values."""
 
     def next_order(self, limit: float) -> WorkOrder | None:
         """Return the next work order; None if none has come within ``limit`` seconds.

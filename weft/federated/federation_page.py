@@ -72,7 +72,7 @@ class ClientRow(NamedTuple):
 
 
 class StalenessBar(NamedTuple):
-    """A bar of the histogram of staleness: how many updates had this staleness."""
+    """A bar of the histogram of staleness: the number of updates with one value of staleness."""
 
     x: float
     height: float
@@ -171,7 +171,7 @@ def client_lanes(changes: Sequence[Record], clients: Sequence[str]) -> list[Clie
 
 
 def staleness_bars(changes: Sequence[Record]) -> list[StalenessBar]:
-    """Return the histogram of the updates' staleness; its last bar is for 12 and more."""
+    """Return the histogram of the updates' staleness. Its last bar counts all values from 12 on."""
     counts = [0] * 13
     for change in changes:
         for stale in change["staleness"]:

@@ -246,7 +246,7 @@ class FederationServer:
         self.flush()
 
     def pause(self) -> None:
-        """Disconnect all clients, which then wait for the server to come back."""
+        """Disconnect all clients without ending the run. They wait until the server comes back."""
         self.sessions.close()
         for record in self.clients.values():
             if record.session is not None:

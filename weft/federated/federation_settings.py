@@ -10,6 +10,6 @@ if TYPE_CHECKING:
 
 
 def federation_of(recipe: Recipe) -> Federated:
-    """Return the section ``[federated]`` of ``recipe``, which must have it."""
+    """Return the section ``[federated]`` of ``recipe``. The caller must know that the recipe has one."""
     assert recipe.federated is not None
     return recipe.federated

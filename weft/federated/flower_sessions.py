@@ -26,16 +26,16 @@ RECORD, HEAD, PAYLOAD = "weft", "head", "payload"
 
 
 class FlowerGrid(Protocol):
-    """The three calls of a Flower grid by which a server of Weft reaches its clients."""
+    """Interface of a Flower grid, as far as Weft's server uses it to reach clients."""
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the numbers of the nodes that are connected."""
 
     def push_messages(self, messages: Iterable[Any]) -> Iterable[str]:
-        """Queue messages, and return their identities."""
+        """Queue messages to clients, and return an id for each."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Any]:
-        """Return the answers that have come to these messages."""
+        """Return the answers to the messages with the ids ``message_ids`` that have arrived."""
 
 
 def frame_message(head: Head, payload: bytes, node: int, kind: str) -> Any:
@@ -74,7 +74,7 @@ class FlowerSession:
     """Connection of the server to one client through Flower, in the place of a :class:`ClientSession`.
 
     Attributes:
-        ``name``, ``key``, ``hello``, ``working``, ``over``: as those of :class:`ClientSession`.
+        ``name``, ``key``, ``hello``, ``working``, ``over``: the same as in :class:`ClientSession`.
         ``node``: the client's node number in Flower.
     """
 

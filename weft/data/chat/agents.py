@@ -135,7 +135,7 @@ class _Trajectory(_Strict):
 
 
 def from_adp(fields: Fields) -> tuple[list[Message], list[str]]:
-    """Convert the fields of a record, a trajectory of the Agent Data Protocol, to messages.
+    """Convert a trajectory of the Agent Data Protocol, given as the fields of a record, to messages of a conversation.
 
     Returns the messages, and the names of the record's fields that are not used. Raises :class:`ConversationError` if
     the trajectory is malformed or a ``tool_call_id`` is not answered exactly once.
@@ -278,7 +278,8 @@ class _Atif(BaseModel):
 
 
 def from_atif(fields: Fields) -> tuple[list[Message], list[str]]:
-    """Convert the fields of a record, a trajectory of ATIF 1.x (Agent Trajectory Interchange Format), to messages.
+    """Convert a trajectory of ATIF 1.x (Agent Trajectory Interchange Format), given as the fields of a record, to
+    messages.
 
     Returns the messages, and the names of the fields of the trajectory's steps that are not used. Turns that were
     copied from another trajectory are not learned. Raises :class:`ConversationError` for a malformed trajectory.

@@ -73,11 +73,12 @@ def _as_object(arguments: Any) -> Any:
 
 
 def find_style(render: Render, empty: bool) -> CallStyle:
-    """Find the form of tool calls that a chat template writes, by rendering a test call in each form.
+    """Find the form of tool calls that a chat template expects, by rendering a test call in each form.
 
-    ``render``: renders a list of messages and a list of tools, or raises. ``empty``: whether messages with calls in the
-    data have an empty text as ``content`` instead of no ``content``. If the template writes the call in no form, the
-    form of the data is returned.
+    Returns the first form whose call the template writes. If it writes none, the form of the data is returned.
+
+    ``render``: function that renders a list of messages and a list of tools, or raises. ``empty``: whether messages
+    with calls in the data have an empty text as ``content`` instead of no ``content``.
     """
     contents = ("", None, ABSENT) if empty else (ABSENT, None, "")
     styles = [

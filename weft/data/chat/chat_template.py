@@ -104,7 +104,10 @@ def _tojson(
 
 
 def template_environment(now: datetime | None = None) -> jinja2.Environment:
-    """Return the Jinja sandbox of transformers. ``now``: time for ``strftime_now`` (default: time of rendering)."""
+    """Return a Jinja sandbox that renders chat templates as transformers does.
+
+    ``now``: time for the function ``strftime_now``; None: the time of rendering.
+    """
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

@@ -39,9 +39,9 @@ class ConversationError(WeftError):
 def plain_turn(turn: Any, number: int) -> tuple[Message, str]:
     """Convert a turn of a conversation to a message with the keys ``role``, ``content`` and ``tool_calls``.
 
-    Returns the message, and the words by which errors call the turn, such as ``message 3``. ``number``: position of the
-    turn in its conversation, from 1. Fields that are ``null`` are removed. Raises :class:`ConversationError` for
-    unknown roles and malformed calls.
+    Returns the message, and a name of the turn for errors, such as ``message 3``. ``number``: position of the turn in
+    its conversation, from 1. Fields that are ``null`` are removed. Raises :class:`ConversationError` for unknown roles
+    and malformed calls.
     """
     turn = from_text(turn)
     if not isinstance(turn, Mapping):

@@ -78,9 +78,9 @@ def conversation(
 ) -> Conversation:
     """Check ``messages``, objects with a role and content, and return them as a :class:`Conversation`.
 
-    The ways in which other programs write turns are understood (:mod:`weft.data.chat.chat_turns`), and masks of
-    messages are obeyed (:mod:`weft.data.chat.masks`). Raises :class:`ConversationError` for malformed messages, tools
-    or weights, and if no turn is the assistant's.
+    Turns may be in the forms of several other programs (:mod:`weft.data.chat.chat_turns`), and masks of messages are
+    applied (:mod:`weft.data.chat.masks`). Raises :class:`ConversationError` for malformed messages, tools or weights,
+    and if no turn is the assistant's.
 
     Arguments:
         ``tools``: tools that the assistant may call.

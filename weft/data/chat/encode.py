@@ -180,9 +180,10 @@ def prompt_ids(
 
 
 class ReasoningPrompt(NamedTuple):
-    """The token ids of a conversation to be continued, and the tags of the reasoning that may come first.
+    """The token ids of a conversation to be continued, and the tags around the reasoning with which the answer may
+    begin.
 
-    ``thoughts``: None if the prompt ends with a closed reasoning block, or the template knows no reasoning.
+    ``thoughts``: the tags; None if the prompt ends with a closed reasoning block, or the template has no reasoning.
     """
 
     ids: list[int]
@@ -200,8 +201,8 @@ def reasoning_prompt(
 
     ``think``: True: the answer begins with reasoning. False: the prompt ends with a closed, empty block of reasoning.
     None: the prompt ends as the template writes it. A template that reads the variable ``enable_thinking`` gets
-    ``think`` as its value. ``name``: what errors call the owner of the chat template. ``tools``: tools that the
-    assistant may call. Raises :class:`UsageError` for templates that know no reasoning, unless ``think`` is None.
+    ``think`` as its value. ``name``: name of the model in errors. ``tools``: tools that the assistant may call. Raises
+    :class:`UsageError` for templates without reasoning, unless ``think`` is None.
     """
     encoder = own_encoder(tokenizer, name)
     template = encoder.template.of(tools)

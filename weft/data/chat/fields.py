@@ -52,9 +52,10 @@ _HUMAN = "\n\nHuman:"
 
 
 class Fields:
-    """Fields of a record, which readers take one by one, so that :meth:`unread` can give the fields that nobody took.
+    """Fields of a record. Readers take them one by one, and :meth:`unread` then returns the fields that nobody has
+    taken.
 
-    A field is called by Weft's name for it, and is also read under the names that other programs use (:data:`NAMES`).
+    A field is named by Weft's name, and is also found under the names that other programs use (:data:`NAMES`).
     """
 
     def __init__(self, record: Mapping[str, Any]) -> None:
@@ -163,9 +164,9 @@ def _is_turn(value: Any) -> bool:
 
 
 def turns_of(value: Any) -> Any:
-    """Return a conversation as a list of turns, from a value in any form that :func:`messages_of` knows or in pairs.
+    """Return a conversation as a list of turns, from any form that :func:`messages_of` knows, or from a list of pairs.
 
-    In a list of pairs each element is a dictionary of a question and its answer, which become a turn of the user and
+    Each element of a list of pairs is a dictionary with a question and its answer, which become a turn of the user and
     one of the assistant. A value in an unknown form is returned unchanged.
     """
     pairs = from_text(value)

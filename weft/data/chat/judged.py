@@ -143,10 +143,11 @@ def pair_with_others(
     """Pair each judged answer with the answer of another record, because the KTO loss compares the two.
 
     ``judgements``: pairs of a place (file and line of the record) and a judged answer, in order. The other answer is
-    the next one in this order that is not equal to the judged answer. If none follows, it is the first of all that is
-    not equal. Both are put after the prompt of the judged answer. Yields each place with its pair, or with an error if
-    all answers are equal or the answers cannot be read. The ``margin`` of a pair is 1 if the judged answer is good, and
-    -1 if it is bad.
+    the next one in this order that differs from the judged answer, or the first of all if none follows. Both are put
+    after the prompt of the judged answer.
+
+    Yields each place with its pair, or with an error if all answers are equal or the answers cannot be read. The
+    ``margin`` of a pair is 1 if the judged answer is good, and -1 if it is bad.
     """
     waiting: list[tuple[P, Judgement]] = []  # all with the same answer
     first: list[Judgement] = []  # the first two answers that differ

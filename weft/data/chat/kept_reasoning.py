@@ -31,8 +31,8 @@ def spans_with_reasoning(
 ) -> tuple[Followed, list[WeightedSpan]]:
     """Render the conversation ``talk`` with the reasoning of all turns, and find its learned spans.
 
-    ``learned``: loss weight of every message, 0 if it is not learned. Reasoning that the template never writes stays
-    left out. Returns the marked text and the spans, as :func:`learned_spans` does.
+    Returns the marked text and the spans, as :func:`learned_spans` does. Reasoning that the template never writes is
+    left out. ``learned``: loss weight of every message, 0 if it is not learned.
     """
     placed = [
         weight or float(message["role"] == "assistant")

@@ -22,8 +22,8 @@ from weft.data.chat.masks import HIDDEN, LEARNED, number_of
 class AnswerPair(NamedTuple):
     """Two conversations with the same prompt, one with the chosen answer and one with the rejected answer.
 
-    Only the answers are learned. ``weight``: weight of the pair in the loss. ``margin``: by how much the chosen
-    answer's score should exceed that of the rejected one.
+    Only the answers are learned. ``weight``: weight of the pair in the loss. ``margin``: by how much the score of the
+    chosen answer should exceed the score of the rejected answer.
     """
 
     chosen: Conversation
@@ -149,7 +149,7 @@ def _alike(chosen: Sequence[Any], rejected: Sequence[Any]) -> Iterator[tuple[Any
 
 
 def garbled_pair(record: Mapping[str, str]) -> dict[str, str]:
-    """Turn a record with ``prompt`` and ``completion`` into a pair.
+    """Make a pair of answers from a record with ``prompt`` and ``completion``.
 
     The completion is the chosen answer, and its words in reverse order are the rejected answer.
     """

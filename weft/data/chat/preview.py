@@ -27,15 +27,15 @@ from weft.recipe import ANSWER_PAIRS, CONVERSATIONS, Data, Source
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Run of successive tokens that are alike in all fields but ``text``.
+    """Run of successive tokens of a conversation with equal weight, kind and message, for the preview.
 
     Attributes:
         ``text``: the text of all tokens of the run.
         ``weight``: loss weight of each token, 0 if the tokens are not learned.
         ``special``: whether the tokens are special tokens.
         ``cut``: whether the tokens are beyond the length of a row, and so are left out of training.
-        ``message``: number of the message whose words, or whose learned turn, contain the tokens; -1 for the template's
-            own text.
+        ``message``: number of the message whose words, or whose learned turn, contain the tokens; -1 for text that the
+            template adds.
     """
 
     text: str

@@ -214,9 +214,11 @@ class Fitted(NamedTuple):
 def fit_conversations(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
     """Cut conversations to ``seq_len`` tokens, or each answer of a pair to half of ``seq_len``.
 
-    ``truncation``: what happens to longer conversations. "keep_start" and "keep_end" keep one end, "drop" leaves the
-    conversation out, and "error" raises an error. Pairs of equal answers are skipped. Raises :class:`WeftError`, which
-    names file and line of the first conversation that is too long or loses all its labels, or if nothing is left.
+    ``truncation``: treatment of longer conversations. "keep_start" and "keep_end" keep one end, "drop" leaves the
+    conversation out, and "error" raises an error. Pairs of equal answers are skipped.
+
+    Raises :class:`WeftError`, which names file and line, for a conversation that is too long (with "error") or loses
+    all its labels, and also if nothing is left.
     """
     row, seq_len = seq_len, seq_len // (2 if tokens.pairs is not None else 1)
     starts, ends = tokens.offsets[:-1], tokens.offsets[1:]
