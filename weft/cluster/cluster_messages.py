@@ -265,8 +265,8 @@ def score_values(said: LogProbability) -> list[Any]:
 
 
 def read_score(values: Sequence[Any]) -> LogProbability:
-    """Return a token's log-probability, and those of the likeliest tokens by id, from what :func:`score_values` has
-    written.
+    """Return a token's log-probability, and those of the likeliest tokens by id. ``values``: the list that
+    :func:`score_values` has returned.
     """
     chosen, likeliest = values
     return chosen, {int(i): value for i, value in likeliest}

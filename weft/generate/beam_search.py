@@ -62,8 +62,8 @@ class Search:
         self.beams = [Beam(list(prompt), len(prompt) + count - 1, tenant=tenant)]
 
     def run(self) -> list[Hypothesis]:
-        """Search to the end, while other requests of the engine go on. Return the best ``width`` finished texts, the
-        best one first.
+        """Run the search to its end; other requests of the engine are also computed meanwhile. Return the best
+        ``width`` finished texts, the best one first.
         """
         self.begin()
         try:
@@ -100,8 +100,8 @@ class Search:
         self.beams.clear()
 
     def advance(self) -> None:
-        """Extend all beams by a token, if the last step has computed the logits of every beam. When the search has
-        ended, the list ``beams`` is empty.
+        """Extend all beams by a token, if the engine's last step has computed the logits of every beam; otherwise do
+        nothing. When the search has ended, the list ``beams`` is empty.
         """
         scheduler = self.engine.scheduler
         read = [beam for beam in self.beams if beam.logits is not None]

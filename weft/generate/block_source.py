@@ -55,16 +55,16 @@ class BlockSource(Protocol):
         """
 
     def store(self, key: bytes, contents: Contents) -> bool | None:
-        """Keep a block, as far as there is room: a later :meth:`find` may or may not see it. Return whether the block
-        was taken, or None if it was there already or the source takes none at all.
+        """Keep a block if there is room. A later :meth:`find` may or may not see it. Return whether the block was
+        taken; None if the source had it already, or takes no blocks at all.
         """
 
     def close(self) -> None:
-        """Finish writing, within a limit of time, and free the memory and files that the source uses."""
+        """Finish writing, within a limit of time, and free the memory that the source uses."""
 
 
 def done(contents: list[Contents]) -> Future[list[Contents]]:
-    """Return a future whose result is ``contents`` already."""
+    """Return a future that is already completed with the result ``contents``."""
     future: Future[list[Contents]] = Future()
     future.set_result(contents)
     return future

@@ -559,7 +559,9 @@ class Engine:
             self.drafter.propose([text for r in others for text in r.guessable])
 
     def launch(self, step: ScheduledStep) -> LaunchedPass:
-        """Launch the planned ``step``, and return it. Raises :class:`LenderLost`."""
+        """Launch the forward pass of the planned ``step``, and return it without waiting for its end. Raises
+        :class:`LenderLost` if an engine that holds blocks of the step's texts does not answer.
+        """
         step = step._replace(work=dict(sorted(step.work.items(), key=kinship)))
         if self.watch is not None:
             self.watch.begin(step)
@@ -657,7 +659,9 @@ class Engine:
 
 
 def wanted_rows(request: Request, tokens: int) -> WantedRows:
-    """Return which rows of logits a request needs from a forward pass over its next ``tokens`` tokens."""
+    """Return which rows of logits ``request`` needs from a forward pass over its next ``tokens`` tokens: rows that
+    score the prompt, and rows from which tokens are sampled.
+    """
     drawn = (
         1 + sum(len(branch.path) for branch in request.branches)
         if tokens == request.wanted

@@ -195,7 +195,9 @@ class ExpertEngine(Engine):
 
 @torch.inference_mode()
 def log_probability_of(model: Transformer, ids: Sequence[int]) -> float:
-    """Return the log-probability that ``model`` gives to all tokens of the text ``ids`` after the first."""
+    """Return the sum of the log-probabilities that ``model`` gives to the tokens of the text ``ids``, without the
+    first.
+    """
     device = model.mesh.device
     tokens = torch.tensor(ids, device=device)
     positions = torch.arange(len(ids), device=device)

@@ -268,8 +268,8 @@ class KeyFile:
             self._fill(expected)
 
     def forget(self, extent: int, run: int) -> None:
-        """Discard reads ahead of ``extent`` that include the run number ``run``, because this run is about to be
-        written anew.
+        """Discard reads ahead, from the first one on that includes the run number ``run`` of ``extent``, because this
+        run is about to be written anew.
         """
         stale = (
             read.extent == extent and read.runs > run for read, *_ in self._pending

@@ -425,8 +425,7 @@ class Leader(RankReader):
         self, step: ScheduledStep, early: EarlyExit | None = None
     ) -> Callable[[], T]:
         """Launch a step on all ranks. Return a function that waits for the logits ``[rows of all parts, vocab]``.
-
-        ``early``: None, as a pass over several ranks makes no early exit.
+        ``early``: must be None, because a pass over several ranks makes no early exit.
         """
         assert early is None
         if self.mesh.sums and self.mesh.sums.slowed:

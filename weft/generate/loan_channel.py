@@ -192,7 +192,7 @@ class RemoteLender:
         return partial
 
     def close(self) -> None:
-        """End the connections, and with them all loans."""
+        """Close the connections to the lender, which ends all loans."""
         self.lost = True
         for name in ("_control", "_queries"):
             if name in self.__dict__:

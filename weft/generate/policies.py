@@ -91,6 +91,6 @@ def policy_of(word: str) -> Policy:
 
 
 def compared_policies() -> list[str]:
-    """Return the policies that ``weft bench policies`` compares, as words of ``--policy``."""
+    """Return the policies that ``weft bench policies`` compares, as values of ``--policy``."""
     every: list[Any] = [technique.implementation for technique in declared("policy")]
     return [EXACT_FILL, *(word for policy in every for word in policy.candidates)]

@@ -52,8 +52,8 @@ class SampledText:
         return self._guesses[at] if at < len(self._guesses) else None
 
     def follow(self, token: int) -> bool:
-        """Go on behind ``token``, which was sampled. Return whether a branch has guessed it, so that logits behind it
-        exist.
+        """Continue behind the sampled ``token``. Return whether a branch has guessed it, so that the pass has computed
+        logits behind it.
         """
         self._live = [
             (branch, first)

@@ -45,8 +45,8 @@ class OutsideBlocks(Protocol):
     """Interface to the cache blocks that are kept outside the pool, in host memory or files."""
 
     def find(self, request: Request, keys: Sequence[bytes]) -> int:
-        """Return how many of ``keys``, from the first one on without a gap, are kept. They are the keys of blocks of
-        ``request`` that the pool lacks.
+        """Return how many of ``keys``, from the first one on without a gap, are kept outside the pool. ``keys``: keys
+        of the blocks of ``request`` that the pool lacks.
         """
 
     def fetch(self, request: Request, keys: Sequence[bytes]) -> None:

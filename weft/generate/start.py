@@ -37,11 +37,9 @@ def launch_ranks(
     layout: Layout, checkpoint: str, grace: float | None = None
 ) -> int | None:
     """Start this command on all ranks of ``layout`` and return the exit code. Return None in a process that is a rank
-    itself, or if the layout has one rank.
-
-    ``grace``: seconds that the ranks get to end after a signal, if that is the usual way to end the command.
-
-    Raises :class:`UsageError` for a layout under which the model of ``checkpoint`` cannot generate.
+    itself, or if the layout has one rank. ``checkpoint``: the model's name. ``grace``: seconds that the ranks get to
+    end after a signal, for commands that usually end by one; None: the default. Raises :class:`UsageError` for a layout
+    under which the model cannot generate.
     """
     check_layout(layout)
     if layout.world == 1 or in_ranks():

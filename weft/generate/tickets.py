@@ -67,8 +67,8 @@ class TicketWriter:
         return self.number
 
     def silence(self) -> str:
-        """Return, in words, which rank has given no sign of life for :data:`SILENT_S` seconds; "" if all ranks have.
-        Call it a few times a second. Time during which this process itself was stopped does not count.
+        """Return, in words, which rank has given no sign of life for :data:`SILENT_S` seconds; "" if there is no such
+        rank. Call it a few times a second. Time during which this process itself was stopped does not count.
         """
         now = time.monotonic()
         if now - self._looked > SILENT_S / 2:

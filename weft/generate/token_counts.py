@@ -23,7 +23,7 @@ class TokenCounts:
         self.add(written)
 
     def add(self, written: Iterable[int]) -> None:
-        """Count each of the tokens ``written`` once more."""
+        """Add the tokens ``written`` to the counts; each occurrence counts once."""
         for token in written:
             self._counts[self._place(token)] += 1
 

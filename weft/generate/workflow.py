@@ -28,8 +28,8 @@ class Workflow:
     deadline: float = math.inf
 
     def frame(self, now: float) -> dict[str, Any]:
-        """Return the workflow as JSON for another process, whose clock differs: with the milliseconds that are left.
-        ``now``: the time of this process's clock.
+        """Return the workflow as JSON for another process, whose clock differs: its deadline becomes the milliseconds
+        that are left. ``now``: the time of this process's clock.
         """
         left = None if math.isinf(self.deadline) else 1000 * (self.deadline - now)
         return {

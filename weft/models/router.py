@@ -152,8 +152,7 @@ class Loads:
 
     def share_of_bytes(self) -> T:
         """Return this rank's share of the bytes sent for experts in the step, by kind in the order of :data:`SENT`.
-
-        Bytes of experts that moved to other ranks before the step count in it, too.
+        Bytes of experts that moved to other ranks before the step are included.
         """
         shares = [own_share(self.sent[what], self.mesh, **OWN) for what in SENT]
         self.sent.clear()
@@ -167,9 +166,8 @@ class Loads:
 
 
 def by_token(mesh: Mesh) -> dict[str, Kind]:
-    """Return, for each mesh axis, whether tensors with a row per routed token are equal on all ranks of the axis.
-
-    The result has the kind of distribution of such a tensor, by axis.
+    """Return, for each mesh axis, how a tensor with a row per routed token is distributed over the ranks of the axis:
+    equal on all of them, or different.
     """
     return BY_DATA | {"tp": V if mesh.layout.folds_tp else R}
 

@@ -42,9 +42,9 @@ class ApiClient:
     seconds: float = PATIENCE_S
 
     def open(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a request and return the reply, a file of bytes to be closed. ``path``: what follows "/v1".
-
-        ``body``: JSON of a POST request; None: a GET request. Raises :class:`ApiRefused` and :class:`ApiUnreached`.
+        """Send a request and return the response as an open file of bytes, which the caller closes. ``path``: part of
+        the address behind "/v1". ``body``: JSON of a POST request; None: a GET request. Raises :class:`ApiRefused` and
+        :class:`ApiUnreached`.
         """
         base = self.url.rstrip("/").removesuffix("/v1") + "/v1"
         headers = {"Content-Type": "application/json"}

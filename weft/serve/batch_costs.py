@@ -123,8 +123,8 @@ class BatchCosts:
         return PassWork(step, chosen, tokens * float(every.sum()))
 
     def parts(self, work: PassWork) -> dict[str, float]:
-        """Return the seconds that a pass keeps each of three busy, by name: "mover" (reading experts into memory),
-        "products" (of experts) and "attention" (everything else).
+        """Return the seconds that a pass keeps each of three things busy, by name: "mover" (reading experts into
+        memory), "attention" (reading keys, and products of queries and keys) and "products" (all other computation).
         """
         attention = _dot(self.inside[4:], work.inside[4:])
         computing = _dot(self.inside, work.inside) + _dot(self.experts, work.experts)

@@ -208,7 +208,7 @@ class Prompts:
         return variables | without_marks(asked.chat_template_kwargs)
 
     async def form(self) -> CallForm | None:
-        """Return how the chat template writes tool calls; None if that is not known."""
+        """Return the form in which the chat template writes tool calls; None if it is not known."""
         return await _run(self._short, lambda: self._short.form)
 
     async def grammar(self, language: Language) -> Grammar:

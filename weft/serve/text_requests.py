@@ -36,7 +36,7 @@ class FinishedText(NamedTuple):
     """A text that has ended.
 
     Attributes:
-        ``number``: index of its request among those that were given.
+        ``number``: index of its request among the requests that were given.
         ``text``: the text.
         ``finished``: why it ended: "stop" or "length".
     """

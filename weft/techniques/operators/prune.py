@@ -99,7 +99,7 @@ class PruneSettings(SelectionSettings):
 class Prune:
     """Keeps the hardest or the easiest labelled examples, and warns if a random choice would train better. It writes
     the column ``difficulty``. The report says how much of each class is kept, and which accuracies on held-out examples
-    a small model reaches after training on hard, easy and random examples.
+    are reached after training on hard, easy and random examples.
     """
 
     late: ClassVar = tuple(

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 @register("phases", "separate-islands")
 class SeparateIslandsTechnique(StepTechnique):
-    """Lets islands train independently, and exchanges parameters between some steps as ``sync.update`` says."""
+    """Lets islands train independently of each other, and exchanges parameters after some steps with the method that
+    ``sync.update`` names.
+    """
 
     fills = Phase.AFTER
     does = "islands exchange parameters between steps (sync.every = {0.sync.every})"

@@ -40,8 +40,8 @@ class WindowSelector(BlockSelector):
     def visible(self, span: Span, size: int, window: int) -> Iterator[Span]:
         """Cut ``span``, the new tokens of a text, into pieces, and yield each with a table that has only the blocks
         that it sees. ``size``: tokens of a block; ``window``: the layer's own window in tokens, 0 if it has none. If
-        the layer's own window is not larger than the policy's, ``span`` is yielded unchanged. A layer with a larger
-        window of its own does not see the first block for its own sake.
+        the layer's own window is not larger than the policy's, ``span`` is yielded unchanged. In a layer with a larger
+        window of its own, the first block is visible only within the policy's window.
         """
         end = span.past + span.last - span.first
         sinks = 0 if window else 1
