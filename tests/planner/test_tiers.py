@@ -22,7 +22,7 @@ from weft.planner.cost import (
     step_time,
 )
 from weft.planner.engine_constants import ENGINES, EngineConstants
-from weft.planner.explain import layout_verdict
+from weft.planner.explain import layout_tree, layout_verdict
 from weft.planner.finalists import finalists
 from weft.planner.layout_search import USABLE, WORTH, Pin, SearchResult, search
 from weft.planner.machine import CLUSTERS, DEVICES, Cluster, load_cluster, machine_of
@@ -34,7 +34,7 @@ from weft.planner.memory import (
     rank_memory,
 )
 from weft.planner.planned_model import SHAPES
-from weft.planner.tiers import UPDATE, room_away, with_tiers
+from weft.planner.tiers import UPDATE, planned_time, room_away, with_tiers
 from weft.recipe import Memory, load_recipe
 
 LLAMA = SHAPES["llama3-8b"]
@@ -285,6 +285,51 @@ def test_what_is_offloaded_leaves_the_device() -> None:
     assert memory.activations == pytest.approx(
         8 * 32 * inputs + float(logit_bytes(LLAMA, one, WEFT))
     )
+
+
+# --- weights in tiles, rows of the embedding, sums beside products
+
+
+def test_tiles_come_again_for_each_microbatch_and_need_less_room() -> None:
+    machine = machine_of(DEVICES["H100-80GB"], disk_read=0.2, disk_write=0.1)
+    whole = Plan(zero=3, batch=4, micro_batch=1, seq=512, weights=FILE, moments=FILE)
+    tiled, engine = replace(whole, tiles=16), EngineConstants()
+    own = 32 * LLAMA.dense_weights + 2 * LLAMA.table
+    seconds = [float(planned_time(LLAMA, machine, p, WEFT).host) for p in (whole, tiled)]  # fmt: skip
+    # three more forwards; three more backwards, with the gradients so far
+    moved = 4 * own * (3 / 0.2e9 + 2 * 3 / 0.2e9 + 3 / 0.1e9)
+    assert seconds[1] - seconds[0] == pytest.approx(moved * (1 + 1 / 32))
+    room = [rank_memory(LLAMA, p, engine, 32, 2, 0.0).buffers for p in (whole, tiled)]
+    spared = 2 * LLAMA.dense_weights * (1 - 1 / 16)
+    assert room[0] - room[1] == pytest.approx((2 + engine.gradient) * spared)
+    rows = rank_memory(LLAMA, replace(whole, embedding=1), engine, 32, 2, 0.0).buffers
+    assert room[0] - rows == pytest.approx((2 + engine.gradient) * LLAMA.table)
+
+
+def test_tiles_and_rows_are_written_into_the_recipe() -> None:
+    cluster = {"device": "H100-80GB", "count": 1, "host_memory": 60}
+    cluster |= {"disk_read": 2.0, "disk_write": 1.0}
+    pins = ("tiles=8", "embedding=rows", "weights=file")
+    first = finalists(find("llama3-8b", 8, 2048, *pins, **cluster), 3)[0]
+    memory = Memory.model_validate(first.plan.memory)
+    assert memory.tiles == 8 and memory.embedding == "rows" and first.plan.pp == 1
+    tied = find("llama3.2-1b", 8, 2048, "tiles=8", "weights=file", **cluster)
+    assert not tied.plans.embedding.any() and (tied.plans.tiles == 8).all()
+
+
+def test_sums_travel_beside_products_where_that_is_a_tenth_faster() -> None:
+    slow = {"device": "RTX 4090", "memory": 80, "count": 4}
+    found = find("llama3-8b", 8, 2048, "tp=4", **slow)
+    first = finalists(found, 3)[0]
+    without = finalists(find("llama3-8b", 8, 2048, "tp=4", "overlap=none", **slow), 3)[0]  # fmt: skip
+    assert layout_tree(first)["overlap"] == "domino"
+    assert first.cost.tp < 0.1 * without.cost.tp
+    assert first.seconds < WORTH["overlap"] * without.seconds
+    assert "overlap" not in layout_tree(without)
+    fast = find("llama3-8b", 256, 4096, "tp=2", device="H100-80GB", count=8)
+    assert not finalists(fast, 3)[0].plan.overlap
+    other = search(LLAMA, Cluster(**slow), ENGINES["megatron"], 8, 2048)
+    assert not other.plans.overlap.any()
 
 
 def test_offloading_is_chosen_where_nothing_else_fits() -> None:

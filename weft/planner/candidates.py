@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from weft.errors import UsageError
 from weft.layout.layout import Layout
-from weft.planner.cost import AWAY, FILE, ULYSSES, Plan, Recompute, schedule_number
+from weft.planner.cost import (
+    AWAY,
+    FILE,
+    IN_PARTS,
+    ULYSSES,
+    Plan,
+    Recompute,
+    schedule_number,
+)
 from weft.planner.machine import Machine
 from weft.recipe import PLACES, Memory
 from weft.schedule.build import builders
@@ -22,7 +30,9 @@ FIRST = (
     "dp", "shard", "zero", "tp", "cp", "context", "pp", "schedule", "virtual", "ep", "micro_batch", "recompute",
 )  # fmt: skip
 #: What is added to plans that it may help (:func:`variants`).
-ADDED = ("secondary", *AWAY)
+ADDED = ("secondary", *AWAY, *IN_PARTS)
+#: Tiles of a weight that are tried where whole weights do not fit.
+TILES = 16
 CHOSEN = (*FIRST, *ADDED)
 #: What the user sets; the data axes follow from these.
 SET = tuple(name for name in CHOSEN if name not in ("dp", "shard"))
@@ -221,16 +231,18 @@ def variants(
     cheap: dict[str, Mask],
     wanted: dict[str, int],
     places: Sequence[int],
+    tied: bool = True,
 ) -> Plan:
     """Return variants of ``plans`` with secondary partitions (ZeRO++ hpZ), and with state away from the device.
 
     A variation is tried only where it may help. A secondary partition may help where ZeRO-3 gathers across slow links
     and memory is left. State away from the device may help where device memory is not enough.
 
-    ``fits``: which plans fit in memory. ``cheap``: which plans may be varied, for the keys "secondary" and "away";
-    these are the plans that might become the fastest if the variation cost no time. ``wanted``: values that the user
-    demands, by field of :class:`Plan`. Demanded variations are tried even where they do not help. ``places``: the
-    places to try for state (host, file), as indices into :data:`weft.recipe.PLACES`.
+    ``fits``: which plans fit in memory. ``cheap``: which plans may be varied, for the keys "secondary", "overlap" and
+    "away"; these are the plans that might become the fastest if the variation cost no time. ``wanted``: values that the
+    user demands, by field of :class:`Plan`. Demanded variations are tried even where they do not help. ``places``: the
+    places to try for state (host, file), as indices into :data:`weft.recipe.PLACES`. ``tied``: whether the output layer
+    is the table of embeddings.
     """
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.
@@ -242,7 +254,7 @@ def variants(
         near = np.full(int(twice.sum()), float(wanted["secondary"]))
     cut = (near > 1) & (near < state[twice]) & (state[twice] % np.maximum(near, 1) == 0)
     candidates = [replace(take(take(plans, twice), cut), secondary=near[cut])]
-    asked = any(wanted.get(kind) for kind in AWAY)
+    asked = any(wanted.get(kind) for kind in (*AWAY, "tiles", "embedding"))
     bases = [plans, *candidates] if asked else [take(plans, cheap["away"] & ~fits)]
     ways = [
         dict(zip(AWAY, way, strict=True))
@@ -271,7 +283,41 @@ def variants(
                 candidates[-1], (chosen.zero == 0) & (chosen.cp == 1) & (chosen.pp == 1)
             )
             candidates.append(replace(alone, zero=alone.zero + 3))
+        if way["weights"]:
+            for each in candidates[-2:]:
+                candidates += in_parts(each, wanted, tied)
+    if overlap := wanted.get("overlap"):
+        woven = [take(each, _weaves(each)) for each in (plans, *candidates)]
+        candidates += [
+            replace(each, overlap=np.full(len(each.tp), float(overlap)))
+            for each in woven
+        ]
+    elif "overlap" not in wanted:
+        worth = take(plans, _weaves(plans) & fits & cheap["overlap"])
+        candidates.append(replace(worth, overlap=np.ones(len(worth.tp))))
     return join_splits(candidates)
+
+
+def _weaves(plans: Plan) -> Mask:
+    """Return which plans can compute one half of a microbatch's tokens while sums of the other travel over ``tp``."""
+    whole = (plans.secondary == 0) & (plans.tiles == 0) & (plans.embedding == 0)
+    return np.asarray((plans.tp > 1) & (plans.cp == 1) & whole)
+
+
+def in_parts(plans: Plan, wanted: dict[str, int], tied: bool) -> list[Plan]:
+    """Return those of ``plans``, whose weights rest away, that can have rows, tiles or both, with these.
+
+    ``wanted``: values that the user demands, by field. ``tied``: whether the output layer is the table of embeddings,
+    which then comes whole.
+    """
+    fitting = (plans.recompute != Recompute.SELECTIVE) & (plans.secondary == 0)
+    chosen = take(plans, fitting & (plans.pp == 1))
+    ones = np.ones(len(chosen.tp))
+    tiles, rows = wanted.get("tiles", TILES), wanted.get("embedding", 1) * (not tied)
+    ways = dict.fromkeys(((0, rows), (tiles, 0), (tiles, rows)))
+    return [
+        replace(chosen, tiles=ones * t, embedding=ones * r) for t, r in ways if t or r
+    ]
 
 
 def take(plans: Plan, which: Any) -> Plan:

@@ -46,10 +46,28 @@ def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
         for kind, place in places.items()
         if place == FILE or (place and on_host)
     ]
+    if train.compile or recipe.model.residual == "ladder":
+        pins.append(Pin("overlap", "=", 0))
+    if not _updates_in_parts(recipe):
+        pins += [Pin("tiles", "=", 0), Pin("embedding", "=", 0)]
+    if recipe.memory.tiles > 1:
+        pins.append(Pin("tiles", "=", recipe.memory.tiles))
+    if recipe.memory.embedding == "rows":
+        pins.append(Pin("embedding", "=", 1))
     # for pipelines, with a copy of the state in memory
     if recipe.optimizer.post_validation:
         pins += [Pin("pp", ">=", 2), *(Pin(kind, "<=", HOST) for kind in AWAY)]
     return pins
+
+
+def _updates_in_parts(recipe: Recipe) -> bool:
+    """Return whether the recipe can have weights in tiles and embeddings in rows, as the rules of both say."""
+    optimizer, memory = recipe.optimizer, recipe.memory
+    plain = optimizer.elementwise and optimizer.state == "float32"
+    usual = optimizer.estimate != "zeroth-order" and not optimizer.in_backward
+    early = memory.speculate != "none" or memory.alternate != 0
+    other = recipe.adapter is not None or recipe.train.compile or recipe.model.kind
+    return plain and usual and not (early or other or optimizer.post_validation)
 
 
 def choose_layout(
@@ -89,7 +107,7 @@ def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
         "micro_batch": int(plan.micro_batch),
         "recompute": RECOMPUTE[int(plan.recompute)],
     }
-    new = {"train": train, "memory": plan.away}
+    new = {"train": train, "memory": plan.memory}
     sections = {
         name: getattr(recipe, name).model_copy(update=change)
         for name, change in new.items()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,10 @@ CONTEXT = ("zigzag", "ulysses", "gather")
 ULYSSES = CONTEXT.index("ulysses")
 #: What can rest away from the device, and where, by index into :data:`weft.recipe.PLACES`.
 AWAY = ("weights", "moments", "activations")
+#: What Weft can do in parts beside that, 0 where it does not: tiles of a weight, rows of the embedding, and tokens of
+#: which one half computes while the sums of the other travel over tp.
+IN_PARTS = ("tiles", "embedding", "overlap")
+EMBEDDING, OVERLAP = ("whole", "rows"), ("none", "domino")
 HOST, FILE = (PLACES.index(place) for place in ("host", "file"))
 #: Bits of the products in a precision of a recipe.
 BITS = {"float64": 32, "float32": 32, "bfloat16": 16}
@@ -78,6 +82,9 @@ class Plan:
         ``recompute``: a value of :class:`Recompute`.
         ``bits``: width of the operands of matrix products.
         ``weights``, ``moments``, ``activations``: where each rests, an index into :data:`weft.recipe.PLACES`.
+        ``tiles``: number of tiles into which the weight of each projection is cut; 0: none, weights come whole.
+        ``embedding``: whether all of the embedding table comes, or rows of it: an index into :data:`EMBEDDING`.
+        ``overlap``: what computes while sums travel over ``tp``, an index into :data:`OVERLAP`.
         ``outer``: which ranks are placed furthest apart in the network: 1 for the copies along ``dp``, 0 for the stages
             of a pipeline.
     """
@@ -101,6 +108,9 @@ class Plan:
     weights: Num = 0
     moments: Num = 0
     activations: Num = 0
+    tiles: Num = 0
+    embedding: Num = 0
+    overlap: Num = 0
     outer: Num = 0
 
     @property
@@ -140,6 +150,21 @@ class Plan:
             for kind, place in places.items()
             if kind != "moments" or place != places.get("weights")
         }
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """The settings of ``[memory]`` in a recipe: places away from the device, tiles, and rows of the embedding."""
+        settings: dict[str, Any] = dict(self.away)
+        if self.tiles:
+            settings["tiles"] = int(self.tiles)
+        if self.embedding:
+            settings["embedding"] = EMBEDDING[int(self.embedding)]
+        return settings
+
+    @property
+    def halves(self) -> Num:
+        """Number of parts in which a microbatch's tokens are computed: 2 if sums of one part travel beside another."""
+        return 1 + (np.asarray(self.overlap) > 0)
 
     @property
     def microbatches(self) -> Num:
@@ -352,7 +377,8 @@ class Roofline:
         Backward has two products for it, the gradients of both factors, which take as long each.
         """
         rate = self.machine.peak * self.machine.clock * self.engine.matmul
-        moved = self.width * (m * k + n * k) + 2 * m * n
+        # weights are read once for each part of the tokens
+        moved = self.width * (m * k + self.plan.halves * n * k) + 2 * m * n
         return 2 * m * n * k / rate + moved / self.machine.hbm
 
     def feed_forward(self, tokens: Num, ffn: Num) -> Num:
@@ -445,7 +471,7 @@ class Roofline:
         shape, machine, plan, engine = self.shape, self.machine, self.plan, self.engine
         tokens, tp, cp = self.tokens, plan.tp, plan.cp
         along_tp = 2 * reduce(
-            tp, 2 * tokens * shape.embed, axis_link(machine, engine, 1, tp)
+            tp, 2 * tokens * shape.embed, axis_link(machine, engine, 1, tp), plan.halves
         )
         kv = 2 * 2 * tokens * shape.kv_heads * shape.head_dim / tp
         heads = (
@@ -501,10 +527,14 @@ def passes(
     # The processor that launches can be slower than the device: a smooth maximum of the two, so that layouts of which
     # both are bound by launches still differ by their work. What communication adds is what it makes this maximum grow.
     moe = 1 - shape.dense_share
-    floor = engine.kernels * LAUNCH * (1 + engine.dispatch * moe)
+    floor = engine.kernels * LAUNCH * (1 + engine.dispatch * moe) * plan.halves
     busy = matmuls + attention + pointwise
     # A ladder's sums travel while as much computes; backward, which computes longer, hides no less.
-    tp = tp - shape.ladder * np.minimum(tp, busy)
+    # So do those of one half of the tokens while the other half computes, but for the last sum of a pass.
+    woven = (np.asarray(plan.overlap) > 0) * (
+        1 - 0.5 / np.maximum(1, shape.layers / plan.pp)
+    )
+    tp = tp - np.maximum(shape.ladder, woven) * np.minimum(tp, busy)
     forward = smooth_maximum(busy, floor)
     # Backward: two products per product, 2.5 for fused attention (it recomputes the scores), twice the traffic.
     work = (

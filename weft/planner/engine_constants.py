@@ -40,6 +40,7 @@ class EngineConstants:
             weights; 0 if into stages of equally many layers.
         ``stops``: 1 if full recomputation of a layer stops at the last tensor that backward needs, which leaves out
             the layer's last product; 0 if it repeats the whole layer.
+        ``weaves``: 1 if the program can compute half of the tokens while sums of the others travel over ``tp``.
         ``whole``: 1 if experts are never cut over ``tp``; 0 if they are, unless the ranks of ``tp`` are among those
             over which experts are spread.
 
@@ -81,6 +82,7 @@ class EngineConstants:
     level: Num = 0.0
     stops: Num = 0.0
     whole: Num = 1.0
+    weaves: Num = 0.0
     gradient: Num = 4.0
     master: Num = 12.0
     constant: Num = 3.0

@@ -14,6 +14,7 @@ from weft.planner.candidates import ADDED, CHOSEN, SET
 from weft.planner.cost import (
     BITS,
     CONTEXT,
+    OVERLAP,
     RECOMPUTE,
     Plan,
     Recompute,
@@ -330,7 +331,7 @@ def recipe_tree(final: Final, model: PlannedModel) -> dict[str, Any]:
     tree["train"] = tree.get("train", {}) | train
     memory = {
         key: value for key, value in tree.pop("memory", {}).items() if key == "folder"
-    } | plan.away
+    } | plan.memory
     tree |= {"memory": memory} if memory else {}
     return tree
 
@@ -353,6 +354,8 @@ def layout_tree(final: Final) -> dict[str, Any]:
         if order
         else {}
     )
+    if plan.overlap:
+        layout["overlap"] = OVERLAP[int(plan.overlap)]
     if plan.ep > 1:
         rows = final.shape.rows_sent(plan.ep)
         layout |= {

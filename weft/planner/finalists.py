@@ -14,6 +14,7 @@ import numpy as np
 from weft.errors import WeftError
 from weft.planner.cost import (
     AWAY,
+    IN_PARTS,
     Cost,
     MicrobatchSeconds,
     Plan,
@@ -61,6 +62,7 @@ FAMILY = (
     "ep",
     "secondary",
     *AWAY,
+    *IN_PARTS,
 )
 #: Placing vocabulary passes takes time with the square of their number.
 VOCABULARY = 150

@@ -27,8 +27,11 @@ from weft.planner.candidates import (
 from weft.planner.cost import (
     AWAY,
     CONTEXT,
+    EMBEDDING,
     FILE,
     HOST,
+    IN_PARTS,
+    OVERLAP,
     RECOMPUTE,
     Cost,
     Plan,
@@ -45,11 +48,13 @@ from weft.shapes.shape import Shape
 #: Share of device memory that a plan may use: what is left absorbs the error of the memory model.
 USABLE = 0.93
 #: What a plan with an addition may take of the time of the best without; less where its times were never measured.
-WORTH = {"secondary": 0.98} | dict.fromkeys(AWAY, 0.9)
+WORTH = {"secondary": 0.98} | dict.fromkeys((*AWAY, *IN_PARTS), 0.9)
 NAMES = {
     "context": CONTEXT,
     "schedule": schedules(),
     "recompute": RECOMPUTE,
+    "embedding": EMBEDDING,
+    "overlap": OVERLAP,
 } | dict.fromkeys(AWAY, PLACES)
 
 
@@ -236,11 +241,15 @@ def describe(plan: Plan) -> str:
         )
     parts = parts or ["one rank"]
     parts.append(f"micro_batch={plan.micro_batch:.0f}")
+    if plan.overlap:
+        parts.append(f"overlap={pin_text('overlap', plan.overlap)}")
     if plan.outer:
         parts.append("dp over the sites")
     if plan.recompute:
         parts.append(f"recompute={pin_text('recompute', plan.recompute)}")
-    return " ".join([*parts, *(f"{kind}={place}" for kind, place in plan.away.items())])
+    return " ".join(
+        [*parts, *(f"{kind}={place}" for kind, place in plan.memory.items())]
+    )
 
 
 def search(
@@ -274,18 +283,22 @@ def search(
     cheap = {
         "secondary": seconds - cost.dp <= WORTH["secondary"] * best,
         "away": seconds <= WORTH["weights"] * best,
+        "overlap": (seconds - cost.tp <= WORTH["overlap"] * best) & (engine.weaves > 0),
     }
     near, far = [HOST] * bool(machine.host_memory), [FILE] * bool(machine.disk_bytes)
     more, enough = take(plans, []), False
     for places in (near, near + far):  # a disk is for what nothing else has room for
         if places is near or FILE in asked or not (fits.any() or enough):
-            more = variants(plans, machine, fits, cheap, wanted, places)
+            more = variants(
+                plans, machine, fits, cheap, wanted, places, bool(shape.tied)
+            )
             more, enough = _leanest(shape, machine, engine, more)
     if len(more.tp):
         taken = _scored(shape, machine, engine, more).cost.total
         worth = np.ones(len(more.tp), dtype=bool)
+        parts = any(wanted.get(name) for name in ("tiles", "embedding"))
         for name in ADDED:
-            if name not in wanted and not (name in AWAY and asked):
+            if name not in wanted and not (name in AWAY and (asked or parts)):
                 worth &= (getattr(more, name) == 0) | (taken <= WORTH[name] * best)
         plans = join_splits([plans, take(more, worth)])
     if len(more.tp) or added:

@@ -142,10 +142,12 @@ def rank_memory(
     # FSDP keeps full precision in the shard (counted as optimizer state) and gathers two layers at a time.
     sharded = (plan.zero >= 3) | (plan.weights == FILE)  # whose units come one by one
     # ... unless a pipeline keeps them, and the sums of their gradients, over its microbatches.
-    held = (
-        np.where(plan.pp > 1, layers, np.minimum(2, layers)) * (layer + expert)
-        + tables * table
-    )
+    units = np.where(plan.pp > 1, layers, np.minimum(2, layers))
+    # of tiles, two are in memory: one computes, the next one comes
+    tiled = np.asarray(plan.tiles) > 0
+    weight = np.where(tiled, 2 * layer / np.maximum(plan.tiles, 1), units * layer)
+    # of a table of embeddings in rows, those of the tokens come
+    held = weight + units * expert + (tables - (np.asarray(plan.embedding) > 0)) * table
     gathered = np.where(sharded, 2 * held, 0.0)
     whole_gradients = np.where(sharded, engine.gradient * trained * held, 0.0)
     spread = np.where(plan.zero >= 1, inner, 1.0)

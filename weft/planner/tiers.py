@@ -117,18 +117,25 @@ def with_tiers(
 
     # Stage 3 fetches its shard for every gather, and hands on the gradients of every pass.
     often = np.where(plan.pp > 1, 1, m) * np.where(plan.secondary > 0, 1, 2)
-    gathers = np.where(filed, 2, np.where(plan.zero >= 3, often, 1))
+    # tiles and rows come again for each microbatch
+    turns = np.where(np.asarray(plan.tiles) > 0, m, 1)
+    gathers = np.where(filed, 2 * turns, np.where(plan.zero >= 3, often, 1))
     reduced = np.where((plan.zero >= 2) & (plan.weights != FILE), m, 1)
     wide, moments = WIDE * own, MOMENTS * own
+    # of a table whose rows come alone, what a microbatch of all ranks names
+    table = shape.table / plan.tp / plan.state_ranks
+    named = np.minimum(1.0, plan.micro_batch * plan.seq * plan.data / shape.vocab)
+    spared = (np.asarray(plan.embedding) > 0) * (1 - named) * table
+    wide, moments = wide - WIDE * spared, moments - MOMENTS * spared
     updated = np.where(
         state & apart, own * UPDATE / machine.host_bandwidth, cost.optimizer
     )
     host = phase(
-        state * gathers * wide + saved * kept, filed * wide, (plan.activations == FILE) * kept,
+        state * gathers * wide + saved * kept, filed * turns * wide, (plan.activations == FILE) * kept,
         m * layers * microbatch.forward,
     ) + phase(
-        state * reduced * wide + saved * kept, filed * wide + (plan.activations == FILE) * kept,
-        filed * wide, m * layers * (microbatch.backward + microbatch.again),
+        state * reduced * wide + saved * kept, filed * (2 * turns - 1) * wide + (plan.activations == FILE) * kept,
+        filed * turns * wide, m * layers * (microbatch.backward + microbatch.again),
     ) + phase(
         (plan.moments > 0) * (plan.weights == 0) * moments, (plan.moments == FILE) * moments + filed * 2 * wide,
         (plan.moments == FILE) * moments + filed * wide, updated,
