@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import socket
@@ -214,16 +215,21 @@ def test_metrics_are_what_happened() -> None:
         found["weft_cache_blocks"] == 8
         and found["weft_preemptions"] == server.engine.scheduler.preemptions > 0
     )
-    step = server.engine.step
-    server.engine.step = lambda: (time.sleep(0.4), step())[1]  # type: ignore[method-assign]
+    step, steps, seen = server.engine.step, itertools.count(), threading.Event()
+
+    def held() -> Any:
+        """The third step of the next answer waits until the metrics have been read in the middle of it."""
+        assert next(steps) < 2 or seen.wait(60)
+        return step()
+
+    server.engine.step = held  # type: ignore[method-assign]
     with server.client.stream(
         "POST", "/v1/completions", json=asked | {"max_tokens": 30, "stream": True}
     ) as answer:
         next(answer.iter_lines())
-        found = read()
-        assert (
-            found["weft_requests_running"] == 1 and found["weft_cache_blocks_used"] > 0
-        )
+        until(lambda: read()["weft_requests_running"] == 1)
+        assert read()["weft_cache_blocks_used"] > 0
+        seen.set()
     server.close()
 
 

@@ -249,9 +249,11 @@ def _random(
     from weft.prove.pool import MAX_WORLD, ProcessPool
     from weft.recipe import load_recipe
 
+    recipe = load_recipe(path, fixed)
+    recipe.need_model()
     pool, summary, console = ProcessPool(), Summary(), Console(stderr=True)
     fuzzer: Any = Fuzzer(path, pool, dtype, steps, fixed=fixed)
-    if load_recipe(path, fixed).federated is not None:
+    if recipe.federated is not None:
         from weft.federated.random_federation import FederatedCases
 
         fuzzer = FederatedCases(path, fixed)

@@ -304,7 +304,7 @@ def part_steps(block: Block, x: T, inputs: PartInputs, columns: int) -> Steps:
         x = block.added(x, y, "attention")
     normed = block.ffn_norm(x)
     if not isinstance(block.ffn, FeedForward):
-        y = yield from block.ffn.steps(normed, seen, early)
+        y = yield from _drawing_steps(block.ffn.steps(normed, seen, early), rope[2:])
         with drawing(rope[2:]):
             return block.added(x, y)
     coming = start_gather(normed, mesh)
@@ -318,6 +318,17 @@ def part_steps(block: Block, x: T, inputs: PartInputs, columns: int) -> Steps:
     y = wait_columns(leaving)
     with drawing(rope[2:]):
         return block.added(x, y)
+
+
+def _drawing_steps(steps: Steps, draws: tuple[T, ...]) -> Steps:
+    """Run the generator ``steps`` with the random bits ``draws`` of its part, and other parts' turns without them."""
+    while True:
+        with drawing(draws):
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+        yield
 
 
 def start_columns(

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.data.loader import shares_of
 from weft.errors import UsageError, WeftError
+from weft.layout.axes import BATCH_AXES
 from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
 from weft.models.transformer import Transformer
@@ -135,6 +137,13 @@ def walk(
     if job.recipe.layout.skip and mesh.size("pp") == 1:
         rows, passes = job.recipe.rows_per_pass(job.recipe.layout)
         taken = routes(job.shape, job.recipe.layout, passes, job.recipe.data.seq_len)
+        places = job.recipe.batch_layout(job.recipe.layout).size(*BATCH_AXES)
+        batch = job.recipe.train.batch
+        # Microbatches of several replicas that are not all full are no passes of one device, which takes row by row.
+        if places > 1 and batch % (places * rows):
+            shares = shares_of(batch, [1] * places)
+            taken = [taken[i // rows] for share in shares for i in range(share)]
+            rows = 1
         alike = job.recipe.train.model_copy(update={"micro_batch": rows})
         recipe = job.recipe.model_copy(update={"train": alike})
         job = dataclasses.replace(job, recipe=recipe)

@@ -268,6 +268,7 @@ BY_CODE: dict[str, Choices] = {
     "model.small_ffn": _if(
         lambda recipe, case: (
             not _experts(recipe, case)
+            and not recipe.rl
             and not recipe.adapter
             and "adapter.kind" not in case
             and not recipe.model.origin
@@ -337,8 +338,15 @@ OF_PICTURES = (
 )
 
 
-#: Settings that a case starts from if the recipe learns from rewards: every batch that is drawn divides a phase.
-REWARDS: Case = {"rl.group": 2, "rl.batch": 35, "data.seq_len": 48}
+#: Beginnings of the names of settings that are not drawn for a recipe with ``model.small_ffn``, which has dense layers.
+OF_OTHER_LAYERS = ("adapter.", "model.experts")
+
+
+#: Settings that a case starts from if the recipe learns from rewards: every batch that is drawn divides a phase. The
+#: questions are those of the recipe's tasks.
+REWARDS: Case = {
+    "rl.group": 2, "rl.batch": 35, "data.seq_len": 48, "data.sources": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -391,6 +399,8 @@ def draw_case(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
             case[f"layout.{axis}"], left = size, left // size
     for name, values in DRAWN.items():
         if pictures and name.startswith(OF_TOKENS) and name not in OF_PICTURES:
+            continue
+        if recipe.model.small_ffn and name.startswith(OF_OTHER_LAYERS):
             continue
         choices = values(recipe, case, rng)
         if choices and rng.random() < OFTEN.get(name, SELDOM):
