@@ -1,55 +1,70 @@
 """Islands without rounds (DADAO) beside islands that sum their gradients in every step, at equally many gradients.
 
-    python bench/dadao.py [--steps 400] [--quick] [--json bench/results/dadao.json]
+    python bench/dadao.py [--steps 400] [--seeds 1] [--quick] [--json bench/results/dadao.json]
 
-Four islands train a small transformer as a user types it, each side at several learning rates. The loss at the end is
-on what is held out, of the first island; ``MiB`` is what an island has sent to others. Synchronous islands compute what
+Four islands train a small transformer, each side at several settings; the best of each side counts. The loss at the end
+is on what is held out, of the first island; ``MiB`` is what a rank has sent to others. Synchronous islands compute what
 one device would. An island without rounds divides by the size of its own gradients (AdamW), which those of a quarter of
-the batch make larger; with SGD both sides follow sums of gradients.
+the batch make larger, and its steps add up to less, so that its rates are larger. Rows of settings that the file
+already has are kept, so that an interrupted bench goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from step import machine
 
+from weft.layout.mesh import Mesh
 from weft.observe.run_metrics import read_metrics
+from weft.prove.pool import ProcessPool
+from weft.recipe import Recipe, build_recipe, load_recipe
+from weft.train.setup import prepare
+from weft.train.training import train_job
 
-RESULTS = Path(__file__).parent / "results" / "dadao.json"
-#: Rates of each side; those of islands without rounds are larger, as DADAO's steps add up to less (its `stride`).
-RATES = {"average": (3e-3, 6e-3), "dadao": (4e-3, 8e-3, 1.2e-2)}
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "dadao.json"
+ISLANDS = 4
+#: Rates and further settings that each side is tried with.
+GRID: dict[str, list[tuple[float, list[str]]]] = {
+    "average": [(rate, []) for rate in (6e-3, 1.2e-2, 3e-3)],
+    "dadao": [
+        (6e-3, ["sync.condition=8.0", "sync.exchanges=6.0"]),
+        (6e-3, ["sync.condition=8.0", "sync.exchanges=6.0", "optimizer.betas=[0.95, 0.95]"]),
+        (6e-3, ["sync.condition=32.0", "sync.exchanges=6.0", "optimizer.betas=[0.95, 0.95]"]),
+    ],
+}  # fmt: skip
 
 
-def run(update: str, rate: float, steps: int) -> dict[str, float]:
-    """A run of four islands, as ``weft train`` does it."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        settings = [
-            f"sync.update={update}", "sync.every=1", "sync.compress=none", f"train.steps={steps}", "train.batch=16",
-            f"optimizer.lr={rate}", "model.embed=32", "model.heads=2", "data.seq_len=64", "checkpoint.every=0",
-            f"validation.every={steps}", "train.threads=1",
-        ]  # fmt: skip
-        if update == "dadao":
-            settings += ["sync.condition=1.0", "optimizer.betas=[0.7, 0.95]"]
-        words = [sys.executable, "-m", "weft", "train", "islands", "--layout", "island=4"]  # fmt: skip
-        ended = subprocess.run(
-            [*words, "--out", str(out), *(x for s in settings for x in ("--set", s))],
-            capture_output=True,
-            text=True,
-        )
-        if ended.returncode:
-            raise SystemExit(ended.stderr)
-        sent = re.search(r"sent ([\d.]+) MiB", ended.stdout + ended.stderr)
-        loss = read_metrics(out)["validation"][-1]["loss"]
-        return {"loss": loss, "MiB": float(sent[1]) if sent else 0.0}
+def final_loss(values: dict[str, Any], out: str) -> tuple[float, float]:
+    """On every rank: train; the validation loss of this rank's island at the end, and the MiB that the rank sent."""
+    recipe = build_recipe(values)
+    outcome = train_job(prepare(recipe), Mesh.create(recipe.layout, "cpu"), Path(out))
+    return float(outcome.validations[-1]), sent_mib(outcome.run)
+
+
+def sent_mib(run: Path) -> float:
+    """Return the MiB that a rank says at the end of its run that it has sent to others; 0 if it says nothing."""
+    said = [
+        str(row.get("message", "")).partition("has sent ")[2]
+        for row in read_metrics(run).get("event", [])
+    ]
+    return float(next((text.split()[0] for text in reversed(said) if text), 0.0))
+
+
+def island_recipe(
+    update: str, rate: float, more: list[str], steps: int, seed: int
+) -> Recipe:
+    """Return the recipe of a run of one side."""
+    return load_recipe(ROOT / "recipes/islands.toml", [
+        f"sync.update={update}", "sync.every=1", "sync.compress=none", f"train.steps={steps}", "train.batch=64",
+        "optimizer.min_lr=0.0", f"optimizer.lr={rate}", "model.embed=32", "model.heads=2", "data.seq_len=64",
+        "checkpoint.every=0", f"validation.every={steps}", "train.threads=1", f"train.seed={seed}", *more,
+    ], f"island={ISLANDS}")  # fmt: skip
 
 
 def main() -> None:
@@ -57,23 +72,56 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument(
         "--quick", action="store_true", help="a few steps at one rate: whether it runs"
     )
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
     steps = 6 if given.quick else given.steps
-    results: dict[str, Any] = {"machine": machine(), "steps": steps, "sides": {}}
-    best: dict[str, float] = {}
-    for update, rates in RATES.items():
-        side = results["sides"][update] = {}
-        for rate in rates[:1] if given.quick else rates:
-            side[str(rate)] = run(update, rate, steps)
-            print(f"{update:8} rate {rate:g}: {side[str(rate)]}", flush=True)
-        best[update] = min(row["loss"] for row in side.values())
-    results["loss over synchronous"] = best["dadao"] / best["average"]
-    print(f"without rounds {results['loss over synchronous']:.4f} of synchronous loss")
-    given.json.write_text(json.dumps(results, indent=1) + "\n")
+    before = json.loads(given.json.read_text()) if given.json.exists() else {}
+    if before.get("steps") != steps:
+        before = {}
+    results: dict[str, Any] = {
+        "machine": machine(), "steps": steps, "runs": before.get("runs", [])
+    }  # fmt: skip
+    runs = results["runs"]
+    pool = ProcessPool()
+    try:
+        for seed in given.seeds:
+            for update, tried in GRID.items():
+                for rate, more in tried[:1] if given.quick else tried:
+                    asked = {"update": update, "rate": rate, "more": more, "seed": seed}
+                    if any(asked.items() <= row.items() for row in runs):
+                        continue
+                    recipe = island_recipe(update, rate, more, steps, seed)
+                    with tempfile.TemporaryDirectory() as out:
+                        each = pool.run(
+                            ISLANDS, final_loss, recipe.model_dump(mode="json"), f"{out}/run", timeout=1800
+                        )  # fmt: skip
+                    loss, sent = each[0]
+                    runs.append(asked | {"loss": loss, "MiB": sent})
+                    print(runs[-1], flush=True)
+                    results |= compared(runs)
+                    given.json.write_text(json.dumps(results, indent=1) + "\n")
+    finally:
+        pool.close()
+    print(f"without rounds {results['loss over synchronous']} of synchronous loss")
+
+
+def compared(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the best run of each side by seed, and the ratios of their losses."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in runs:
+        side = best.setdefault(str(row["seed"]), {})
+        if row["loss"] < side.get(row["update"], {"loss": float("inf")})["loss"]:
+            side[row["update"]] = row
+    ratios = {
+        seed: round(side["dadao"]["loss"] / side["average"]["loss"], 4)
+        for seed, side in best.items()
+        if len(side) == len(GRID)
+    }
+    return {"best": best, "loss over synchronous": ratios}
 
 
 if __name__ == "__main__":

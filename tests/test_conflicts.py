@@ -148,6 +148,12 @@ SMALLEST: dict[str, tuple[str, str]] = {
         "dp=3", "loss.kind=kto data.kind=feedback data.path=x.jsonl resilience.aggregate=krum"),
     "settings for what has none": ("island=2", "sync.allocate=2 sync.compress=sign"),
     "islands that never agree": ("island=2", "sync.every=1000"),
+    "routes without islands": ("pp=2", "sync.routes=random"),
+    "routes without stages": ("island=2", "sync.routes=random"),
+    "routes over several stages of a rank": ("island=2,pp=2,schedule=dualpipe", "sync.routes=random"),
+    "routes with shares of the vocabulary": ("island=2,pp=2,vocab_barriers=1", "sync.routes=random"),
+    "routes of other models": ("island=2,pp=2", "sync.routes=random model.experts=2"),
+    "routes of answers": ("island=2,pp=2", f"sync.routes=random {PAIRS} loss.kind=dpo"),
     "keys of images in a scheme of tokens": ("cp=2,context=ring", PICTURES),
     "images in a plan of documents": ("shard=2,zero=1,balance=greedy", PICTURES),
     "images in parts of layers": ("pp=2,vocab_barriers=1", PICTURES),
@@ -235,6 +241,7 @@ ASKED = {
     "aggregation": ("dp=4", "resilience.aggregate=flag"),
     "summed-islands": ("island=2", ""),
     "separate-islands": ("island=2", "sync.every=2"),
+    "routed-stages": ("island=2,pp=2", "sync.routes=random"),
     "distillation": ("", TAUGHT),
     "federated-server": ("", "federated.listen=localhost:7800"),
     "federated-client": ("", "federated.join=invitation federated.name=a"),
@@ -249,7 +256,8 @@ def asked_together(a: Registered, b: Registered) -> tuple[str, str]:
     """A layout and settings that ask for both."""
     pair = [ASKED[a.name], ASKED[b.name]]
     layout, settings = ([each[i] for each in pair if each[i]] for i in (0, 1))
-    return ",".join(dict.fromkeys(layout)), " ".join(settings)
+    axes = dict.fromkeys(axis for each in layout for axis in each.split(","))
+    return ",".join(axes), " ".join(settings)
 
 
 PAIRED = [

@@ -59,6 +59,10 @@ ASKED: dict[str, dict[str, dict[str, object]]] = {
     "summed-islands": {"layout": {"island": 2}},
     "distillation": {"loss": {"teachers": ["elsewhere"]}},
     "separate-islands": {"layout": {"island": 2}, "sync": {"every": 2}},
+    "routed-stages": {
+        "layout": {"island": 2, "pp": 2},
+        "sync": {"every": 2, "routes": "random"},
+    },
     "federated-server": {"federated": {"listen": "localhost:7800"}},
     "federated-client": {"federated": {"join": "invitation", "name": "a"}},
     "corrected-gradients": {

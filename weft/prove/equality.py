@@ -22,6 +22,7 @@ from weft.models.values import seeded_values, with_adapter
 from weft.parallel.state import State
 from weft.prove.simulated import agree
 from weft.recipe import Memory, Recipe
+from weft.registry import find
 from weft.run.rank_processes import rank_process
 from weft.schedule.stages import routes
 from weft.sync.compress import build_compressor
@@ -120,6 +121,7 @@ def walk(
     watch: Callable[[Transformer, State], object] | None = None,
     follow: Sequence[dict[str, torch.Tensor]] = (),
     begun: int = 0,
+    join: Callable[[StepContext], Any] | None = None,
 ) -> Iterator[tuple[State, StepTrace]]:
     """Train from step ``begun`` up to ``steps``, and yield ``(state, trace)`` after each step.
 
@@ -128,7 +130,8 @@ def walk(
 
     ``job``: the prepared recipe. ``mesh``: the layout over ranks. ``watch``: a function that is called with the model
     and its state before the first step. ``follow``: for each step, whole gradients by name, with which parameters are
-    updated in place of the run's own gradients.
+    updated in place of the run's own gradients. ``join``: function that returns what fills the gradient phase of an
+    island in a simulation; the iterator then yields once more, before the first step, so that all islands are built.
 
     If ``layout.skip`` is set, a run on one device skips the same blocks in each microbatch as the pipeline. Raises
     :class:`WeftError` if the data ends before the last step.
@@ -180,6 +183,9 @@ def walk(
             presence=Presence(streams) if streams else None,
         )
         training_step = build_step(context, job.recipe)
+        if join is not None:
+            training_step.gradients = join(context)
+            yield state, trace
         for step in range(begun, steps):
             batches = loader.step(step * job.recipe.train.batch)
             if batches is None:
@@ -269,10 +275,19 @@ def _against_simulated(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Dif
     limit = job.recipe.train.timeout
     follow = _of_all_islands(_whole_gradients(traces), mesh, limit)
     job = _on_the_device(job)
+    meshes = [dataclasses.replace(alone, island=i) for i in range(mesh.islands)]
+    join = None
+    if job.recipe.sync.routes == "random":
+        technique = find("phases", "routed-stages").implementation()
+        simulated = technique.simulated(job, meshes)
+        job, join = simulated.job, simulated.join
     walks = [
-        walk(job, dataclasses.replace(alone, island=i), len(own), follow=own)
-        for i, own in enumerate(follow)
+        walk(job, here, len(own), follow=own, join=join)
+        for here, own in zip(meshes, follow, strict=True)
     ]
+    if join is not None:
+        for begun in walks:
+            next(begun)
     past: dict[str, Any] = {}
     for step, now in enumerate(zip(*walks, strict=True), 1):
         agree(dict(enumerate(state for state, _ in now)), step, job.recipe.sync, past)

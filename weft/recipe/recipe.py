@@ -287,12 +287,14 @@ class Recipe(Section):
     def islands_come_and_go(self) -> bool:
         """Whether the run goes on when islands are lost, and lets them come back.
 
-        It does not if the sync method has no rounds, or if islands average gradients in every step.
+        It does not if the sync method has no rounds, or if islands sum gradients or compute for each other in every
+        step.
         """
         return (
             self.resilience.survive
             and self.layout.island > 1
             and not self.sync.of_gradients
+            and self.sync.routes == "own"
             and self.sync.method.in_rounds
         )
 

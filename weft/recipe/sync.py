@@ -21,6 +21,7 @@ class Sync(HostSection):
     """
 
     hosts: ClassVar = {"update": "sync"}
+    asks: ClassVar = {"routes": "routed-stages"}
 
     every: PositiveInt = Field(
         1, description="Steps between two synchronisations of the islands."
@@ -49,6 +50,13 @@ class Sync(HostSection):
             "changes of the last round; 'co2': momentum on all changes of the last round; "
             "'noloco': momentum on the mean change of two random islands; 'dadao': no rounds, "
             "but two islands at a time, when a random clock says so."
+        ),
+    )
+    routes: Literal["own", "random"] = Field(
+        "own",
+        description=(
+            "Pipeline stages that a microbatch passes: those of its island, or at each stage "
+            "those of a random one (NoLoCo)."
         ),
     )
     fragments: PositiveInt = Field(
