@@ -6,6 +6,7 @@ Needs diffusers beside Weft (pip install diffusers); tests/diffusion/test_diffus
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.noise_process import NoiseProcess
 from weft.diffusion.sample import SampleRequest, sample, seeded_noise
 from weft.layout.mesh import Mesh
+from weft.models.autoencoder import open_autoencoder, save_autoencoder
 from weft.models.diffusers_weights import (
     diffusers_config,
     from_diffusers,
@@ -26,6 +28,7 @@ from weft.recipe import Train
 try:
     import diffusers
     from diffusers import (
+        AutoencoderKL,
         DDPMScheduler,
         DiTTransformer2DModel,
         DPMSolverMultistepScheduler,
@@ -214,18 +217,57 @@ def _compare(
     }  # fmt: skip
 
 
+def autoencoder() -> dict[str, float]:
+    """Differences of latents, pixels and gradients of an autoencoder, and of one that diffusers reads back."""
+    torch.manual_seed(0)
+    widths = (8, 16, 16)
+    peer = AutoencoderKL(
+        3, 3, ("DownEncoderBlock2D",) * 3, ("UpDecoderBlock2D",) * 3, widths, 2, latent_channels=3, norm_num_groups=4,
+        shift_factor=0.2,
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    with TemporaryDirectory() as folder:
+        peer.save_pretrained(folder)
+        ours = open_autoencoder(folder).requires_grad_(True)
+        again = save_autoencoder(ours, Path(folder) / "again")
+        back = AutoencoderKL.from_pretrained(str(again))
+    x = torch.randn(2, 3, 16, 12)
+    scale, shift = peer.config.scaling_factor, peer.config.shift_factor
+    latents = (peer.encode(x).latent_dist.mean - shift) * scale
+    pixels = peer.decode(latents / scale + shift).sample
+    our_latents = ours.encoded(x)
+    our_pixels = ours.decoded(our_latents)
+    pixels.square().mean().backward()
+    our_pixels.square().mean().backward()
+    theirs, grads = (dict(m.named_parameters()) for m in (peer, ours))
+    largest = max(float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None)  # fmt: skip
+    worst = max(
+        float((grads[n].grad - p.grad).abs().max()) for n, p in theirs.items() if p.grad is not None
+    )  # fmt: skip
+    state = back.state_dict()
+    return {
+        "latents": float((latents - our_latents).detach().abs().max()),
+        "pixels": float((pixels - our_pixels).detach().abs().max()),
+        "largest": float(pixels.detach().abs().max()), "gradient": worst / largest,
+        "back": max(float((state[n] - v).abs().max()) for n, v in peer.state_dict().items()),
+    }  # fmt: skip
+
+
 def main(out: str = "bench/results/diffusers_peer.json") -> None:
     """Compare everything, and write the differences."""
     if diffusers is None:
         sys.exit("diffusers is not installed; pip install diffusers")
     results = {
         "diffusers": diffusers.__version__, "torch": torch.__version__, "block": block(), "texts": texts(),
-        "loss": losses(), "samplers": samplers(),
+        "autoencoder": autoencoder(), "loss": losses(), "samplers": samplers(),
     }  # fmt: skip
     Path(out).write_text(json.dumps(results, indent=1) + "\n")
     print(
         json.dumps(results["block"]),
         json.dumps(results["texts"]),
+        json.dumps(results["autoencoder"]),
         json.dumps(results["loss"]),
     )
     for name, each in results["samplers"].items():

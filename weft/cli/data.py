@@ -536,3 +536,59 @@ def asymptote_command(
     for note in search.notes:
         typer.echo(f"note: {note}")
     return 0
+
+
+_sizes = "Height and width to which images are scaled, e.g. 32,32; left out: they must be of one size."
+_widths = (
+    "Channels at each resolution; from one to the next height and width are halved."
+)
+
+
+@app.command("autoencoder")
+def autoencoder_command(
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="Images, as data.path names them.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to.")],
+    size: Annotated[str, typer.Option(metavar="H,W", help=_sizes)] = "",
+    latents: Annotated[int, typer.Option(min=1, help="Values of a latent pixel.")] = 4,
+    widths: Annotated[str, typer.Option(metavar="N,...", help=_widths)] = "16,32",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of 64 images each.")] = 1000,
+    rate: Annotated[
+        float, typer.Option(min=1e-9, help="Highest learning rate.")
+    ] = 5e-3,
+    seed: Seed = 0,
+) -> int:
+    """Train a small autoencoder of images, behind which a diffusion transformer can learn (data.settings.encoder)."""
+    from weft.data.pictures import read_pictures
+    from weft.diffusion.latent_pictures import small_autoencoder, train_autoencoder
+    from weft.models.autoencoder import save_autoencoder
+    from weft.new_folder import check_new
+
+    check_new(out)
+    pictures = read_pictures(path, whole_numbers("--size", size))
+    channels = tuple(whole_numbers("--widths", widths))
+    model = small_autoencoder(pictures, latents, channels, seed)
+    errors: list[float] = []
+
+    def passed(step: int, error: float) -> None:
+        errors.append(error)
+        if step % max(1, steps // 10) == 0:
+            typer.echo(f"step {step}/{steps}  squared error {error:.4f}", err=True)
+
+    settings = train_autoencoder(model, pictures, steps, rate, seed, passed)
+    save_autoencoder(model, out)
+    sides = [side // settings.factor for side in pictures.pixels.shape[2:]]
+    shown = " x ".join(map(str, (settings.latent_channels, *sides)))
+    typer.echo(
+        f"{out}: an autoencoder with latents of {shown}; train with --set data.settings.encoder={out}"
+    )
+    return 0
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Return the numbers above 0 in ``text``, with commas between. Raises :class:`UsageError` for other text."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and len(word) < 6 and int(word) for word in words):
+        raise UsageError(f"{option} {text} should be whole numbers with commas between, such as 16,32")  # fmt: skip
+    return [*map(int, words)]

@@ -25,6 +25,7 @@ _table = (
 _split = "With --guidance: predictions with and without condition on two groups of ranks, each of the size of --layout."
 _frames = "Frames of a video; left out: as many as the model was trained on."
 _top = "Of a set of experts: how many, the likeliest, count in each image at each step; 0: all. Left out: as trained."
+_autoencoder = "Where the autoencoder is whose latents the model makes; left out: where it was in training."
 _svg = "Draw the table that is run, simulated with layers that all take equally long."
 
 
@@ -57,6 +58,7 @@ def sample_command(
     frames: Annotated[int, typer.Option(min=0, help=_frames)] = 0,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help=_svg)] = None,
     top: Annotated[int | None, typer.Option(min=0, metavar="K", help=_top)] = None,
+    autoencoder: Annotated[str, typer.Option(metavar="FOLDER", help=_autoencoder)] = "",
 ) -> int:
     """Make images or videos with a diffusion transformer that a run has trained, and write them into a folder."""
     import torch
@@ -89,6 +91,7 @@ def sample_command(
         refuse_beside_experts(checkpoint, {
             "--layout": spread.world > 1, "--stale": stale is not None, "--table": table, "--frames": frames,
             "--svg": svg, "--split-guidance": split, "--prompt": prompt,
+            "--autoencoder": autoencoder,
         })  # fmt: skip
         no_class = torch.zeros(count, dtype=torch.int64, device=device)
         request = SampleRequest(no_class, steps, sampler, guidance, seed, 0, batch)
@@ -102,7 +105,7 @@ def sample_command(
     if (code := launch_sampling(ranks)) is not None:
         return code
     with in_sampling_rank(ranks, device) as own:
-        denoiser = open_denoiser(checkpoint, own, warn, ema)
+        denoiser = open_denoiser(checkpoint, own, warn, ema, autoencoder)
         conditions = asked_conditions(
             denoiser.settings, count, classes, denoiser.class_names, prompt or ()
         )
@@ -118,7 +121,7 @@ def sample_command(
         if images is None:
             return 0
         seconds = time.perf_counter() - begun
-        write_samples(images.float().cpu(), out)
+        write_samples(denoiser.pixels(images), out)
         if svg is not None:
             draw_table(sampling, svg)
         spent = (

@@ -39,6 +39,7 @@ class PictureSet:
         ``labels``: number of each sample's class, int64 ``[samples]``; all 0 if there are no classes.
         ``classes``: names of the classes; empty if there are none.
         ``captions``: a text that describes each sample; empty if there are no such texts.
+        ``encoder``: folder of the autoencoder whose latents the pixels are; empty: they are pixels.
         ``notes``: lines about the source that its reader should see, such as captions of no image.
         ``groups``: number of the video that each clip was cut from, int64 ``[samples]``. All clips of a video are held
             out for validation, or none. None: samples are held out one by one.
@@ -50,6 +51,7 @@ class PictureSet:
     groups: np.ndarray | None = None
     captions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    encoder: str = ""
 
     def __len__(self) -> int:
         return len(self.pixels)

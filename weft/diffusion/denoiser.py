@@ -17,6 +17,7 @@ from weft.models.diffusion_transformer import DiffusionBlock, DiffusionTransform
 from weft.models.patches import patchify, unpatchify
 
 if TYPE_CHECKING:
+    from weft.models.autoencoder import Autoencoder
     from weft.models.diffusion_transformer import Signals
     from weft.models.patch_attention import AttendPatches
 
@@ -49,11 +50,16 @@ class Denoiser:
         ``process``: the noise process with which the model was trained.
         ``blocks``: the model's blocks, in order.
         ``class_names``: names of its classes; empty if they are not known.
+        ``autoencoder``: the autoencoder whose latents it makes; None: it makes pixels.
     """
 
     def __init__(
-        self, model: DiffusionTransformer, class_names: Sequence[str] = ()
+        self,
+        model: DiffusionTransformer,
+        class_names: Sequence[str] = (),
+        autoencoder: Autoencoder | None = None,
     ) -> None:
+        self.autoencoder = autoencoder
         self.model, self.settings = model, model.settings
         self.class_names = tuple(class_names)
         self.process = NoiseProcess.of(self.settings)
@@ -64,6 +70,21 @@ class Denoiser:
     def shape(self) -> tuple[int, ...]:
         """Shape of an image: channels, frames if it is a video, height, width."""
         return (self.settings.channels, *self.settings.size)
+
+    @property
+    def pixel_size(self) -> tuple[int, ...]:
+        """Height and width of an image, or frames, height and width of a video, in pixels."""
+        factor = self.autoencoder.settings.factor if self.autoencoder else 1
+        return tuple(side * factor for side in self.settings.size)
+
+    def pixels(self, images: T) -> T:
+        """Return the pixels of sampled ``images`` ``[images, channels, (frames,) height, width]``, on the CPU."""
+        whole = images.float().cpu()
+        if self.autoencoder is None:
+            return whole
+        from weft.diffusion.latent_pictures import in_batches
+
+        return in_batches(self.autoencoder.decoded, whole)
 
     @property
     def dropped(self) -> int:
@@ -153,12 +174,14 @@ def open_denoiser(
     device: str = "cpu",
     say: Callable[[str], None] = warn,
     ema: bool = False,
+    autoencoder: str = "",
 ) -> Denoiser:
     """Open the diffusion transformer that a run has trained.
 
     ``where``: the run's folder or a checkpoint. ``device``: device on which it computes. ``say``: called with a line
     for each damaged checkpoint that is skipped for an older one. ``ema``: whether to take the moving averages of the
-    parameters. Raises :class:`UsageError` if the model is not a diffusion transformer.
+    parameters. ``autoencoder``: folder of the autoencoder whose latents the model makes; empty: where it was in
+    training. Raises :class:`UsageError` if the model is not a diffusion transformer.
     """
     from weft.checkpoint.model import open_model
 
@@ -169,4 +192,9 @@ def open_denoiser(
             f"{where} is no diffusion transformer, and weft sample makes images; weft generate writes texts"
         )
     names = class_names(opened.files, model.settings.classes)
-    return Denoiser(model.eval(), names)
+    behind = None
+    if autoencoder or "autoencoder.json" in opened.files:
+        from weft.diffusion.latent_pictures import remembered_autoencoder
+
+        behind = remembered_autoencoder(opened.files, autoencoder)
+    return Denoiser(model.eval(), names, behind)

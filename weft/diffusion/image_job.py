@@ -150,9 +150,18 @@ def prepare_images(recipe: Recipe) -> ImageJob:
             f"{list(settings.patch_size)} divide; the loss does not count what was added"
         )
         notes = (*notes, note)
-    files = {**job.files, **class_file(pictures.classes)}
+    files = {**job.files, **class_file(pictures.classes), **encoder_file(pictures)}
     notes = (*job.notes, *notes)
     return replace(job, pictures=pictures, files=files, notes=notes)
+
+
+def encoder_file(pictures: PictureSet) -> Mapping[str, bytes]:
+    """Return the file that says of which autoencoder ``pictures`` are latents; none if they are pixels."""
+    if not pictures.encoder:
+        return {}
+    from weft.diffusion.latent_pictures import autoencoder_file
+
+    return autoencoder_file(pictures.encoder)
 
 
 def caption_notes(pictures: PictureSet, settings: DiffusionSettings) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ def write_joined_samples(
         joined, joined.process, joined.shape, replace(request, conditions=conditions), joined.settings.classes
     )  # fmt: skip
     seconds = time.perf_counter() - begun
-    write_samples(images.float().cpu(), out)
+    write_samples(joined.first.pixels(images), out)
     chosen = joined.weigher.top
     words = f"the likeliest {chosen}" if chosen else "all"
     computed = ", ".join(f"{rows:,}" for rows in joined.computed)

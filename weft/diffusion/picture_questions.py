@@ -56,8 +56,24 @@ def picture_questions(
         images = sample(denoiser, denoiser.process, denoiser.shape, request, classes)
         pixels = images.float().cpu().numpy()
         scores = judge.score(pixels, labels)
-        grid = base64.b64encode(png_bytes(image_grid(pixels[:SHOWN]))).decode()
+        shown = shown_pixels(pixels[:SHOWN], real.encoder)
+        grid = base64.b64encode(png_bytes(image_grid(shown))).decode()
         recorder.log("pictures", **scores._asdict(), grid=grid)
         return Answered(COUNT, round(scores.accuracy * COUNT), None)
 
     return {"images": AskedQuestions(every, ask)}
+
+
+def shown_pixels(images: np.ndarray, encoder: str) -> np.ndarray:
+    """Return ``images`` ``[images, channels, ...]`` as pixels: decoded by the autoencoder in the folder ``encoder``.
+
+    Without one they are pixels.
+    """
+    if not encoder:
+        return images
+    from weft.diffusion.latent_pictures import in_batches
+    from weft.models.autoencoder import open_autoencoder
+
+    model = open_autoencoder(encoder)
+    decoded: np.ndarray = in_batches(model.decoded, torch.from_numpy(images)).numpy()
+    return decoded

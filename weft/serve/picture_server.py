@@ -92,7 +92,7 @@ class PictureServer(ApiServer):
         """Width and height in pixels of an image, or of a frame of a video, in the form of requests, such as
         "64x64".
         """
-        height, width = self.denoiser.shape[-2:]
+        height, width = self.denoiser.pixel_size[-2:]
         return f"{width}x{height}"
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class PictureServer(ApiServer):
         asked = await self._question(request, PictureRequest)
         asks = self._asks(request, asked)
         images = await while_connected(request, self.service.make(asks))
-        data = await asyncio.to_thread(_encoded, images, asked.response_format)
+        data = await asyncio.to_thread(_encoded, self.denoiser, images, asked.response_format)  # fmt: skip
         self.metrics.images_sent.inc(len(images))
         self.metrics.whole.observe(time.perf_counter() - request.scope["began"])
         return JSONResponse(
@@ -140,11 +140,13 @@ class PictureServer(ApiServer):
         ]
 
 
-def _encoded(images: Sequence[torch.Tensor], form: str) -> list[dict[str, str]]:
+def _encoded(
+    denoiser: Denoiser, images: Sequence[torch.Tensor], form: str
+) -> list[dict[str, str]]:
     """Return ``images`` as PNG files in JSON; a video is a strip of its frames. ``form``: "b64_json" or "url"."""
     data = []
-    for image in images:
-        pixels = as_pixels(image.float().cpu().numpy())
+    for image in denoiser.pixels(torch.stack([*images])):
+        pixels = as_pixels(image.numpy())
         text = base64.b64encode(png_bytes(pixels)).decode()
         data.append(
             {"b64_json": text}

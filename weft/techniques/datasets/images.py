@@ -20,15 +20,21 @@ def images(
     colours: bool | None = None,
     clusters: str = "",
     cluster: int = 0,
+    encoder: str = "",
 ) -> PictureSet:
     """Read the images at ``path``. ``size``: height and width in pixels to which they are scaled; empty: the images'
     own size. ``colours``: whether a pixel has three values instead of one; None: as many as the images have.
     ``clusters``: file of ``weft experts --clusters``, which divides the images; only those of ``cluster`` are read. "":
-    all are read.
+    all are read. ``encoder``: folder of an autoencoder of diffusers, whose latents a model learns in place of the
+    pixels.
     """
     from weft.data.pictures import read_pictures
 
     pictures = read_pictures(path or "", size, colours)
+    if encoder:
+        from weft.diffusion.latent_pictures import encoded_pictures
+
+        pictures = encoded_pictures(pictures, encoder)
     if not clusters:
         return pictures
     from weft.data.picture_part import cluster_part, read_clusters

@@ -1,0 +1,317 @@
+"""A convolutional autoencoder of images, behind which a diffusion transformer works (Rombach et al. 2022).
+
+Modules and parameters have the names of diffusers' ``AutoencoderKL``, so that its weights are read and written as they
+are. It is not trained with a diffusion transformer, and every rank has all of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, PositiveInt
+from torch import nn
+
+from weft.errors import UsageError, WeftError
+from weft.section import Section, validated
+
+T = torch.Tensor
+
+#: The class that a configuration names, and the file of the weights.
+CLASS_NAME = "AutoencoderKL"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+#: Added to the variance in norms.
+NORM_EPS = 1e-6
+#: Names of the products of attention in older files.
+OLD_NAMES = {"query.": "to_q.", "key.": "to_k.", "value.": "to_v.", "proj_attn.": "to_out.0."}  # fmt: skip
+#: Settings of diffusers' class that have no other value here, or only say what others have been trained with.
+FIXED = {"act_fn": "silu", "latents_mean": None, "latents_std": None}
+
+
+class AutoencoderSettings(Section):
+    """Sizes of an autoencoder, as diffusers' ``config.json`` names them."""
+
+    in_channels: PositiveInt = Field(3, description="Values of a pixel.")
+    latent_channels: PositiveInt = Field(4, description="Values of a latent pixel.")
+    block_out_channels: tuple[PositiveInt, ...] = Field(
+        (64,),
+        min_length=1,
+        description="Channels at each resolution; from one to the next it is halved.",
+    )
+    layers_per_block: PositiveInt = Field(
+        1, description="Residual blocks at each resolution; the decoder has one more."
+    )
+    norm_num_groups: PositiveInt = Field(32, description="Groups of a norm.")
+    scaling_factor: float = Field(
+        0.18215, description="Factor of latents, after 'shift_factor' was taken off."
+    )
+    shift_factor: float | None = Field(None, description="Mean of latents.")
+    use_quant_conv: bool = Field(True, description="A product after the encoder.")
+    use_post_quant_conv: bool = Field(True, description="A product before the decoder.")
+    mid_block_add_attention: bool = Field(
+        True, description="Attention at the lowest resolution."
+    )
+
+    @property
+    def factor(self) -> int:
+        """Pixels along a side of an image for one of its latents."""
+        return 2 ** (len(self.block_out_channels) - 1)
+
+
+class PixelResidual(nn.Module):
+    """Two convolutions beside a path without any. ``into``, ``out``: channels; ``groups``: groups of the norms."""
+
+    def __init__(self, into: int, out: int, groups: int) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(groups, into, NORM_EPS)
+        self.conv1 = nn.Conv2d(into, out, 3, padding=1)
+        self.norm2 = nn.GroupNorm(groups, out, NORM_EPS)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1)
+        if into != out:
+            self.conv_shortcut = nn.Conv2d(into, out, 1)
+
+    def forward(self, x: T) -> T:
+        """Map ``x`` ``[images, into, height, width]`` to ``[images, out, height, width]``."""
+        hidden = self.conv1(F.silu(self.norm1(x)))
+        hidden = self.conv2(F.silu(self.norm2(hidden)))
+        beside: T = self.conv_shortcut(x) if hasattr(self, "conv_shortcut") else x
+        return beside + hidden
+
+
+class PixelAttention(nn.Module):
+    """Attention with one head, of all pixels to all. ``width``: channels; ``groups``: groups of the norm."""
+
+    def __init__(self, width: int, groups: int) -> None:
+        super().__init__()
+        self.group_norm = nn.GroupNorm(groups, width, NORM_EPS)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, width) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(width, width)])
+
+    def forward(self, x: T) -> T:
+        """Map ``x`` ``[images, width, height, width]`` to the output of the same shape."""
+        tokens = (
+            self.group_norm(x).flatten(2).transpose(1, 2)
+        )  # [images, pixels, width]
+        q, k, v = (each(tokens)[:, None] for each in (self.to_q, self.to_k, self.to_v))
+        seen = F.scaled_dot_product_attention(q, k, v)[:, 0]
+        return x + self.to_out[0](seen).transpose(1, 2).reshape(x.shape)
+
+
+class PixelScale(nn.Module):
+    """A convolution that halves height and width, or one after they were doubled. ``width``: channels."""
+
+    def __init__(self, width: int, down: bool) -> None:
+        super().__init__()
+        self.down = down
+        self.conv = nn.Conv2d(width, width, 3, 2 if down else 1, 0 if down else 1)
+
+    def forward(self, x: T) -> T:
+        """Map ``x`` ``[images, width, height, width]`` to half or double of its height and width."""
+        ready = F.pad(x, (0, 1, 0, 1)) if self.down else F.interpolate(x, scale_factor=2.0)  # fmt: skip
+        scaled: T = self.conv(ready)
+        return scaled
+
+
+class PixelStage(nn.Module):
+    """Residual blocks of one resolution, then a change of it. ``last``: whether it stays.
+
+    ``into``, ``out``: channels; ``layers``: residual blocks; ``groups``: groups of the norms; ``down``: whether it is
+    one of an encoder.
+    """
+
+    def __init__(
+        self, into: int, out: int, layers: int, groups: int, down: bool, last: bool
+    ) -> None:
+        super().__init__()
+        widths = [into, *[out] * layers]
+        self.resnets = nn.ModuleList(
+            PixelResidual(a, b, groups) for a, b in pairwise(widths)
+        )
+        if not last:
+            scale = nn.ModuleList([PixelScale(out, down)])
+            self.add_module("downsamplers" if down else "upsamplers", scale)
+
+    def forward(self, x: T) -> T:
+        """Map ``x`` ``[images, into, height, width]`` to ``[images, out, ...]``."""
+        for part in self.children():
+            for layer in part.children():
+                x = layer(x)
+        return x
+
+
+class PixelMiddle(nn.Module):
+    """The blocks of the lowest resolution. ``width``: channels; ``settings``: sizes of the autoencoder."""
+
+    def __init__(self, width: int, settings: AutoencoderSettings) -> None:
+        super().__init__()
+        groups = settings.norm_num_groups
+        seeing = [PixelAttention(width, groups)] * settings.mid_block_add_attention
+        self.attentions = nn.ModuleList(seeing)
+        self.resnets = nn.ModuleList(
+            PixelResidual(width, width, groups) for _ in range(2)
+        )
+
+    def forward(self, x: T) -> T:
+        """Map ``x`` ``[images, width, height, width]`` to the output of the same shape."""
+        x = self.resnets[0](x)
+        for attention in self.attentions:
+            x = attention(x)
+        last: T = self.resnets[1](x)
+        return last
+
+
+class PixelCoder(nn.Module):
+    """An encoder (``down``) or a decoder. ``settings``: sizes of the autoencoder."""
+
+    def __init__(self, settings: AutoencoderSettings, down: bool) -> None:
+        super().__init__()
+        widths, layers = settings.block_out_channels, settings.layers_per_block
+        latents, groups = settings.latent_channels, settings.norm_num_groups
+        outer, inner = widths[0], widths[-1]
+        stages = [*zip((outer, *widths), widths, strict=False)]
+        if not down:
+            stages = [*zip((inner, *widths[::-1]), widths[::-1], strict=False)]
+        blocks = nn.ModuleList(
+            PixelStage(a, b, layers + (not down), groups, down, i == len(widths) - 1)
+            for i, (a, b) in enumerate(stages)
+        )
+        first = (settings.in_channels, outer) if down else (latents, inner)
+        last = (inner, 2 * latents) if down else (outer, settings.in_channels)
+        self.conv_in = nn.Conv2d(*first, 3, padding=1)
+        self.down = down
+        self.add_module("down_blocks" if down else "up_blocks", blocks)
+        self.mid_block = PixelMiddle(inner, settings)
+        self.conv_norm_out = nn.GroupNorm(groups, last[0], NORM_EPS)
+        self.conv_out = nn.Conv2d(*last, 3, padding=1)
+
+    def forward(self, x: T) -> T:
+        """Map pixels ``[images, channels, height, width]`` to means and variances of latents, or latents to pixels."""
+        x = self.conv_in(x)
+        stages: Any = self.down_blocks if self.down else self.up_blocks
+        parts = [*stages, self.mid_block] if self.down else [self.mid_block, *stages]
+        for part in parts:
+            x = part(x)
+        out: T = self.conv_out(F.silu(self.conv_norm_out(x)))
+        return out
+
+
+class Autoencoder(nn.Module):
+    """An autoencoder of images. ``settings``: its sizes."""
+
+    def __init__(self, settings: AutoencoderSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        latents = settings.latent_channels
+        self.encoder = PixelCoder(settings, True)
+        self.decoder = PixelCoder(settings, False)
+        if settings.use_quant_conv:
+            self.quant_conv = nn.Conv2d(2 * latents, 2 * latents, 1)
+        if settings.use_post_quant_conv:
+            self.post_quant_conv = nn.Conv2d(latents, latents, 1)
+
+    def moments(self, pixels: T) -> T:
+        """Return means and logarithms of variances ``[images, 2 latent channels, ...]`` before scale and shift."""
+        both: T = self.encoder(pixels)
+        return self.quant_conv(both) if self.settings.use_quant_conv else both
+
+    def encoded(self, pixels: T) -> T:
+        """Return the latents ``[images, latent channels, height / factor, width / factor]`` of ``pixels``: their means.
+
+        ``pixels``: from -1 to 1, ``[images, channels, height, width]``, which :attr:`AutoencoderSettings.factor`
+        divides.
+        """
+        mean = self.moments(pixels).chunk(2, 1)[0]
+        return (mean - (self.settings.shift_factor or 0.0)) * self.settings.scaling_factor  # fmt: skip
+
+    def decoded(self, latents: T) -> T:
+        """Return the pixels of ``latents``, the reverse of :meth:`encoded`."""
+        x = latents / self.settings.scaling_factor + (self.settings.shift_factor or 0.0)
+        if self.settings.use_post_quant_conv:
+            x = self.post_quant_conv(x)
+        pixels: T = self.decoder(x)
+        return pixels
+
+
+def autoencoder_settings(config: Mapping[str, Any]) -> AutoencoderSettings:
+    """Return the sizes of the autoencoder that diffusers' ``config`` describes.
+
+    Raises :class:`UsageError` for others.
+    """
+    if (name := config.get("_class_name")) != CLASS_NAME:
+        raise UsageError(f"config.json is of {name}, and an autoencoder is {CLASS_NAME}")  # fmt: skip
+    if config.get("out_channels", config.get("in_channels")) != config.get("in_channels"):  # fmt: skip
+        raise UsageError("config.json has other out_channels than in_channels, which must be alike")  # fmt: skip
+    kinds = {*config.get("down_block_types", ()), *config.get("up_block_types", ())}
+    if strange := sorted(kinds - {"DownEncoderBlock2D", "UpDecoderBlock2D"}):
+        raise UsageError(f"config.json has blocks {strange[0]}, which cannot be opened")
+    for key, value in FIXED.items():
+        if config.get(key, value) != value:
+            raise UsageError(f"config.json has {key} = {config[key]!r}, and only {value!r} can be opened")  # fmt: skip
+    fields = AutoencoderSettings.model_fields
+    known = {key: value for key, value in config.items() if key in fields}
+    settings = validated(AutoencoderSettings, known, "config.json")
+    if odd := [w for w in settings.block_out_channels if w % settings.norm_num_groups]:
+        raise UsageError(
+            f"config.json has {odd[0]} channels, which {settings.norm_num_groups} groups of a norm do not divide"
+        )
+    return settings
+
+
+def autoencoder_config(settings: AutoencoderSettings) -> dict[str, Any]:
+    """Return the configuration by which diffusers opens an autoencoder with these sizes."""
+    stages = len(settings.block_out_channels)
+    return {
+        "_class_name": CLASS_NAME, **settings.model_dump(mode="json"), "out_channels": settings.in_channels,
+        "down_block_types": ["DownEncoderBlock2D"] * stages, "up_block_types": ["UpDecoderBlock2D"] * stages,
+        "act_fn": "silu",
+    }  # fmt: skip
+
+
+def open_autoencoder(folder: str | Path) -> Autoencoder:
+    """Open the autoencoder in ``folder``, which diffusers or :func:`save_autoencoder` has written.
+
+    Raises :class:`UsageError` or :class:`WeftError` if there is none.
+    """
+    from safetensors.torch import load_file
+
+    place = Path(folder).expanduser()
+    try:
+        config = json.loads((place / "config.json").read_text())
+        tensors = load_file(place / WEIGHTS)
+    except (OSError, ValueError) as error:
+        raise WeftError(f"{place} cannot be read as an autoencoder of diffusers: {error}") from None  # fmt: skip
+    model = Autoencoder(autoencoder_settings(config))
+    wanted = model.state_dict()
+    values = {}
+    for name, tensor in tensors.items():
+        for old, new in OLD_NAMES.items():
+            name = name.replace(f"attentions.0.{old}", f"attentions.0.{new}")
+        # in the oldest files products are convolutions of one pixel
+        fits = name in wanted and wanted[name].numel() == tensor.numel()
+        values[name] = tensor.reshape(wanted[name].shape) if fits else tensor
+    wrong = sorted({*wanted} ^ {*values}) or [
+        name for name in wanted if wanted[name].shape != values[name].shape
+    ]
+    if wrong:
+        raise WeftError(f"{place}: its weights do not fit its config.json, the first is {wrong[0]}")  # fmt: skip
+    model.load_state_dict(values)
+    return model.eval().requires_grad_(False)
+
+
+def save_autoencoder(model: Autoencoder, out: Path) -> Path:
+    """Write ``model`` to the new folder ``out``, as diffusers reads it."""
+    from safetensors.torch import save_file
+
+    from weft.new_folder import new_folder
+
+    with new_folder(out) as folder:
+        text = json.dumps(autoencoder_config(model.settings), indent=2)
+        (folder / "config.json").write_text(text + "\n")
+        values = {n: v.contiguous().clone() for n, v in model.state_dict().items()}
+        save_file(values, folder / WEIGHTS, {"format": "pt"})
+    return out
