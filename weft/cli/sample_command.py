@@ -26,6 +26,7 @@ _split = "With --guidance: predictions with and without condition on two groups 
 _frames = "Frames of a video; left out: as many as the model was trained on."
 _top = "Of a set of experts: how many, the likeliest, count in each image at each step; 0: all. Left out: as trained."
 _autoencoder = "Where the autoencoder is whose latents the model makes; left out: where it was in training."
+_size = "Height and width of the images, for a model that has learned several sizes; left out: the largest."
 _svg = "Draw the table that is run, simulated with layers that all take equally long."
 
 
@@ -56,6 +57,7 @@ def sample_command(
     table: Annotated[str, typer.Option(metavar="NAME", help=_table)] = "",
     split: Annotated[bool, typer.Option("--split-guidance", help=_split)] = False,
     frames: Annotated[int, typer.Option(min=0, help=_frames)] = 0,
+    size: Annotated[str, typer.Option(metavar="H,W", help=_size)] = "",
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help=_svg)] = None,
     top: Annotated[int | None, typer.Option(min=0, metavar="K", help=_top)] = None,
     autoencoder: Annotated[str, typer.Option(metavar="FOLDER", help=_autoencoder)] = "",
@@ -91,7 +93,7 @@ def sample_command(
         refuse_beside_experts(checkpoint, {
             "--layout": spread.world > 1, "--stale": stale is not None, "--table": table, "--frames": frames,
             "--svg": svg, "--split-guidance": split, "--prompt": prompt,
-            "--autoencoder": autoencoder,
+            "--autoencoder": autoencoder, "--size": size,
         })  # fmt: skip
         no_class = torch.zeros(count, dtype=torch.int64, device=device)
         request = SampleRequest(no_class, steps, sampler, guidance, seed, 0, batch)
@@ -106,6 +108,7 @@ def sample_command(
         return code
     with in_sampling_rank(ranks, device) as own:
         denoiser = open_denoiser(checkpoint, own, warn, ema, autoencoder)
+        denoiser = denoiser.sized(read_size(size)) if size else denoiser
         conditions = asked_conditions(
             denoiser.settings, count, classes, denoiser.class_names, prompt or ()
         )
@@ -134,3 +137,11 @@ def sample_command(
             file=sys.stderr,
         )
     return 0
+
+
+def read_size(text: str) -> list[int]:
+    """Return the numbers in ``text``, height and width. Raises :class:`UsageError` for other text."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and len(word) < 6 for word in words):
+        raise UsageError(f"--size {text} should be height and width, such as 8,6")
+    return [*map(int, words)]

@@ -54,6 +54,7 @@ class ClipForm:
             not overlap.
         ``size``: height and width in pixels to which frames are scaled; empty: that of the videos.
         ``colours``: whether pixels have three channels; None: as many as the frames have.
+        ``anywhere``: whether moving digits are anywhere at first, or in the middle.
     """
 
     frames: int = 16
@@ -61,6 +62,7 @@ class ClipForm:
     step: int = 0
     size: tuple[int, ...] = ()
     colours: bool | None = None
+    anywhere: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("frames", 1), ("every", 1), ("step", 0)):
@@ -89,7 +91,11 @@ def read_clips(path: str, form: ClipForm) -> PictureSet:
     a clip.
     """
     if path == MOVING_DIGITS:
-        return moving_digits(form.frames, form.every, form.size)
+        return moving_digits(form.frames, form.every, form.size, form.anywhere)
+    if not form.anywhere:
+        raise UsageError(
+            f"data.settings.anywhere is of {MOVING_DIGITS!r}, and data.path = {path!r} has other videos; leave it out"
+        )
     if not path:
         raise UsageError(
             f"data.path is missing: a folder with videos, a file, or {MOVING_DIGITS!r}"

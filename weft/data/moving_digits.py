@@ -16,12 +16,15 @@ DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))
 DIRECTION_NAMES = ("right", "left", "down", "up")
 
 
-def moving_digits(frames: int, every: int = 1, size: Sequence[int] = ()) -> PictureSet:
+def moving_digits(
+    frames: int, every: int = 1, size: Sequence[int] = (), anywhere: bool = True
+) -> PictureSet:
     """Return a small test data set: a video of each digit of scikit-learn, moving in one of several directions.
 
     The digit moves one pixel per frame, and what leaves the frame on one side enters on the other. ``frames``: number
     of frames of a video. ``every``: stride of the frames that are taken, so that digits move faster. ``size``: height
-    and width of a frame, at least 8; empty: 8 x 8. Raises :class:`UsageError` if scikit-learn is not installed.
+    and width of a frame, at least 8; empty: 8 x 8. ``anywhere``: whether a digit is anywhere at first, or in the
+    middle. Raises :class:`UsageError` if scikit-learn is not installed.
     """
     from weft.errors import UsageError
 
@@ -36,6 +39,8 @@ def moving_digits(frames: int, every: int = 1, size: Sequence[int] = ()) -> Pict
     which = numbers.integers(len(DIRECTIONS), size=count)
     directions = np.array(DIRECTIONS)[which]
     beginnings = numbers.integers((height, width), size=(count, 2))
+    if not anywhere:
+        beginnings = np.full_like(beginnings, ((height - 8) // 2, (width - 8) // 2))
     canvas = np.full((count, height, width), -1, np.float32)
     canvas[:, :8, :8] = digits.images * 2 - 1
     pixels = np.empty((count, 1, frames, height, width), np.float32)

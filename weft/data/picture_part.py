@@ -120,6 +120,7 @@ def cluster_part(
     groups, said = pictures.groups, pictures.captions
     return PicturePart(
         pixels=pictures.pixels[numbers],
+        sizes=None if pictures.sizes is None else pictures.sizes[numbers],
         labels=pictures.labels[numbers],
         classes=pictures.classes,
         groups=None if groups is None else groups[numbers],

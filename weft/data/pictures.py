@@ -16,6 +16,7 @@ import xxhash
 from weft.cache import digest
 from weft.data.broken_files import readable, worded
 from weft.data.order import choose_held_out
+from weft.data.size_buckets import ImageSize, checked_buckets, filled_up, nearest_bucket
 from weft.errors import UsageError, WeftError
 
 #: Path of the digits that come with scikit-learn.
@@ -39,6 +40,8 @@ class PictureSet:
         ``labels``: number of each sample's class, int64 ``[samples]``; all 0 if there are no classes.
         ``classes``: names of the classes; empty if there are none.
         ``captions``: a text that describes each sample; empty if there are no such texts.
+        ``sizes``: height and width of each image, int64 ``[samples, 2]``, whose other pixels are 0, where images are of
+            several sizes; None: all are of one.
         ``encoder``: folder of the autoencoder whose latents the pixels are; empty: they are pixels.
         ``notes``: lines about the source that its reader should see, such as captions of no image.
         ``groups``: number of the video that each clip was cut from, int64 ``[samples]``. All clips of a video are held
@@ -52,6 +55,7 @@ class PictureSet:
     captions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     encoder: str = ""
+    sizes: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -81,7 +85,8 @@ class PictureSet:
     def fingerprint(self) -> str:
         """Digest of pixels, classes and captions, which identifies the set."""
         values = xxhash.xxh3_128(self.pixels.tobytes() + self.labels.tobytes())
-        said = (self.captions,) if self.captions else ()
+        said: tuple[Any, ...] = (self.captions,) if self.captions else ()
+        said += () if self.sizes is None else (self.sizes.tolist(),)
         return digest(self.pixels.shape, values.hexdigest(), self.classes, *said)
 
     @cached_property
@@ -95,7 +100,10 @@ class PictureSet:
 
 
 def read_pictures(
-    path: str, size: Sequence[int] = (), colours: bool | None = None
+    path: str,
+    size: Sequence[int] = (),
+    colours: bool | None = None,
+    buckets: Sequence[Sequence[int]] = (),
 ) -> PictureSet:
     """Read all images at ``path``: :data:`DIGITS`, a folder, a JSONL or Parquet file, or a WebDataset tar file.
 
@@ -103,12 +111,17 @@ def read_pictures(
     of ``x.png`` is the text in ``x.txt`` beside it. ``size``: height and width in pixels. Images are cropped along
     their longer side to this shape and then scaled; if ``size`` is empty, all images must have one size. ``colours``:
     whether pixels have three channels; None: as the images have them. Raises :class:`UsageError` or :class:`WeftError`
-    if there is no image.
+    if there is no image. ``buckets``:
+    in place of ``size`` several sizes, of which each image gets the one nearest to its form.
     """
     if path == DIGITS:
         from weft.data.digits import read_digits
 
         digits = read_digits()
+        if buckets:
+            raise UsageError(
+                "data.settings.buckets are of images of several sizes, and the digits have one; leave it out"
+            )
         if size and tuple(size) != (8, 8):
             raise UsageError(
                 f"data.settings.size = {list(size)}, and the digits have [8, 8]; leave it out"
@@ -124,13 +137,18 @@ def read_pictures(
     if not place.exists():
         raise UsageError(f"data.path = {path!r} does not exist")
     check_size(size)
+    if size and buckets:
+        raise UsageError(
+            "data.settings.size and data.settings.buckets both say to what images are scaled; leave one out"
+        )
+    sizes = checked_buckets(buckets)
     named = [*_named_images(place)]
     if not named:
         raise UsageError(
             f"data.path = {path!r} has no images ({', '.join(ENDINGS)}); give another folder, .jsonl, .parquet or "
             ".tar file"
         )
-    pictures = _picture_set(path, named, size, colours)
+    pictures = _picture_set(named, size, colours, sizes)
     return replace(pictures, notes=lone_captions(place, ENDINGS))
 
 
@@ -279,8 +297,8 @@ def _check_key(shown: str, name: str, stem: str, members: Mapping[str, object]) 
 
 
 def _picture_set(
-    path: str, named: Sequence[NamedImage], size: Sequence[int], colours: bool | None
-) -> PictureSet:
+    named: Sequence[NamedImage], size: Sequence[int], colours: bool | None, buckets: Sequence[ImageSize]
+) -> PictureSet:  # fmt: skip
     """Decode the images ``named``, and number their classes by name."""
     try:
         import PIL.Image
@@ -292,14 +310,20 @@ def _picture_set(
     for name, _, content, _ in named:
         source = io.BytesIO(content) if isinstance(content, bytes) else content
         with readable(name, "an image"), PIL.Image.open(source) as image:
-            arrays.append(image_pixels(image, size, colours))
-        if arrays[-1].shape != arrays[0].shape:
+            own = ImageSize(image.height, image.width)
+            wanted = nearest_bucket(buckets, own) if buckets else size
+            arrays.append(image_pixels(image, wanted, colours))
+        if arrays[-1].shape[: 1 if buckets else 3] != arrays[0].shape[: 1 if buckets else 3]:  # fmt: skip
             raise UsageError(
                 f"{name} has the shape {list(arrays[-1].shape)}, and {named[0][0]} has {list(arrays[0].shape)}; set "
                 "data.settings.size, to which all are scaled, and data.settings.colours"
             )
     captions = checked_captions([(each.name, each.caption) for each in named])
-    return as_picture_set(arrays, [each.label for each in named], captions=captions)
+    labels = [each.label for each in named]
+    if not buckets:
+        return as_picture_set(arrays, labels, captions=captions)
+    whole = as_picture_set(filled_up(arrays), labels, captions=captions)
+    return replace(whole, sizes=np.array([array.shape[1:] for array in arrays]))
 
 
 def checked_captions(named: Sequence[tuple[str, str]]) -> tuple[str, ...]:

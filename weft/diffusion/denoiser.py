@@ -111,11 +111,39 @@ class Denoiser:
                 x = each.block.body(x, signals, x)
         return self.final(x, signals)
 
+    def sized(self, size: Sequence[int]) -> Denoiser:
+        """Return the same denoiser for images of ``size``, height and width, of at most those of training.
+
+        Raises :class:`UsageError` for another size.
+        """
+        most, patch = self.settings.size, self.settings.patch
+        if len(size) != 2 or len(most) != 2:
+            raise UsageError(
+                f"--size {','.join(map(str, size))} should be height and width of an image, such as 8,6"
+            )
+        if any(
+            side > limit or side < 1 or side % patch
+            for side, limit in zip(size, most, strict=True)
+        ):
+            raise UsageError(
+                f"--size {size[0]},{size[1]}: this model makes images of up to {most[0]},{most[1]} pixels, in patches "
+                f"of {patch}"
+            )
+        other = Denoiser(self.model, self.class_names, self.autoencoder)
+        other.settings = self.settings.model_copy(update={"size": tuple(size)})
+        return other
+
     def positions(self, batch: int, patches: Sequence[int] | None = None) -> T:
-        """Return the indices of all patches, or ``patches`` themselves, for each image: ``[batch, patches]``."""
+        """Return the indices of all patches, or of ``patches``, for each image: ``[batch, patches]``.
+
+        An index is that of the same row and column in an image of the largest size, by which the model knows places.
+        """
         numbers = range(self.settings.patches) if patches is None else patches
         device = self.model.conditioning.time_in.device
-        return torch.tensor([*numbers], device=device).expand(batch, -1)
+        # rows of an image that is narrower than those of training are apart
+        width, most = self.settings.grid[-1], self.model.settings.grid[-1]
+        there = [number // width * most + number % width for number in numbers]
+        return torch.tensor(there, device=device).expand(batch, -1)
 
     def embed(self, noised: T, patches: Sequence[int] | None = None) -> T:
         """Return the input of the first block, ``[batch, patches, embed]``, for ``noised`` images.

@@ -67,7 +67,7 @@ class ImageJob(Job):
         )
         assert self.pictures is not None
         whole = holds_all(mesh) and built.model.pipeline is None
-        if not (every and whole and self.pictures.classes):
+        if self.pictures.sizes is not None or not (every and whole and self.pictures.classes):  # fmt: skip
             return loader
         from weft.diffusion.picture_questions import picture_questions
 
@@ -140,6 +140,7 @@ def prepare_images(recipe: Recipe) -> ImageJob:
                 f"model.settings.{name} = {getattr(settings, name)}, and the images have {value}; leave it out"
             )
     notes = (*pictures.notes, *caption_notes(pictures, settings))
+    notes = (*notes, *bucket_notes(pictures, settings))
     data = recipe.data.model_copy(update={"seq_len": settings.patches})
     recipe = recipe.model_copy(update={"model": shape, "data": data})
     job = completed_job(recipe, partial(_corpus, recipe, pictures), ImageJob)
@@ -153,6 +154,25 @@ def prepare_images(recipe: Recipe) -> ImageJob:
     files = {**job.files, **class_file(pictures.classes), **encoder_file(pictures)}
     notes = (*job.notes, *notes)
     return replace(job, pictures=pictures, files=files, notes=notes)
+
+
+def bucket_notes(pictures: PictureSet, settings: DiffusionSettings) -> tuple[str, ...]:
+    """Return how many images have each size, where they have several.
+
+    Raises :class:`UsageError` for one that patches do not divide.
+    """
+    if pictures.sizes is None:
+        return ()
+    from weft.data.size_buckets import bucket_line
+
+    if (pictures.sizes % settings.patch).any():
+        raise UsageError(
+            f"data.settings.buckets has sides that are no multiples of model.settings.patch = {settings.patch}; "
+            "set others"
+        )
+    return (
+        f"images of several sizes, {bucket_line(pictures.sizes)}; loss and attention leave out what is beyond each",
+    )
 
 
 def encoder_file(pictures: PictureSet) -> Mapping[str, bytes]:

@@ -15,6 +15,7 @@ from weft.data.captions import PIECES, caption_rows
 from weft.data.loader import Loader
 from weft.data.order import Order, permutation
 from weft.data.pictures import PictureSet
+from weft.data.size_buckets import real_pixels
 from weft.diffusion.noise_process import NoiseProcess
 from weft.layout.sequence import owned_ranges, padded_length
 from weft.models.patches import patchify
@@ -109,6 +110,8 @@ def drawn_pictures(
             condition[row] = pictures.labels[index]
         noise[row] = drawn.standard_normal(shape[1:], np.float32)
         image[row] = pictures.pixels[index]
+        if pictures.sizes is not None:
+            noise[row] *= real_pixels(shape[1:], pictures.sizes[index])
     return DrawnPictures(*map(torch.from_numpy, (image, noise, time, condition)))
 
 
@@ -163,10 +166,13 @@ class ImageLoader(Loader):
             padded = torch.zeros(count, length, arrays[name].shape[-1])
             padded[:, :patches] = arrays[name]
             arrays[name] = padded[:, columns]
-        labels = torch.full((count, length), IGNORE)
-        labels[: len(numbers), :patches] = 0
-        documents = torch.full((count, length), -1)
-        documents[: len(numbers), :patches] = torch.arange(len(numbers))[:, None]
+        real = torch.zeros(count, length, dtype=torch.bool)
+        real[: len(numbers), :patches] = True
+        if "real" in arrays:
+            real[:, :patches] &= arrays["real"]
+        labels = torch.full((count, length), IGNORE).masked_fill(real, 0)
+        rows = torch.arange(count)[:, None].expand(-1, length)
+        documents = rows.masked_fill(~real, -1)
         positions = torch.from_numpy(columns).expand(count, -1)
         return Batch(
             torch.zeros(count, len(columns), dtype=torch.int64),
@@ -183,17 +189,32 @@ class ImageLoader(Loader):
 
         ``noised`` and ``target``: ``[rows, patches, values]``; ``time``: float64 ``[rows]``; ``condition``: int64
         ``[rows]``, the number of classes standing for a class that was dropped, or a caption's rows ``[rows, words,
-        pieces]``, zeros for one that was.
+        pieces]``, zeros for one that was; ``real``, of images of several sizes: which patches are of the image, bool
+        ``[rows, patches]``.
         """
         assert self.pictures is not None and isinstance(self.order, PictureOrder)
         drawn = drawn_pictures(
             self.pictures, self.order, self.settings, self.seed, samples, count
         )
         process = NoiseProcess.of(self.settings)
+        sized = {} if self.pictures.sizes is None else {"real": self._real(samples, count)}  # fmt: skip
         whole = drawn.image, drawn.noise, drawn.time
         return {
             "noised": patchify(process.noised(*whole), self.settings),
             "target": patchify(process.target_of(*whole), self.settings),
             "time": drawn.time,
             "condition": drawn.condition,
+            **sized,
         }
+
+    def _real(self, samples: range, count: int) -> torch.Tensor:
+        """Return which patches are of the images ``samples``, bool ``[count, patches]``; all in rows of none."""
+        assert self.pictures is not None and isinstance(self.order, PictureOrder)
+        assert self.pictures.sizes is not None
+        shape = (1, *self.settings.size)
+        real = np.ones((count, *shape), bool)
+        for row, sample in enumerate(samples):
+            size = self.pictures.sizes[self.order.picture(sample)]
+            real[row] = real_pixels(shape, size)
+        one_channel = self.settings.model_copy(update={"channels": 1})
+        return patchify(torch.from_numpy(real).float(), one_channel).amax(-1) > 0

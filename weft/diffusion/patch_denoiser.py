@@ -86,7 +86,7 @@ class PatchDenoiser:
 
         ``prepared``: shared inputs of these tokens, from :meth:`prepare`.
         """
-        positions = prepared.places.expand(len(latents), -1)
+        positions = self.denoiser.positions(len(latents), prepared.places.tolist())
         hidden = self.denoiser.model.embedded(latents, positions)
         return torch.cat([hidden] * self.copies)
 

@@ -51,6 +51,7 @@ class Signals(NamedTuple):
             words, text]``; ``[0]``: no condition.
         ``modulation``: shifts, scales and gates that all blocks share, ``[batch, 6 embed]``; ``[0]``: blocks compute
             their own.
+        ``real``: which patches of all ranks are of the image, bool ``[batch, patches]``; ``[0]``: all are.
     """
 
     cos: T
@@ -58,6 +59,7 @@ class Signals(NamedTuple):
     time: T
     condition: T
     modulation: T
+    real: T
 
 
 def modulated(x: T, shift: T, scale: T, eps: float = NORM_EPS) -> T:
@@ -219,7 +221,9 @@ class DiffusionBlock(Block):
         # each [batch, 1, embed]
         shift, scale, gate, f_shift, f_scale, f_gate = vectors[:, None].chunk(6, -1)
         turns = signals.cos, signals.sin
-        x = x + gate * self.attention(modulated(x, shift, scale), *turns)
+        x = x + gate * self.attention(
+            modulated(x, shift, scale), *turns, real=signals.real
+        )
         if self.cross_attention is not None:
             text = signals.condition.to(x.dtype)
             # PixArt has no norm here
@@ -334,13 +338,15 @@ class DiffusionTransformer(Transformer):
         """
         assert batch.arrays is not None
         arrays = batch.arrays
-        return self.signals(batch.positions, arrays["time"], arrays["condition"], dtype)
+        about = arrays["time"], arrays["condition"]
+        return self.signals(batch.positions, *about, dtype, arrays.get("real"))
 
     def signals(
-        self, positions: T, time: T, condition: T, dtype: torch.dtype
-    ) -> Signals:
+        self, positions: T, time: T, condition: T, dtype: torch.dtype, real: T | None = None
+    ) -> Signals:  # fmt: skip
         """Return the inputs that all blocks share; their ``time`` is the noise level. ``positions``: numbers of the
-        patches, ``[batch, seq/cp]``; ``time``, ``condition``: as in :class:`Signals`; ``dtype``: type of the rotations.
+        patches, ``[batch, seq/cp]``; ``time``, ``condition``, ``real``: as in :class:`Signals`; ``dtype``: type of the
+        rotations.
         """
         cos = sin = positions.new_zeros(0, dtype=dtype)
         if self.settings.positions == "rotary":
@@ -348,7 +354,9 @@ class DiffusionTransformer(Transformer):
             theta = self.shape.rope_theta
             angles = axis_angles(positions, self.settings, width, theta)
             cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        return Signals(cos, sin, time, condition, cos.new_zeros(0))
+        none = cos.new_zeros(0)
+        real = none.bool() if real is None else real
+        return Signals(cos, sin, time, condition, none, real)
 
     def conditioned(self, signals: Signals) -> Signals:
         """Return ``signals`` with the conditioning vectors in place of noise levels, states of text in place of

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.gathered_keys import gather_keys, gathered_positions
+from weft.layout.sequence import padded_length
 from weft.models.projections import Projections
 
 if TYPE_CHECKING:
@@ -48,11 +49,12 @@ class PatchAttention(Projections):
         self.attend_with: AttendPatches | None = None
 
     def forward(
-        self, x: T, cos: T | None = None, sin: T | None = None, states: T | None = None
-    ) -> T:
+        self, x: T, cos: T | None = None, sin: T | None = None, states: T | None = None, real: T | None = None
+    ) -> T:  # fmt: skip
         """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape. ``cos``, ``sin``: rotations ``[batch,
         seq, head_dim / 2]`` of queries and keys; empty or None: no rotation. ``states``: states of a text to attend to,
-        ``[batch, words, text]``; None: patches attend to each other.
+        ``[batch, words, text]``; None: patches attend to each other. ``real``: which patches of all ranks are of the
+        image, bool ``[batch, patches]``; empty or None: all are.
         """
         whole = gather_tokens(x, self.mesh)  # [batch, seq, embed]
         if states is None:
@@ -72,7 +74,10 @@ class PatchAttention(Projections):
         if self.attend_with is not None and states is None:
             out = self.attend_with(self.layer, q, k, v)
         else:
-            out = F.scaled_dot_product_attention(q, k, v)
+            seen = None
+            if real is not None and real.numel() and states is None:
+                seen = self._in_order(real)[:, None, None]  # [batch, 1, 1, patches]
+            out = F.scaled_dot_product_attention(q, k, v, seen)
         share = self.project(out.transpose(1, 2).flatten(-2), "wo")[0]
         return scatter_tokens(share, self.mesh) + self.bo
 
@@ -85,6 +90,15 @@ class PatchAttention(Projections):
         where = gathered_positions(length, self.mesh.layout)
         real = [i for i, position in enumerate(where) if position < self.patches]
         return keys[:, real]
+
+    def _in_order(self, real: T) -> T:
+        """Return ``real`` ``[batch, patches]`` in the order of the keys that :meth:`_of_image` returns."""
+        ranks = self.mesh.size("cp")
+        if ranks == 1:
+            return real
+        length = padded_length(self.patches, self.mesh.layout)
+        where = gathered_positions(length, self.mesh.layout)
+        return real[:, [position for position in where if position < self.patches]]
 
 
 def rotated_heads(x: T, cos: T, sin: T) -> T:

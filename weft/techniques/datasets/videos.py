@@ -21,6 +21,7 @@ def videos(
     step: int = 0,
     size: Sequence[int] = (),
     colours: bool | None = None,
+    anywhere: bool = True,
     clusters: str = "",
     cluster: int = 0,
 ) -> PictureSet:
@@ -30,7 +31,7 @@ def videos(
     """
     from weft.data.clips import ClipForm, read_clips
 
-    form = ClipForm(frames, every, step, tuple(size), colours)
+    form = ClipForm(frames, every, step, tuple(size), colours, anywhere)
     clips = read_clips(path or "", form)
     if not clusters:
         return clips

@@ -1,0 +1,67 @@
+"""Images of several sizes in one set: each is scaled to the size whose form is nearest to its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.errors import UsageError
+
+
+class ImageSize(NamedTuple):
+    """Height and width of an image in pixels."""
+
+    height: int
+    width: int
+
+
+def checked_buckets(buckets: Sequence[Sequence[int]]) -> tuple[ImageSize, ...]:
+    """Return the sizes ``buckets``. Raises :class:`UsageError` unless each is a height and a width."""
+    if not all(len(each) == 2 and min(each) >= 1 for each in buckets):
+        raise UsageError(
+            f"data.settings.buckets = {[[*each] for each in buckets]} should be heights and widths, such as "
+            "[[32, 32], [24, 40]]"
+        )
+    return tuple(ImageSize(*each) for each in buckets)
+
+
+def nearest_bucket(buckets: Sequence[ImageSize], own: ImageSize) -> ImageSize:
+    """Return the one of ``buckets`` to which an image of size ``own`` is scaled.
+
+    It is that with the nearest ratio of the sides, and of several the one with the nearest number of pixels.
+    """
+
+    def distance(bucket: ImageSize) -> tuple[float, float]:
+        form = log(bucket.height / bucket.width) - log(own.height / own.width)
+        area = log(bucket.height * bucket.width) - log(own.height * own.width)
+        return round(abs(form), 9), abs(area)
+
+    return min(buckets, key=distance)
+
+
+def filled_up(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return images ``[channels, height, width]`` with zeros below and to the right, so that all are of one size."""
+    height, width = (max(array.shape[axis] for array in arrays) for axis in (1, 2))
+    return [
+        np.pad(array, ((0, 0), (0, height - array.shape[1]), (0, width - array.shape[2])))
+        for array in arrays
+    ]  # fmt: skip
+
+
+def real_pixels(shape: Sequence[int], size: Sequence[int]) -> np.ndarray:
+    """Return which pixels are of an image of ``size`` in an array of ``shape`` ``[channels, height, width]``."""
+    real = np.zeros(shape, bool)
+    real[:, : size[0], : size[1]] = True
+    return real
+
+
+def bucket_line(sizes: np.ndarray) -> str:
+    """Return how many images have each of ``sizes`` ``[samples, 2]``, in words."""
+    each, counts = np.unique(sizes, axis=0, return_counts=True)
+    return ", ".join(
+        f"{count:,} of {height} x {width}"
+        for (height, width), count in zip(each.tolist(), counts.tolist(), strict=True)
+    )
