@@ -23,6 +23,9 @@ def images(
     encoder: str = "",
     buckets: Sequence[Sequence[int]] = (),
 ) -> PictureSet:
+    """Read the images at ``path``. ``size``: height and width in pixels to which they are scaled; empty: the images'
+    own size. ``colours``: whether a pixel has three values instead of one; None: as many as the images have.
+    ``clusters``: file of ``weft experts --clusters``, which divides the images; only those of ``cluster`` are read. "":
     all are read. ``encoder``: folder of an autoencoder of diffusers, whose latents a model learns in place of the
     pixels. ``buckets``: several sizes in place of ``size``, of which each image gets the one nearest to its form.
     """
