@@ -200,7 +200,7 @@ class EngineMember:
         return self.thread.call(partial(self._install, version, install))
 
     def close(self) -> None:
-        """End the engine's thread; :meth:`run` returns or raises."""
+        """End the engine's thread. A :meth:`run` under way then returns, or raises an error."""
         self._ended.set()
         self._pulse.close()
         if self._current is not None:

@@ -106,7 +106,9 @@ def stay_joined(
 
 
 def unreached(place: str, error: OSError) -> WeftError:
-    """Return the error for the user when an engine cannot reach its router at ``place``. ``error``: the cause."""
+    """Return the error for the user when an engine cannot reach its router at the address ``place``. ``error``: the
+    cause.
+    """
     return WeftError(
         f"the router at {place} cannot be reached: {_cause(error)}; start it, or name another with --join"
     )

@@ -114,7 +114,9 @@ class RecordedStep:
         self.replay = record(self.compute)
 
     def fill(self, requests: Sequence[Request]) -> None:
-        """Set the rows to the next tokens of ``requests``, and queue the copy to the device."""
+        """Set the inputs of the step to the next tokens of ``requests``, one row each, and queue their copy to the
+        device.
+        """
         if self.copied is not None:
             self.copied.synchronize()  # the host's tensor is still being read
         count, size = len(requests), self.size

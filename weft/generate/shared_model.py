@@ -25,8 +25,8 @@ TABLE = "embedding.table"
 
 
 class SharedModel(NamedTuple):
-    """What another process needs to compute with the same weights. ``about``: description of the model, a JSON object.
-    ``arena``: shared memory with the weights.
+    """Description and memory with which another process computes with the same weights. ``about``: description of the
+    model, a JSON object. ``arena``: shared memory with the weights.
     """
 
     about: dict[str, Any]

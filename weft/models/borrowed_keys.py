@@ -72,9 +72,8 @@ class LenderLost(Exception):
 
 @dataclass(frozen=True)
 class LentBlock:
-    """A cache block of a text that another engine holds.
-
-    ``lender``: that engine; ``loan``: number of the loan there that the block is part of.
+    """A cache block of a text that lies in the cache of another engine. ``lender``: the other engine; ``loan``: number
+    of the loan of which the block is a part.
     """
 
     lender: BlockLender

@@ -34,10 +34,10 @@ class _Simulator:
 
 
 class SimulatorProcesses:
-    """Runs one process for each of ``commands``, which simulates. ``names``: names of the simulators. ``address``,
+    """Runs one process for each of ``commands``, which are simulators. ``names``: names of the simulators. ``address``,
     ``secret``: address and secret by which they reach the training. ``folder``: gets a file NAME.log with the output of
-    each simulator. ``states``: function that returns what the training knows of a simulator, by name; those that have
-    ended are not started. ``restarts``: number of starts in a row after which a simulator may have sent nothing new.
+    each simulator. ``states``: function that returns what the training knows of a simulator, by name; simulators that
+    have ended are not started. ``restarts``: how often in a row a simulator may be started again without a new sample.
     ``say``: prints a line. Raises :class:`UsageError` if a command cannot be started.
     """
 

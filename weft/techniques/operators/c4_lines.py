@@ -14,7 +14,7 @@ from weft.section import Section
 
 
 class C4LinesSettings(Section):
-    """Settings of C4's rules on lines; the defaults are the paper's."""
+    """Settings of C4's rules about lines that are kept; the defaults are the paper's."""
 
     line_words: int = Field(3, ge=0, description="Fewest words of a line that is kept.")
     longest_word: int = Field(

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     ),
 )
 class RingSelfAttention(AttentionScheme):
-    """Computes whole rows of scores before their softmax (no online softmax). Keys, then values, go around a ring.
-
-    Later schemes are compared with this baseline.
+    """Computes whole rows of attention scores before their softmax, without an online softmax. First keys, then values,
+    are sent around a ring of ranks. It is the baseline with which later schemes are compared.
     """
 
     def table(self, ranks: int) -> TileTable:
