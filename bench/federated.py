@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing import Pipe, Process
 from pathlib import Path
 from statistics import fmean, median
@@ -28,6 +29,7 @@ from weft.federated.classifier_cohort import ClassifierCohort
 from weft.federated.client_partition import Partition, draw_partition
 from weft.federated.fresh_updates import FreshUpdates
 from weft.federated.labelled_samples import read_labelled
+from weft.federated.policy import AssignedWork, ClientStep, ClientUpdate, Differences
 from weft.federated.shared_updates import SharedUpdates
 from weft.federated.simulated_speeds import SimulatedSpeeds
 from weft.federated.virtual_clock import VirtualClock
@@ -343,53 +345,84 @@ def clients(quick: bool) -> dict[str, Any]:
     return figures
 
 
-def fresh(quick: bool) -> dict[str, Any]:
-    """Two of ten clients have one class alone, and their updates are 20 changes old."""
+class TrueUpdates:
+    """In the place of estimates what a client would really send now, which no server knows: the limit of estimates."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+
+    def keep_model(self, version: int, parameters: Differences) -> None:
+        """Nothing is needed of earlier models."""
+
+    def forget_models(self, needed: set[int]) -> None:
+        """Nothing is kept."""
+
+    def refreshed(
+        self, update: ClientUpdate, staleness: int, parameters: Differences
+    ) -> ClientUpdate:
+        work = [AssignedWork(update.client, update.steps)]
+        now = update.version + staleness
+        (true,) = self.clock.cohort.train(work, now, parameters, {}, ClientStep())
+        return replace(update, difference=true.difference)
+
+
+def fresh_run(kind: str, seed: int, quick: bool) -> tuple[dict[str, float], Any]:
+    """Figures of a run of ``kind`` ("stale", "fresh" or "true"), and what replaced its stale updates."""
     samples = read_labelled("sklearn:digits")
-    alone = np.flatnonzero(samples.labels == 9)
-    others = draw_partition("even", 8, samples.labels[samples.labels != 9])
-    rest = np.flatnonzero(samples.labels != 9)
-    rows = [rest[rows] for rows in others.rows] + [
-        np.sort(part) for part in np.array_split(alone, 2)
-    ]
-    partition = Partition("one class alone", tuple(rows))
+    draw = np.random.default_rng(seed)
+    alone = draw.permutation(np.flatnonzero(samples.labels == 9))
+    rest = draw.permutation(np.flatnonzero(samples.labels != 9))
+    rows = [*np.array_split(rest, 8), *np.array_split(alone, 2)]
+    settings = {
+        "policy": "fedbuff", "clients": 10, "buffer": 8, "steps": 5, "speeds": [1] * 8 + [20, 20],
+        "unbiased": True, "staleness": 0.0,
+    }  # fmt: skip
+    partition = Partition("one class alone", tuple(np.sort(part) for part in rows))
+    clock = simulated(settings, 0.3, partition)
+    cohort = clock.cohort
+    assert isinstance(cohort, ClassifierCohort)
+    cohort.seed = seed
+    fresh: Any = None
+    if kind == "fresh":
+        fresh = FreshUpdates(cohort.net, 5, 0.3, 0.0, 1.0, 20 if quick else 200)
+    elif kind == "true":
+        fresh = TrueUpdates(clock)
+    clock.fresh = fresh
+    of_class: list[float] = []
+    for change in range(45 if quick else 160):
+        clock.run(change + 1)
+        if change >= 42:
+            of_class.append(cohort.score(clock.parameters, alone).accuracy)
+    figures = {
+        "accuracy of the class, mean after 42 changes": round(fmean(of_class), 4),
+        "accuracy of the class at the end": round(of_class[-1], 4),
+        "accuracy": round(cohort.score(clock.parameters).accuracy, 4),
+    }
+    return figures, fresh
+
+
+def fresh(quick: bool) -> dict[str, Any]:
+    """Two of ten clients have one class alone, and their updates are 20 changes old; three seeds of data and draws."""
     figures: dict[str, Any] = {}
-    for name in ("stale", "fresh"):
-        settings = {
-            "policy": "fedbuff",
-            "clients": 10,
-            "buffer": 8,
-            "steps": 5,
-            "speeds": [1] * 8 + [20, 20],
-            "unbiased": True,
-            "staleness": 0.0,
-        }
-        clock = simulated(settings, 0.3, partition)
-        assert isinstance(clock.cohort, ClassifierCohort)
-        if name == "fresh":
-            clock.fresh = FreshUpdates(
-                clock.cohort.net, 5, 0.3, 0.0, 1.0, 20 if quick else 200
-            )
-        of_class: list[float] = []
-        for change in range(45 if quick else 160):
-            clock.run(change + 1)
-            if change >= 42:
-                of_class.append(clock.cohort.score(clock.parameters, alone).accuracy)
-        figures[name] = {
-            "accuracy of the class, mean after 42 changes": round(fmean(of_class), 4),
-            "accuracy of the class at the end": round(of_class[-1], 4),
-            "accuracy": round(clock.cohort.score(clock.parameters).accuracy, 4),
-        }
-        if clock.fresh is not None:
-            errors = [pair for pairs in clock.fresh.errors.values() for pair in pairs]
-            figures["L1 errors, stale and fresh"] = [
-                [round(a, 3), round(b, 3)] for a, b in errors[:8]
-            ]
-            figures["given up"] = sorted(clock.fresh.given_up)
-        print(name, figures[name], flush=True)
+    gains, limits = [], []
     mean = "accuracy of the class, mean after 42 changes"
-    gain = figures["fresh"][mean] - figures["stale"][mean]
-    figures["gain in points"] = round(100 * gain, 1)
+    for seed in range(1 if quick else 3):
+        for kind in ("stale", "fresh", "true"):
+            row, estimates = fresh_run(kind, seed, quick)
+            figures[f"{kind}, seed {seed}"] = row
+            print(kind, seed, row, flush=True)
+            if kind == "fresh":
+                errors = [pair for each in estimates.errors.values() for pair in each]
+                figures[f"L1 errors, stale and fresh, seed {seed}"] = [
+                    [round(a, 3), round(b, 3)] for a, b in errors
+                ]
+                figures[f"given up, seed {seed}"] = sorted(estimates.given_up)
+        stale, ours, limit = (figures[f"{kind}, seed {seed}"][mean] for kind in ("stale", "fresh", "true"))  # fmt: skip
+        gains.append(round(100 * (ours - stale), 1))
+        limits.append(round(100 * (limit - stale), 1))
+    figures["gain in points, by seed"] = gains
+    figures["gain of the true updates, by seed"] = limits
+    figures["gain in points"] = round(fmean(gains), 1)
     print(figures)
     return figures
 

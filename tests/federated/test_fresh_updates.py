@@ -13,7 +13,8 @@ from weft.federated.fresh_updates import (
     DummyData,
     EstimatedUpdate,
     FreshUpdates,
-    invert_update,
+    KnownUpdate,
+    invert_updates,
     local_steps,
 )
 from weft.federated.policy import ClientUpdate
@@ -68,7 +69,7 @@ def test_an_estimate_is_nearer_to_the_true_update() -> None:
     stale = difference(plain_steps(old, x, y, 4, 0.3), old)
     true = difference(plain_steps(now, x, y, 4, 0.3), now)
     update = ClientUpdate("c", 0, 4, 8, stale)
-    fresh = FreshUpdates(net, after=3, rate=0.3, low=0.0, high=1.0, iterations=60)
+    fresh = FreshUpdates(net, after=3, rate=0.3, low=0.0, high=1.0, iterations=40)
     fresh.keep_model(0, old)
     assert fresh.refreshed(update, 2, now) is update  # not stale enough
     estimate = fresh.refreshed(update, 7, now).difference
@@ -81,7 +82,7 @@ def test_an_estimate_is_nearer_to_the_true_update() -> None:
     assert sum(float((estimate[n] - true[n]).abs().sum()) for n in true) < 0.9 * sum(
         float((stale[n] - true[n]).abs().sum()) for n in true
     )
-    again = FreshUpdates(net, 3, 0.3, 0.0, 1.0, iterations=60)
+    again = FreshUpdates(net, 3, 0.3, 0.0, 1.0, iterations=40)
     again.load_state_dict(fresh.state_dict())
     assert again.state_dict()["estimated"].keys() == {"c"}
 
@@ -89,16 +90,50 @@ def test_an_estimate_is_nearer_to_the_true_update() -> None:
 def test_estimates_end_when_they_do_not_help() -> None:
     fresh = FreshUpdates(nn.Linear(6, 3).double(), 1, 0.3, 0.0, 1.0, iterations=1)
     old, now = models()
+    x, y = data()
     zero = {name: torch.zeros_like(tensor) for name, tensor in now.items()}
-    one_off = {name: torch.ones_like(tensor) for name, tensor in now.items()}
-    fresh._estimated["c"] = EstimatedUpdate(7, zero, one_off)
+    # samples of another class, which would give an update where the true one is nothing
+    wrong = DummyData(x, 1e3 * F.one_hot(1 - y // 2, 3).double())
+    fresh._estimated["c"] = EstimatedUpdate(7, zero, wrong)
     true = ClientUpdate("c", 7, 1, 8, zero)
     fresh.keep_model(7, old)
     # older work than the estimate's says nothing about it
+    fresh.keep_model(6, old)
     assert fresh.refreshed(replace(true, version=6), 0, now).version == 6
     assert not fresh.errors
     assert fresh.refreshed(true, 9, now) is true
     assert fresh.given_up == {"c"} and fresh.errors["c"][0][0] == 0.0
+
+
+def test_comparisons_add_up() -> None:
+    """One update that the model left nothing to do does not outweigh an estimate that was far better before."""
+    fresh = FreshUpdates(nn.Linear(6, 3).double(), 1, 0.3, 0.0, 1.0, iterations=1)
+    old, now = models()
+    x, y = data()
+    zero = {name: torch.zeros_like(tensor) for name, tensor in now.items()}
+    fresh.errors["c"] = [(9.0, 0.5)]
+    wrong = DummyData(x, 1e3 * F.one_hot(1 - y // 2, 3).double())
+    fresh._estimated["c"] = EstimatedUpdate(7, zero, wrong)
+    fresh.keep_model(7, old)
+    fresh.refreshed(ClientUpdate("c", 7, 1, 8, zero), 0, now)
+    assert len(fresh.errors["c"]) == 2 and not fresh.given_up
+
+
+def test_an_update_of_nearly_nothing_leaves_what_was_known() -> None:
+    """A client that began with a model that knew its data tells nothing; its earlier update does."""
+    x, y = data()
+    old, now = models()
+    net = nn.Linear(6, 3).double()
+    knew = {"weight": old["weight"], "bias": torch.tensor([0.0, 0.0, 9.0]).double()}
+    fresh = FreshUpdates(net, after=1, rate=0.3, low=0.0, high=1.0, iterations=40)
+    true = difference(plain_steps(now, x, y, 4, 0.3), now)
+    for version, start in enumerate((old, knew)):
+        fresh.keep_model(version, start)
+        sent = difference(plain_steps(start, x, y, 4, 0.3), start)
+        update = fresh.refreshed(ClientUpdate("c", version, 4, 8, sent), 5, now)
+    assert sum(float(t.abs().sum()) for t in sent.values()) < 0.01
+    off = sum(float((update.difference[n] - true[n]).abs().sum()) for n in true)
+    assert off < 0.3 * sum(float(t.abs().sum()) for t in true.values())
 
 
 def test_an_inversion_gives_the_update_back() -> None:
@@ -106,7 +141,8 @@ def test_an_inversion_gives_the_update_back() -> None:
     old, _ = models()
     net = nn.Linear(6, 3).double()
     stale = difference(plain_steps(old, x, y, 3, 0.3), old)
-    dummies = invert_update(net, old, stale, 3, 0.3, 0.0, 1.0, iterations=120)
+    known = KnownUpdate(old, stale, 3)
+    dummies = invert_updates(net, [known], 0.3, 0.0, 1.0, iterations=120)
     with torch.enable_grad():
         reached = local_steps(net, old, dummies, 3, 0.3)
     end = {name: tensor.detach() for name, tensor in reached.items()}

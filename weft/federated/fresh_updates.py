@@ -4,11 +4,15 @@ With unlimited staleness (Wang & Gao 2025) the server looks for dummy samples an
 steps from the old model give the update that it has received. The same local steps from the present model then
 estimate what the client would send now. Finding such data is an attack on the client's privacy by construction:
 clipped or noisy updates defeat it, and so does a large model. It is for small classifiers.
+
+One update does not always tell what its client's data are: a client that began with a model that knew its data well
+has moved it by nearly nothing, and so do samples of any kind with the model's own predictions for labels. A client's
+data stay the same, so the samples that are looked for must give several of its updates, those that are largest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,9 +26,14 @@ if TYPE_CHECKING:
     from weft.federated.policy import ClientUpdate, Differences
 
 T = torch.Tensor
-#: Iterations that look for dummy samples, their learning rate, and the number of dummy samples.
-ITERATIONS, INVERSION_RATE, DUMMIES = 200, 0.1, 32
-#: Once the stale update itself is closer to the true one than this multiple of the estimate, estimates end.
+#: Iterations that look for dummy samples, their first learning rate, and the number of dummy samples.
+ITERATIONS, INVERSION_RATE, DUMMIES = 200, 1.0, 32
+#: Shares of the iterations after which the learning rate is a tenth of what it was. A high one at first is what makes
+#: labels certain: with uncertain ones an estimate goes on where the true update has ended.
+LOWERED = (3 / 8, 5 / 8, 7 / 8)
+#: Updates of a client that its dummy samples must give.
+REMEMBERED = 3
+#: Once the sum of the stale updates' errors is less than this multiple of that of the estimates', estimates end.
 GIVES_UP = 0.9
 
 
@@ -65,29 +74,42 @@ def local_steps(
     return parameters
 
 
-def invert_update(
-    net: nn.Module, start: Mapping[str, T], difference: Differences, steps: int, rate: float, low: float, high: float,
+class KnownUpdate(NamedTuple):
+    """An update of a client: ``start``, the parameters with which its ``steps`` local steps began, and the
+    ``difference`` that they made.
+    """
+
+    start: Mapping[str, T]
+    difference: Differences
+    steps: int
+
+    @property
+    def size(self) -> float:
+        """The L1 norm of the difference."""
+        return _distance(self.difference, {})
+
+
+def invert_updates(
+    net: nn.Module, updates: Sequence[KnownUpdate], rate: float, low: float, high: float,
     iterations: int = ITERATIONS, dummies: int = DUMMIES, seed: int = 0,
 ) -> DummyData:  # fmt: skip
-    """Find synthetic samples on which ``steps`` local steps from ``start`` give nearly ``difference``.
+    """Find synthetic samples on which local steps give nearly the differences of all ``updates`` of one client.
 
-    This is gradient inversion: Adam minimises the L1 distance to ``difference``.
+    This is gradient inversion: Adam minimises the sum of the L1 distances to the differences.
 
     Arguments:
         ``net``: the model, a function of its parameters.
-        ``start``: the parameters before the steps, by name.
-        ``rate``: learning rate of the steps.
+        ``rate``: learning rate of the local steps.
         ``low``, ``high``: limits of the samples' values.
         ``iterations``: number of steps of Adam.
         ``dummies``: number of synthetic samples.
         ``seed``: seed of their initial values.
     """
     draw = torch.Generator().manual_seed(seed)
-    first = next(iter(start.values()))
+    first = next(iter(updates[0].start.values()))
     with torch.no_grad():
-        probe = functional_call(
-            net, dict(start), (torch.zeros(1, _values(net), dtype=first.dtype),)
-        )
+        zeros = torch.zeros(1, _values(net), dtype=first.dtype)
+        probe = functional_call(net, dict(updates[0].start), (zeros,))
     inputs = (
         torch.rand(dummies, _values(net), generator=draw).to(first) * (high - low) + low
     )
@@ -95,19 +117,33 @@ def invert_update(
     inputs.requires_grad_()
     logits.requires_grad_()
     optimizer = torch.optim.Adam([inputs, logits], INVERSION_RATE)
-    size = sum(float(tensor.abs().sum()) for tensor in difference.values()) or 1.0
+    milestones = [round(share * iterations) for share in LOWERED]
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, 0.1)
+    size = sum(update.size for update in updates) or 1.0
     for _ in range(iterations):
         optimizer.zero_grad()
-        end = local_steps(net, start, DummyData(inputs, logits), steps, rate)
-        distance = sum(
-            ((end[name] - start[name] - tensor).abs().sum() for name, tensor in difference.items()),
-            start=torch.zeros((), dtype=first.dtype),
-        ) / size  # fmt: skip
-        distance.backward()
+        for update in updates:
+            end = local_steps(
+                net, update.start, DummyData(inputs, logits), update.steps, rate
+            )
+            distance = sum(
+                ((end[name] - update.start[name] - tensor).abs().sum() for name, tensor in update.difference.items()),
+                start=torch.zeros((), dtype=first.dtype),
+            ) / size  # fmt: skip
+            distance.backward()
         optimizer.step()
+        scheduler.step()
         with torch.no_grad():
             inputs.clamp_(low, high)
     return DummyData(inputs.detach(), logits.detach())
+
+
+def _distance(some: Differences, others: Differences) -> float:
+    """Return the L1 distance of two differences; a tensor that ``others`` lacks is zero there."""
+    return sum(
+        float((tensor - others[name] if name in others else tensor).abs().sum())
+        for name, tensor in some.items()
+    )
 
 
 def _values(net: nn.Module) -> int:
@@ -119,18 +155,19 @@ def _values(net: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class EstimatedUpdate:
-    """A stale update, and an estimate of the update that the client would have sent for the model of ``version``."""
+    """A stale update, the version of the model for which it was replaced, and the samples that gave the estimate."""
 
     version: int
     stale: Differences
-    estimate: Differences
+    data: DummyData
 
 
 class FreshUpdates:
     """Replaces stale updates by estimates of the updates that their clients would send now.
 
-    When a client's true update for the same version arrives later, its last estimate is compared with that. If the
-    stale update was closer to the true one than the estimate, the client gets no more estimates.
+    Whether estimates help is seen when the client's next update comes: it is compared with what the last samples give
+    for the model with which that update began. If stale updates have been closer to it than estimates, over all of a
+    client's comparisons, the client gets no more estimates.
 
     Attributes:
         ``errors``: by client, pairs of L1 distances to the true update: of the stale update and of the estimate.
@@ -144,6 +181,7 @@ class FreshUpdates:
         self._net, self._after, self._rate = net, after, rate
         self._low, self._high, self._iterations = low, high, iterations
         self._models: dict[int, dict[str, T]] = {}
+        self._known: dict[str, list[KnownUpdate]] = {}
         self._estimated: dict[str, EstimatedUpdate] = {}
         self.errors: dict[str, list[tuple[float, float]]] = {}
         self.given_up: set[str] = set()
@@ -172,37 +210,49 @@ class FreshUpdates:
         self._judge(update)
         if staleness < max(1, self._after) or update.client in self.given_up:
             return update
-        old = self._models[update.version]
-        data = invert_update(
-            self._net, old, update.difference, update.steps, self._rate, self._low, self._high, self._iterations,
-            seed=update.version,
+        latest = KnownUpdate(self._models[update.version], update.difference, update.steps)  # fmt: skip
+        known = sorted(
+            [*self._known.get(update.client, []), latest],
+            key=lambda each: each.size,
+            reverse=True,
+        )[:REMEMBERED]
+        self._known[update.client] = known
+        data = invert_updates(
+            self._net, known, self._rate, self._low, self._high, self._iterations, seed=update.version
         )  # fmt: skip
-        with torch.enable_grad():
-            end = local_steps(self._net, parameters, data, update.steps, self._rate)
-        estimate = {
-            name: (end[name] - tensor).detach() for name, tensor in parameters.items()
-        }
         self._estimated[update.client] = EstimatedUpdate(
-            update.version + staleness, update.difference, estimate
+            update.version + staleness, update.difference, data
         )
+        estimate = self._estimate(parameters, data, update.steps)
         return replace(update, difference=estimate)
 
+    def _estimate(
+        self, parameters: Mapping[str, T], data: DummyData, steps: int
+    ) -> dict[str, T]:
+        """Return what ``steps`` local steps on ``data`` add to ``parameters``."""
+        with torch.enable_grad():
+            end = local_steps(self._net, parameters, data, steps, self._rate)
+        return {
+            name: (end[name] - tensor).detach() for name, tensor in parameters.items()
+        }
+
     def _judge(self, update: ClientUpdate) -> None:
-        """Compare a client's last estimate with the true update, if this is it."""
+        """Compare a client's last estimate with its true update, which began after that."""
         last = self._estimated.get(update.client)
-        # the client began anew at, or after, the change that the estimate was part of
         if last is None or update.version < last.version:
             return
         del self._estimated[update.client]
-        stale, estimate = (
-            sum(
-                float((values[name] - tensor).abs().sum())
-                for name, tensor in update.difference.items()
-            )
-            for values in (last.stale, last.estimate)
+        began = self._models[update.version]
+        estimate = self._estimate(began, last.data, update.steps)
+        errors = (
+            _distance(update.difference, last.stale),
+            _distance(update.difference, estimate),
         )
-        self.errors.setdefault(update.client, []).append((stale, estimate))
-        if stale < GIVES_UP * estimate:
+        pairs = self.errors.setdefault(update.client, [])
+        pairs.append(errors)
+        # over all of them: a single one may be of a model that left the client nothing to do
+        stale, estimates = (sum(side) for side in zip(*pairs, strict=True))
+        if stale < GIVES_UP * estimates:
             self.given_up.add(update.client)
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,8 +262,15 @@ class FreshUpdates:
                 [version, dict(model)] for version, model in self._models.items()
             ],
             "estimated": {
-                client: [each.version, dict(each.stale), dict(each.estimate)]
+                client: [each.version, dict(each.stale), list(each.data)]
                 for client, each in self._estimated.items()
+            },
+            "known": {
+                client: [
+                    [dict(each.start), dict(each.difference), each.steps]
+                    for each in updates
+                ]
+                for client, updates in self._known.items()
             },
             "errors": {
                 client: [list(pair) for pair in pairs]
@@ -226,8 +283,12 @@ class FreshUpdates:
         """Restore the state that :meth:`state_dict` returned."""
         self._models = {version: dict(model) for version, model in state["models"]}
         self._estimated = {
-            client: EstimatedUpdate(*values)
-            for client, values in state["estimated"].items()
+            client: EstimatedUpdate(version, stale, DummyData(*data))
+            for client, (version, stale, data) in state["estimated"].items()
+        }
+        self._known = {
+            client: [KnownUpdate(*values) for values in updates]
+            for client, updates in state["known"].items()
         }
         self.errors = {
             client: [(pair[0], pair[1]) for pair in pairs]
