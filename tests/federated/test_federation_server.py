@@ -20,7 +20,7 @@ from tests.federated.served import (
     play,
 )
 from weft.errors import WeftError
-from weft.federated.client_state import ClientState
+from weft.federated.client_state import AWAITED, TENSORS, ClientState
 from weft.federated.federation_events import read_events
 from weft.federated.federation_frames import answer_head
 from weft.federated.tensor_form import flat_tensors
@@ -220,6 +220,37 @@ def test_a_client_that_is_killed_and_returns_gets_its_work_anew(tmp_path: Path) 
         assert order.token != first.token
         again.answer(answer(order, 2.0))
         assert float(ending(again).parameters["b"][0]) == 2.0
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_client_killed_after_its_answer_hears_whether_it_was_taken(
+    tmp_path: Path, taken: bool
+) -> None:
+    """What it keeps, such as its control variate, is what the server has counted."""
+    state = ClientState(tmp_path / "a")
+    with Served(tmp_path, 2, clients=1) as served:
+        a = served.link("a", kept=state)
+        order = next_order(a)
+        control = {"w": torch.ones(3, 2)}
+        state.expect(order.token, "control", control)
+        if taken:
+            # the word comes to a process that is killed before it writes anything
+            stored = (tmp_path / "a" / AWAITED).read_bytes()
+            a.answer(answer(order, 2.0))
+            next_order(a)
+            # the next work begins with it
+            assert "control" in state.groups
+            (tmp_path / "a" / AWAITED).write_bytes(stored)
+            (tmp_path / "a" / TENSORS).unlink()
+        a.close()
+        back = ClientState(tmp_path / "a")
+        back.load()
+        assert back.waiting == order.token and not back.groups
+        again = served.link("a", kept=back)
+        later = next_order(again)
+        assert not back.waiting and ("control" in back.groups) == taken
+        assert not (tmp_path / "a" / AWAITED).exists()
+        assert later.version == int(taken)
 
 
 def test_an_update_sent_while_the_link_is_cut_arrives_once(tmp_path: Path) -> None:

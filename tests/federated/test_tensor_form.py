@@ -106,14 +106,21 @@ def test_nested_values_come_back_without_pickles(tmp_path: Path) -> None:
 def test_a_client_keeps_its_key_and_what_was_left(tmp_path: Path) -> None:
     first = ClientState(tmp_path)
     key = first.key()
-    first.keep("left", {"w": torch.ones(2)})
-    first.keep("control", {"w": torch.zeros(2)})
+    first.expect("t", "left", {"w": torch.ones(2)})
+    first.expect("t", "control", {"w": torch.zeros(2)})
+    first.settle(True)
+    first.expect("u", "left", {"w": torch.full((2,), 5.0)})
     again = ClientState(tmp_path)
     again.load()
     assert again.key() == key
     assert (
         again.groups["left"]["w"].tolist() == [1, 1] and "w" in again.groups["control"]
     )
+    assert again.waiting == "u" and again.awaited["left"]["w"].tolist() == [5, 5]
+    again.settle(False)
+    third = ClientState(tmp_path)
+    third.load()
+    assert third.groups["left"]["w"].tolist() == [1, 1] and not third.waiting
     assert (tmp_path / "client.json").stat().st_mode & 0o077 == 0
     (tmp_path / "client.safetensors").write_bytes(b"x")
     with pytest.raises(WeftError, match="remove it"):

@@ -70,7 +70,6 @@ class ServerLink:
         self._working = ""
         self._before: Named = {}
         self._pending: tuple[Head, Sequence[memoryview]] | None = None
-        self._left: Named | None = None
         self._taken: bool | None = None
         self._error: Exception | None = None
         self._seeds: dict[str, CohortShare] = {}
@@ -103,7 +102,6 @@ class ServerLink:
     def answer(self, answer: WorkAnswer) -> None:
         head = answer_head(answer)
         difference = clipped_difference(answer.difference, self.clip)
-        left: Named | None = None
         if answer.order.secure is not None:
             try:
                 views = self._masked(answer.order.secure, difference)
@@ -116,11 +114,13 @@ class ServerLink:
             packed = self.forms.up.packed(
                 difference, seed, self.kept.groups.get("left", {})
             )
-            views, left = list(packed.views), packed.left
+            views = list(packed.views)
+            if packed.left:
+                self.kept.expect(answer.order.token, "left", packed.left)
         for group in head["groups"]:
             views += self.forms.whole.packed(answer.extra[group], 0).views
         with self._changed:
-            self._pending, self._left, self._taken = (head, views), left, None
+            self._pending, self._taken = (head, views), None
         self._send(head, views)
 
     def settled(self, limit: float) -> bool | None:
@@ -178,7 +178,11 @@ class ServerLink:
         again, since = AGAIN_S, time.monotonic()
         while not self._closed and self._error is None:
             try:
-                connection = self.dial({**self._about, "working": self._working})
+                # an answer that an earlier process of this client has sent: whether it was taken
+                waiting = self.kept.waiting if self._pending is None else ""
+                connection = self.dial(
+                    {**self._about, "working": self._working, "sent": waiting}
+                )
             except OSError as error:
                 if time.monotonic() - since > self.patience:
                     self._fail(WeftError(
@@ -256,14 +260,17 @@ class ServerLink:
             self._fail(WeftError(f"the server refuses this client: {head.get('why')}"))
 
     def _take(self, head: Head) -> None:
-        """Keep what compression has left out, now that the server has said whether it has the update."""
+        """Keep what the last answer changes, now that the server has said whether it has the update."""
+        token, taken = head.get("token"), head.get("taken") is True
         with self._changed:
-            if self._pending is None or self._pending[0]["token"] != head.get("token"):
+            if self._pending is None:
+                if token != self.kept.waiting:
+                    return
+            elif self._pending[0]["token"] != token:
                 return
-            left, self._left, self._pending = self._left, None, None
-            taken = head.get("taken") is True
-        if taken and left:
-            self.kept.keep("left", left)
+            self._pending = None
+        if token == self.kept.waiting:
+            self.kept.settle(taken)
         with self._changed:
             self._taken = taken
             self._changed.notify_all()

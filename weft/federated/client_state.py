@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Files in the client's run folder: its key, and its tensors.
 KEY, TENSORS = "client.json", "client.safetensors"
+#: File in the client's run folder with what its last answer makes of its tensors if the server takes it.
+AWAITED = "client-sent.safetensors"
 
 
 @dataclass
@@ -27,10 +29,15 @@ class ClientState:
 
     Attributes:
         ``groups``: tensors by name, in groups such as ``left`` (the error of compression) and ``control``.
+        ``waiting``: token of the answer of which the server has not said whether it has taken it; "" if there is none.
+        ``awaited``: the groups that this answer changes if it is taken. They are stored before the answer is sent, so
+            that a client that is killed between its answer and the server's word agrees with the server afterwards.
     """
 
     folder: Path | None
     groups: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    waiting: str = ""
+    awaited: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     def key(self) -> str:
         """Return the secret by which the server recognises this client after a new connection."""
@@ -53,36 +60,64 @@ class ClientState:
 
     def load(self) -> None:
         """Read the tensors that an earlier process of this client has written, if any."""
-        if self.folder is None or not (path := self.folder / TENSORS).exists():
-            return
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        self.groups = self._read(TENSORS)[0]
+        self.awaited, self.waiting = self._read(AWAITED)
 
+    def _read(self, name: str) -> tuple[dict[str, Mapping[str, torch.Tensor]], str]:
+        """Return the groups in a file, and the token in its header."""
+        if self.folder is None or not (path := self.folder / name).exists():
+            return {}, ""
+        from safetensors import SafetensorError, safe_open
+
+        groups = dict[str, dict[str, "torch.Tensor"]]()
         try:
-            stored = load_file(path)
+            with safe_open(path, "pt") as file:
+                names: list[str] = [*file.keys()]
+                for key in names:
+                    group, _, inner = key.partition("/")
+                    groups.setdefault(group, {})[inner] = file.get_tensor(key)
+                token = str((file.metadata() or {}).get("token", ""))
         except (OSError, SafetensorError) as error:
             raise WeftError(
                 f"cannot read {path}: {error}; remove it to go on without what compression has left out"
             ) from None
-        groups = dict[str, dict[str, "torch.Tensor"]]()
-        for name, tensor in stored.items():
-            group, _, inner = name.partition("/")
-            groups.setdefault(group, {})[inner] = tensor
-        self.groups = dict(groups)
+        return dict(groups), token
 
-    def keep(self, group: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Store ``tensors`` as the group of this name, in memory and in the file."""
-        self.groups[group] = tensors
+    def _write(
+        self, name: str, groups: Mapping[str, Mapping[str, torch.Tensor]], token: str
+    ) -> None:
         if self.folder is None:
             return
         from safetensors.torch import save_file
 
         flat = {
-            f"{group}/{name}": tensor.contiguous()
-            for group, named in self.groups.items()
-            for name, tensor in named.items()
+            f"{group}/{inner}": tensor.contiguous()
+            for group, named in groups.items()
+            for inner, tensor in named.items()
         }
-        path = self.folder / TENSORS
+        path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(flat, path.with_suffix(".new"))
+        save_file(flat, path.with_suffix(".new"), {"token": token})
         os.replace(path.with_suffix(".new"), path)
+
+    def expect(
+        self, token: str, group: str, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Store ``tensors`` for the case that the server takes the answer ``token``: they are then the group of this
+        name.
+        """
+        if token != self.waiting:
+            self.waiting, self.awaited = token, {}
+        self.awaited[group] = tensors
+        self._write(AWAITED, self.awaited, token)
+
+    def settle(self, taken: bool) -> None:
+        """Keep what :meth:`expect` has stored if the server has ``taken`` the answer, else forget it."""
+        if not self.waiting:
+            return
+        if taken:
+            self.groups |= self.awaited
+            self._write(TENSORS, self.groups, self.waiting)
+        self.waiting, self.awaited = "", {}
+        if self.folder is not None:
+            (self.folder / AWAITED).unlink(missing_ok=True)

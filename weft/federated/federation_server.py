@@ -396,6 +396,11 @@ class FederationServer:
         self._note("join", name, samples=count)
         self.policy.join(name, self.now, count)
         record.present, record.work = True, None
+        if isinstance(sent := session.hello.get("sent"), str) and sent:
+            # it was killed before it heard whether its last answer was taken
+            taken = record.answered == (sent, True)
+            why = "" if taken else "the server has not got it"
+            session.send({"kind": "taken", "token": sent, "taken": taken, "why": why})
         there = sum(each.session is not None for each in self.clients.values())
         self.say(f"client {name} has joined with {count:,} samples; {there} are here")
 

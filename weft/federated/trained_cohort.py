@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,6 @@ class HandedWork:
     clip: float = 0.0
     order: WorkOrder | None = None
     result: WorkAnswer | None = None
-    left: Mapping[str, T] = field(default_factory=dict)
     taken: bool | None = None
     payload: bytes = b""
 
@@ -86,7 +85,9 @@ class HandedWork:
         packed = self.forms.up.packed(
             difference, seed, self.kept.groups.get("left", {})
         )
-        self.left, self.taken = packed.left, None
+        if packed.left:
+            self.kept.expect(answer.order.token, "left", packed.left)
+        self.taken = None
         self.payload = b"".join(packed.views)
         arrives = self.forms.up.unpacked(memoryview(self.payload), seed)
         self.result = replace(answer, difference=arrives)
@@ -96,8 +97,7 @@ class HandedWork:
 
     def settle(self, taken: bool) -> None:
         """Store the server's decision: whether it has accepted the client's last answer."""
-        if taken and self.left:
-            self.kept.keep("left", self.left)
+        self.kept.settle(taken)
         self.taken = taken
 
     def close(self) -> None:

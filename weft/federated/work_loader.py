@@ -81,9 +81,6 @@ class WorkLoader:
     began: float = 0.0
     #: Values with which the present work began, whole, on the first rank.
     sent: Mapping[str, T] = field(default_factory=dict)
-    #: What the client's control variate becomes if the server takes the answer, whole, on the first rank.
-    next_control: dict[str, T] = field(default_factory=dict)
-    asked: bool = False
     lr: float = 0.0
 
     # --- what the training loop calls ---
@@ -147,33 +144,18 @@ class WorkLoader:
     def _look(self) -> tuple[WorkOrder | None, str]:
         """Return the next work if it has come, and why the run ends if it does. On the first rank alone."""
         assert self.source is not None
-        self._settle()
         try:
             order = self.source.next_order(LOOK_S)
         except ServerEnded as ended:
             self.sent = ended.parameters
             return None, ended.why
         if order is not None:
-            # whether the last answer was taken may have come just before this work, which begins with what it changed
-            self._settle()
             self.sent, self._vectors = order.parameters, order.sent
             order = WorkOrder(
                 order.token, order.version, order.steps, {}, {key: {} for key in order.sent}, order.beta,
                 order.control, order.secure,
             )  # fmt: skip
         return order, ""
-
-    def _settle(self) -> None:
-        """Keep what the last work has changed, or forget it, once the server has said which."""
-        if not self.asked:
-            return
-        assert self.source is not None
-        taken = self.source.settled(0.0)
-        if taken is None:
-            return
-        if taken and self.next_control:
-            self.kept.keep("control", self.next_control)
-        self.next_control, self.asked = {}, False
 
     def _take_last_model(self, why: str) -> None:
         """Take the model with which the server has ended the run. Collective."""
@@ -235,7 +217,8 @@ class WorkLoader:
         difference = {name: after[name] - self.sent[name] for name in after}
         extra = dict[str, Mapping[str, T]]()
         if order.control:
-            self.next_control = gradients
+            # known before the answer is sent: who is killed in between agrees with the server afterwards
+            self.kept.expect(order.token, "control", gradients)
             extra["control"] = {
                 name: x - self.control[name] if self.control else x
                 for name, x in gradients.items()
@@ -247,7 +230,6 @@ class WorkLoader:
                 seconds, order.steps * self.lr, loss, self.samples, extra,
             )
         )  # fmt: skip
-        self.asked = True
         self.recorder.log(
             "work", version=order.version, steps=order.steps, seconds=seconds, loss=loss
         )
