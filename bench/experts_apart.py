@@ -1,10 +1,11 @@
 """Experts of two domains, trained apart: of different size (HDEE), beside experts of one size at the same flops.
 
-    python bench/experts_apart.py [--steps 300] [--quick] [--json bench/results/experts_apart.json]
+    python bench/experts_apart.py [--steps 60] [--quick] [--json bench/results/experts_apart.json]
 
 Code and prose of this Python: its modules, and what ``help()`` knows of its words. Both sets are trained by ``weft
 experts`` and asked by ``weft eval``, on documents of each domain that are held out. ``different``: the larger model is
 that of code; ``turned``: that of prose; ``alike``: both of one size between, for as many flops in all.
+No figure depends on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--quick", action="store_true", help="a few steps: whether it runs")  # fmt: skip
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
