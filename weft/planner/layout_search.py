@@ -296,10 +296,14 @@ def search(
     if len(more.tp):
         taken = _scored(shape, machine, engine, more).cost.total
         worth = np.ones(len(more.tp), dtype=bool)
+        # what rests away must beat the best that does not, with whatever else is added to that
+        near_by = np.asarray(taken)[(more.moves == 0) & enough]
+        nearest_best = min(best, near_by.min(initial=np.inf))
         parts = any(wanted.get(name) for name in ("tiles", "embedding"))
         for name in ADDED:
             if name not in wanted and not (name in AWAY and (asked or parts)):
-                worth &= (getattr(more, name) == 0) | (taken <= WORTH[name] * best)
+                least = nearest_best if name in AWAY else best
+                worth &= (getattr(more, name) == 0) | (taken <= WORTH[name] * least)
         plans = join_splits([plans, take(more, worth)])
     if len(more.tp) or added:
         plans, cost, memory = _scored(shape, machine, engine, _pinned(plans, added))

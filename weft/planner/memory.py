@@ -140,7 +140,9 @@ def rank_memory(
     left = np.maximum(inner * plan.tp / width_cut / np.maximum(plan.ep, 1), 1)
     trained, adapters = 1 - shape.frozen, layers * shape.adapters / plan.tp
     # FSDP keeps full precision in the shard (counted as optimizer state) and gathers two layers at a time.
-    sharded = (plan.zero >= 3) | (plan.weights == FILE)  # whose units come one by one
+    in_parts = (np.asarray(plan.tiles) > 0) | (np.asarray(plan.embedding) > 0)
+    alone = (plan.weights == FILE) | in_parts  # whose units come one by one
+    sharded = (plan.zero >= 3) | alone
     # ... unless a pipeline keeps them, and the sums of their gradients, over its microbatches.
     units = np.where(plan.pp > 1, layers, np.minimum(2, layers))
     # of tiles, two are in memory: one computes, the next one comes
@@ -177,7 +179,7 @@ def rank_memory(
     )
     # A step of one pass need not keep sums of gradients, if each is reduced as soon as it is there.
     once = (plan.pp == 1) & (plan.microbatches == 1) & (engine.single == 0)
-    reduced = (plan.zero >= 2) | once | (plan.weights == FILE)
+    reduced = (plan.zero >= 2) | once | alone
     parameters = (
         shape.stored * layers * layer + 2 * (tables * table + adapters)
     ) / np.where(sharded, inner, 1.0)
