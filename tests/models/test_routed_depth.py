@@ -39,7 +39,7 @@ MORE: list[Case] = [
     {"layout": {"cp": 3}, "recompute": "full"},
     {"layout": {"tp": 3}, "tied": True},
     {"layout": {"pp": 2, "schedule": "zb-h1", "tp": 2}, "micro_batch": 1, "recompute": "full"},
-    {"layout": {"tp": 2, "overlap": "tokens", "parts": 2}},
+    {"layout": {"tp": 2, "overlap": "tokens", "overlap_least": 0}},
     {"layout": {"tp": 2}, "model": {"residual": "ladder"}},
     {"layout": {"shard": 2, "tp": 2}, "memory": {"weights": "file", "moments": "file", "activations": "host"}},
 ]  # fmt: skip

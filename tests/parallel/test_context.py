@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -32,7 +33,12 @@ from weft.parallel.context.tables import (
     tile_table_of,
     validate_tiles,
 )
-from weft.parallel.context.tile_attention import Trip, tile_attention, tile_pieces
+from weft.parallel.context.tile_attention import (
+    Trip,
+    tile_attention,
+    tile_pieces,
+    trip_of,
+)
 from weft.recipe import ModelShape
 from weft.registry import names
 from weft.techniques.context.rsa.operator import ring_self_attention
@@ -612,3 +618,17 @@ def test_ring_self_attention_holds_whole_rows_of_scores_and_no_other_scheme_does
     for made, kept in pool.run(world, scores_of, "ring", length):
         # and the log-sum-exp
         assert made < scores / 4 and kept == tokens + 4 * 4 * length // world
+
+
+def test_a_transfer_that_does_not_come_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, cu = torch.zeros(1, 4, 1, 2), torch.tensor([0, 8])
+    trip = trip_of(q, cu, "ring", [3, 5], 0, [])
+    work = mock.Mock()
+    work.wait.side_effect = RuntimeError("Timed out")
+    monkeypatch.setattr(trip, "_start", lambda step, *_: ([], [work] * (step == 0)))
+    with pytest.raises(RuntimeError) as caught:
+        trip.run(defaultdict(list), {}, {}, lambda *_: {}, mock.Mock())
+    assert "step 0 of attention table 'ring'" in caught.value.__notes__[0]
+    assert "kv of block 0 from rank 3 to 5" in caught.value.__notes__[0]

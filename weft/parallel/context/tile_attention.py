@@ -147,8 +147,12 @@ class Trip:
                         of_query = kind == "o"
                         block = tile.q if of_query else tile.k
                         add(kind, block, parts, piece.rows if of_query else piece.cols)
-            for move in moves:
-                move.wait()
+            try:
+                for move in moves:
+                    move.wait()
+            except RuntimeError as error:  # a limit is over, or a rank is lost
+                error.add_note(self._waited_for(step))
+                raise
             leaving = {}
             for visit in self.ends.get(step, ()):
                 del held[visit.kind, visit.block]
@@ -163,6 +167,15 @@ class Trip:
             (kind, block) for kind in blank for block in self.table.owners[self.index]
         ]
         return {key: totals.get(key) or fresh(*key) for key in own}
+
+    def _waited_for(self, step: int) -> str:
+        """Return in words which transfers of ``step`` this rank takes part in."""
+        ways = [
+            f"{m.kind} of block {m.block} from rank {self.peers[m.source]} to {self.peers[m.target]}"
+            for _, m in self.table.moves_at.get(step, ())
+            if self.index in (m.source, m.target)
+        ]
+        return f"in step {step} of attention table {self.table.name!r}, whose transfers are: {', '.join(ways)}"
 
     def _start(
         self,
