@@ -90,3 +90,9 @@ def test_both_commands_take_them_all() -> None:
 def test_what_keys_in_files_do_not_go_with(words: str) -> None:
     with pytest.raises(UsageError, match=f"leave out {words.partition('=')[0]}"):
         parsed(["--checkpoint=m", "--keys-in=/d", words])
+
+
+def test_an_empty_folder_for_keys_is_no_wish_to_keep_them_in_memory() -> None:
+    with pytest.raises(UsageError, match="--keys-in is empty"):
+        parsed(["--checkpoint=m", "--keys-in="])
+    assert parsed(["--checkpoint=m"]).keys_in == ""

@@ -28,6 +28,7 @@ from weft.cli.arguments import (
     import_plugins,
 )
 from weft.cli.cache_policy_option import CachePolicyWord
+from weft.errors import UsageError
 
 if TYPE_CHECKING:
     from weft.generate.open_engine import EngineOptions
@@ -134,8 +135,26 @@ _keys_in = (
     "attends to them there: memory does not grow with the length of texts. Settings follow: "
     "cached=GB read through the page cache, size=GB of each file, rate=TOKENS/S that the disks must do."
 )
+
+
+def _refuse_empty(
+    context: typer.Context, option: typer.CallbackParam, value: str
+) -> str:
+    """Return ``value``; raise :class:`UsageError` if it is an empty text that was given, as by an unset variable."""
+    source = context.get_parameter_source(option.name or "")
+    if not value and source is not None and source.name == "COMMANDLINE":
+        raise UsageError(f"{option.opts[0]} is empty; give a value, or leave it out")
+    return value
+
+
 KeysIn = Annotated[
-    str, typer.Option("--keys-in", metavar="FOLDER[,FOLDER,...]", help=_keys_in)
+    str,
+    typer.Option(
+        "--keys-in",
+        metavar="FOLDER[,FOLDER,...]",
+        help=_keys_in,
+        callback=_refuse_empty,
+    ),
 ]
 
 
