@@ -120,9 +120,9 @@ def read_clips(path: str, form: ClipForm) -> PictureSet:
         groups += [number] * len(starts)
         said += [(video.name, video.caption)] * len(starts)
     if not clips:
-        endings = ", ".join((*ANIMATIONS, *ARRAYS, *CONTAINERS))
+        forms = ", ".join((*ANIMATIONS, *ARRAYS, *CONTAINERS))
         raise UsageError(
-            f"data.path = {path!r} has no videos ({endings}, or folders of images); give another one"
+            f"data.path = {path!r} has no videos ({forms}, or folders of images); give another one"
         )
     whole = as_picture_set(clips, labels, np.array(groups), checked_captions(said))
     endings = (*CONTAINERS, *ARRAYS, *ANIMATIONS, *ENDINGS)
