@@ -59,7 +59,7 @@ class Layout(Section):
         description=(
             "Parts of the heads, feed-forward columns and vocabulary that the ranks of tp get, such as [2, 1, 1] (on "
             "the command line tp_shares=2:1:1); each rank gets at least one of each. 'auto': by the memory and speed "
-            "that each rank has when it starts. Left out: equal parts."
+            "that each rank has when it starts. If not set, the parts are equal."
         ),
     )
     sum: str = Field(
@@ -141,8 +141,8 @@ class Layout(Section):
     stage_speeds: tuple[PositiveFloat, ...] = Field(
         (),
         description=(
-            "Relative speeds of the ranks of a pipeline, for example [1, 0.5]: slow ranks get fewer layers. Left out: "
-            "all are equally fast."
+            "Relative speeds of the ranks of a pipeline, for example [1, 0.5]: slow ranks get fewer layers. If not "
+            "set, all ranks count as equally fast."
         ),
     )
     schedule: str = Field(
@@ -162,7 +162,7 @@ class Layout(Section):
         ge=1,
         description=(
             "Pipeline stages on each rank, for schedules that allow several numbers, as "
-            "'interleaved-1f1b' and 'breadth-first' do. Left out: the schedule's own number."
+            "'interleaved-1f1b' and 'breadth-first' do. If not set, it is the schedule's own number."
         ),
     )
     vocab_barriers: Literal[0, 1, 2] = Field(

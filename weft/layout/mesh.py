@@ -37,7 +37,8 @@ class Mesh:
         ``step_group``: the ranks of this island, which take a step together; None on a single device.
         ``island``, ``islands``: number of this island, and how many islands there are.
         ``island_store``: store that the ranks of all islands share; None without islands.
-        ``sums``: adds up over ``tp`` in place of its group, while norms are computed on whole tokens; None in training.
+        ``sums``: object that sums activations over ``tp`` during generation, in place of the process group of ``tp``.
+            Every rank of ``tp`` then holds all tokens where norms are computed. None in training.
 
     :meth:`group` knows a group of ranks by the name of its axis. Some groups have names of their own:
 

@@ -182,7 +182,11 @@ class ExpertSizes(NamedTuple):
 
 
 def expert_sizes(layout: Layout) -> ExpertSizes:
-    """Return the sizes of the three axes along which the data ranks of ``layout`` are arranged for experts."""
+    """Return how the data ranks of ``layout`` (those along dp, shard and cp) are arranged for experts.
+
+    The result has the number of replicas of an expert's state, of ranks that share the state of an expert, and of ranks
+    that hold different experts.
+    """
     state = layout.size("shard", "cp")
     replicas = layout.dp // max(1, layout.fold // state)
     return ExpertSizes(replicas, max(1, state // layout.fold), layout.fold)
@@ -249,8 +253,8 @@ def cut_range(
 ) -> tuple[int, int]:
     """Return the range ``(start, stop)`` of part ``index`` of ``count`` elements that ``axes`` of ``layout`` cut.
 
-    Parts along ``tp`` alone are by ``layout.tp_shares``; all others differ in size by at most one, and so do those of
-    whole experts (:meth:`Place.logical`), which are no part of a layer's width.
+    If ``tp`` alone cuts the elements, the parts have the sizes that ``layout.tp_shares`` asks for. In all other cases
+    the sizes of the parts differ by at most one.
     """
     if layout.tp_shares and tuple(axes) == ("tp",):
         from weft.layout.shares import uneven_part

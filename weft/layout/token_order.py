@@ -37,8 +37,9 @@ class TokenMoves(NamedTuple):
 
 @lru_cache
 def moves(sizes: tuple[int, ...], ranks: int, rank: int, back: bool) -> TokenMoves:
-    """Return the exchange after which each rank holds an equal share of every part of a row, instead of one run of
-    the row.
+    """Return the exchange that gives each rank an equal share of every part of a row.
+
+    Before it, each rank holds one contiguous range of the row.
 
     ``sizes``: tokens of each part, multiples of ``ranks``; ``rank``: this rank among ``ranks``; ``back``: return the
     opposite exchange.

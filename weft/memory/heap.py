@@ -22,8 +22,9 @@ _PASSING = 64 << 10
 def keep_heap() -> None:
     """Let this process keep the memory that it frees (glibc), except for tensors above 32 MiB.
 
-    A step frees memory and allocates as much again. Memory that goes back to the system must be mapped and zeroed anew
-    each time, which took a tenth to a fifth of a small model's step on two cores. The peak of memory stays the same.
+    A step frees memory and allocates as much again. If freed memory goes back to the system, the system must map and
+    zero it anew each time. That took a tenth to a fifth of a small model's step on two cores. The peak of memory stays
+    the same.
     """
     for parameter, limit in _LIMITS.items():
         _limit(parameter, limit)

@@ -71,7 +71,9 @@ class OnDevice:
         return 0
 
     def keep(self, owner: Hashable, kind: str) -> None:
-        """Do nothing: this tier holds all tensors on the device. Others keep them there between their next two uses.
+        """Do nothing, because all tensors are always on the device.
+
+        In :class:`weft.memory.resting.Tiers` this keeps some tensors in memory between their next two uses.
 
         ``owner``: the unit (parameters that are updated together) whose tensors are kept; ``kind``: "weights",
         "gradients" or "moments". A use is a context of :meth:`at_hand`.

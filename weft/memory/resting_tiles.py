@@ -20,9 +20,9 @@ T = torch.Tensor
 
 
 class RestingTile(RestingGroup):
-    """A resting tile (some rows) of a tensor, which lies in a part of the tensor's region of the file.
+    """A tile (some rows) of a tensor that rests in a file. The tile occupies a part of the tensor's region of the file.
 
-    ``tensor``: the tile; ``region``: the part of the region; ``pool``: pool of the buffers into which it is read.
+    ``tensor``: the tile; ``region``: this part of the region; ``pool``: pool of buffers into which the tile is read.
     """
 
     def __init__(self, tensor: T, region: Region, pool: BufferPool) -> None:

@@ -199,7 +199,7 @@ class Transfer:
 
 @dataclass(eq=False)
 class Region:
-    """Region of a file: a run of its bytes in which offloaded tensors are stored.
+    """Region of a file: a contiguous range of the file's bytes, in which offloaded tensors are stored.
 
     Attributes:
         ``file``: the file.

@@ -92,7 +92,10 @@ class KeptGroups:
         return group
 
     def connections(self, lost: Collection[int] = ()) -> set[int]:
-        """Return the inodes of the connections of all groups that have none of the members ``lost``."""
+        """Return the connections of all kept groups that have none of the members ``lost``, by inode.
+
+        A connection's inode is the number by which :class:`weft.net.hangup.HangUp` knows it.
+        """
         return {
             inode
             for key, kept in self._kept.items()

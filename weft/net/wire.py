@@ -426,10 +426,12 @@ class Incoming(Generic[R]):
 
 
 class SealedConnection:
-    """Connection whose handshake is over, for threads that block: one thread may send while another receives.
+    """Connection whose handshake is over. Its calls to send and receive block until a whole frame is transferred.
 
-    ``sock``: non-blocking socket; ``session``: keys of the connection; ``stall``: seconds that each record (at most a
-    MiB) of a frame may take once the frame has begun.
+    One thread may send while another thread receives.
+
+    ``sock``: socket in non-blocking mode, so that the methods can bound their waits; ``session``: keys of the
+    connection; ``stall``: seconds that each record (at most a MiB) of a frame may take once the frame has begun.
     """
 
     def __init__(

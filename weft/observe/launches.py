@@ -166,8 +166,8 @@ def _leaves(events: Sequence[dict[str, Any]]) -> Iterable[float]:
 def knee(traces: Sequence[Launches]) -> Launches | None:
     """Return the first of ``traces`` whose kernels wait clearly longer for their start than in the best trace.
 
-    It marks the batch size from which kernels queue, because the device is the limit. Returns None if no trace is such.
-    ``traces``: traces in the order of growing batch sizes.
+    It marks the batch size from which kernels queue, because the device is the limit. Returns None if there is no such
+    trace. ``traces``: traces in the order of growing batch sizes.
     """
     least = min((trace.queued for trace in traces if trace.kernels), default=0.0)
     return next(

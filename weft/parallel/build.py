@@ -44,8 +44,8 @@ def check_fits(
 ) -> None:  # fmt: skip
     """Raise :class:`Conflict` for settings that cannot be combined, by the rules of :mod:`weft.recipe.conflicts`.
 
-    The arguments are sections of a recipe; for those left out the defaults are checked. ``shape.vocab`` may be 0 while
-    the size of the vocabulary is not yet known.
+    The arguments are sections of a recipe. For a section that is None the defaults are checked. ``shape.vocab`` may be
+    0 while the size of the vocabulary is not yet known.
     """
     asked = AskedRecipe(
         layout=layout,

@@ -31,7 +31,7 @@ NODES = 200
 
 
 class DocumentTimes(NamedTuple):
-    """Coefficients of the modelled time of documents, in one unit of time.
+    """Constants of a formula for the time that ranks take for a document; all have the same unit of time.
 
     A document of ``s`` tokens on ``d`` ranks takes ``(linear * s + max(quadratic * s**2, move * s * (d - 1))) / d``.
 
@@ -59,9 +59,10 @@ class PlanError(WeftError):
 
 
 def costs_of(model: ModelShape) -> DocumentTimes:
-    """Return the coefficients of documents' times for a model, in floating-point operations.
+    """Return the modelled times of a document's tokens, and of pairs of its tokens, in floating-point operations.
 
-    They count forward and backward, with attention scores recomputed.
+    A :class:`DocumentTimes` says how the time of a document of any length follows from them. They count forward and
+    backward, with attention scores recomputed. ``model``: shape of the model.
     """
     shape = shape_of(model)
     full = shape.layers * (1 - shape.linear)  # layers whose attention is quadratic
@@ -78,8 +79,8 @@ def greedy(
 ) -> Plan:
     """Plan which of ``ranks`` ranks compute each document, in which passes (ByteScale, Ge et al. 2025, 2502.21231).
 
-    ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass; ``costs``: coefficients
-    of documents' times.
+    ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass; ``costs``: constants
+    of the formula for a document's time.
 
     Plans are made for several limits of a document's time, and the fastest plan is returned. A limit is a share of the
     ideal time of the step. A document gets as many ranks as its memory needs, and more if it would otherwise take
@@ -371,7 +372,7 @@ def flexsp(
         ``lengths``: tokens of each document.
         ``capacity``: tokens that a rank can hold in a pass.
         ``ranks``: number of ranks.
-        ``costs``: coefficients of documents' times.
+        ``costs``: constants of the formula for a document's time.
         ``buckets``: number of different lengths that the integer program distinguishes at most; lengths are rounded up
             to one of them.
         ``nodes``: limit of the program's search tree.
@@ -537,7 +538,7 @@ def make_plan(
     """Make the plan of a step with the planner named ``name``, and check it; raise :class:`PlanError` if it cannot run.
 
     ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass; ``ranks``: number of data
-    ranks; ``costs``: coefficients of documents' times.
+    ranks; ``costs``: constants of the formula for a document's time.
     """
     lengths = np.asarray(lengths, np.int64)
     plan = PLANNERS[name](lengths, capacity, ranks, costs)
@@ -551,7 +552,7 @@ def step_planner(
     """Return the planner that ``layout.balance`` names: a function that returns the checked plan of a step.
 
     The function's arguments are the documents' lengths in tokens, and the tokens that a rank can hold in a pass.
-    ``costs``: coefficients of documents' times.
+    ``costs``: constants of the formula for a document's time.
     """
 
     def planned(lengths: np.ndarray, capacity: int) -> Plan:

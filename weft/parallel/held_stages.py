@@ -18,7 +18,7 @@ class HeldStages:
     Attributes:
         ``shape``, ``mesh``: the model and the layout over ranks.
         ``seq_len``: tokens of a sequence.
-        ``cut``: the stages that are assigned to ranks, each a run of layers.
+        ``cut``: the stages that are assigned to ranks, each with consecutive layers.
         ``stages``: the stages that schedules name: those of ``cut``, or under ``layout.overlap`` one for each layer.
         ``held``: indices in ``stages`` of the stages that this rank holds.
         ``holders``: for each of ``stages``, the ranks along ``pp`` that hold it.

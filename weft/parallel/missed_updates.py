@@ -33,7 +33,7 @@ class MissedUpdates:
         return torch.nonzero(self.had < len(self.rates)).flatten()
 
     def had_all(self, rows: T) -> None:
-        """Note that these rows have had all updates so far."""
+        """Record that the rows with the numbers ``rows`` have had all updates so far."""
         self.had[rows] = len(self.rates)
 
     def forget(self) -> None:

@@ -33,7 +33,7 @@ class BroughtRows(NamedTuple):
 
 
 class RestingRows:
-    """A tensor ``[rows, width]`` whose rows come and go one by one.
+    """A tensor ``[rows, width]`` on the host or in a file, of which single rows are read and written back.
 
     ``tensor``: the tensor, which rests from now on where ``tiers`` say for its ``kind`` ("weights" or "moments");
     ``block``: the number of rows that travel together, because they fill whole pages of a file.
@@ -65,7 +65,7 @@ class RestingRows:
         return BroughtRows(blocks, values.view(-1, self.width), places)
 
     def put(self, brought: BroughtRows, values: T) -> None:
-        """Write ``values`` ``[rows, width]`` in the place of the rows that were ``brought``."""
+        """Write ``values`` ``[rows, width]`` to where the rows rest that :meth:`bring` has returned as ``brought``."""
         if self._region is None:
             self.tensor[brought.blocks] = values
             return

@@ -119,7 +119,10 @@ class EmbeddingRows(PartUnit):
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Bring all rows up to date, some MiB at a time, and write them."""
+        """Apply to all rows of the table the updates that they have missed.
+
+        Some MiB of rows are in memory at a time.
+        """
         if self.missed is None:
             return
         most = max(1, CHUNK // (self.width * self.wide.itemsize))

@@ -99,8 +99,9 @@ class Unit:
         return (self,)
 
     def share_of(self, grads: Mapping[str, T]) -> Mapping[str, T]:
-        """Return the gradients among ``grads`` that update this unit, by name; here all, but a tile takes its rows
-        only.
+        """Return the gradients among ``grads`` that update this unit, by parameter name.
+
+        In this class these are all of ``grads``. A unit that is a tile of a weight takes only the tile's rows.
         """
         return grads
 
@@ -144,7 +145,7 @@ class Unit:
         """Prepare for a forward and backward pass; ``last``: whether it is the last pass of the step."""
 
     def catch_up(self) -> None:
-        """Update what has missed updates. Here nothing has."""
+        """Apply the updates that parts of the unit have missed. In this class none are missed, so nothing is done."""
 
 
 def by_block(held: Mapping[str, Held]) -> dict[str, list[Held]]:

@@ -57,7 +57,7 @@ class WeightTile(TableUnit):
         )
 
     def rest(self) -> None:
-        """Do nothing but forget reduced gradients: :class:`TiledWeight` makes all its tiles rest side by side."""
+        """Forget the reduced gradients. The tile is not moved here: :class:`TiledWeight` has moved all its tiles."""
         self.reduced = {}
 
     @torch.no_grad()
@@ -114,13 +114,14 @@ class WeightTile(TableUnit):
 class TiledWeight(PartUnit):
     """Unit of a weight that is cut in tiles (ranges of rows), which a matrix product gathers one by one.
 
-    The weight itself is never gathered whole. ``named``: the weight, ``[out, in]``; ``tiles``: the most tiles into
-    which it is cut. In files tiles have whole pages, so that there may be fewer. The other arguments are those of
+    The weight itself is never gathered whole. ``named``: the weight, ``[out, in]``; ``tiles``: largest number of tiles
+    into which it is cut. In files tiles have whole pages, so that there may be fewer. The other arguments are those of
     :class:`weft.parallel.units.TableUnit`.
 
     Attributes:
         ``pieces``: the tiles.
-        ``rows``: number of output rows that this rank computes with; ``share``: the most of them that one rank holds.
+        ``rows``: number of output rows that this rank computes with.
+        ``share``: largest number of these rows that one rank keeps as its part of the state.
     """
 
     def __init__(
@@ -204,15 +205,16 @@ class TiledWeight(PartUnit):
             at.parameter.grad = tile.rows_of(held.parameter.grad)
 
     def end_gradient(self) -> None:
-        """Compute the norm of the gradient from those of its tiles that went to a file."""
+        """Compute the norm of the weight's gradient, if the gradients of its tiles have gone to a file."""
         norms = [n for tile in self._tiles if (n := tile.held[0].norm) is not None]
         if norms:
             self.held[0].norm = torch.linalg.vector_norm(torch.stack(norms))
 
     def columns(self, tile: WeightTile, y: T) -> T:
-        """Return those columns of ``y`` ``[tokens, size * share]`` that the rows of ``tile`` make.
+        """Return the columns of a product's output ``y`` that are computed with the rows of ``tile``, as a view.
 
-        Shape: ``[tokens, size, rows of a rank]``, a view.
+        ``y`` is ``[tokens, size * share]``, where ``size`` ranks share the weight and each has ``share`` of its rows.
+        The result is ``[tokens, size, rows]``, where ``rows`` is the number of rows that the tile has of each rank.
         """
         return y.unflatten(1, (self.size, self.share))[:, :, tile.first : tile.last]
 

@@ -126,7 +126,7 @@ class TableUnit(Unit):
     def keep(self, updated: bool) -> None:
         """Keep the weights in memory after their next use, so that the use after it need not fetch them again.
 
-        ``updated``: whether that later use is an update, or else a gather.
+        ``updated``: whether that later use is an update; if not, it is a gather.
         """
         self.tiers.keep(self, "weights")
 
@@ -318,7 +318,8 @@ class TableUnit(Unit):
 def sum_over_replicas(units: Iterable[TableUnit], mesh: Mesh) -> None:
     """Sum the reduced gradients of ``units`` over data-parallel replicas (``dp``). Collective.
 
-    Large gradients are summed where they are, and small ones of units whose replicas are on the same ranks together.
+    Gradients on the device are summed one by one if they are large, and small ones together. Gradients on the host are
+    copied to the device and summed there in one message. Units with different replicas are summed separately.
     """
     by_group: dict[str, list[Held]] = {}
     for unit in units:

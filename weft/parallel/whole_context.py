@@ -19,12 +19,12 @@ T = torch.Tensor
 
 
 class TokenRuns:
-    """Division of a step's new tokens among ranks: each rank computes one contiguous run, of nearly equal length.
+    """Division of a step's new tokens among ranks: each rank computes a contiguous range of nearly equal length.
 
     Attributes:
         ``spans``: the parts of the texts' new tokens that this rank computes, counted from its first token.
-        ``own``: indices, among the step's tokens, of this rank's tokens; ``first`` and ``count``: start and number of
-            these.
+        ``own``: indices, among the step's tokens, of this rank's tokens. ``first``: the first of these indices;
+            ``count``: their number.
         ``owner``: the rank that computes each token; ``place``: index of each token among the tokens of all ranks.
         ``slots``: slot in the cache of each of this rank's tokens; ``every``: the same for all tokens of the step.
         ``blocks``: number of blocks that the cache must have.

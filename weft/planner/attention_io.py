@@ -67,7 +67,10 @@ def least_bytes(tokens: Num, head: Num, fast: Num) -> Num:
 
 
 def attention_traffic(tokens: Num, head: Num, fast: Num) -> AttentionTraffic:
-    """Return the bytes of one head's attention in forward: in blocks, at least, and with scores in memory.
+    """Return the bytes that one head of attention moves in forward: for three ways to compute attention.
+
+    These are fused attention in blocks, a lower bound for every algorithm, and attention that writes its scores to
+    memory.
 
     ``tokens``: length of the sequence. ``head``: width of a head. ``fast``: bytes of fast memory of a multiprocessor.
     """

@@ -305,10 +305,12 @@ def _weaves(plans: Plan) -> Mask:
 
 
 def in_parts(plans: Plan, wanted: dict[str, int], tied: bool) -> list[Plan]:
-    """Return those of ``plans``, whose weights rest away, that can have rows, tiles or both, with these.
+    """Return variants of ``plans`` that bring weights to the device in parts instead of whole.
 
-    ``wanted``: values that the user demands, by field. ``tied``: whether the output layer is the table of embeddings,
-    which then comes whole.
+    The weights of all ``plans`` rest on the host or in files. There are up to three variants: rows of the embedding
+    table, tiles of the projections' weights, or both. Plans that cannot have them are left out. ``wanted``: values that
+    the user demands, by field. ``tied``: whether the output layer is the embedding table, which is then never cut into
+    rows.
     """
     fitting = (plans.recompute != Recompute.SELECTIVE) & (plans.secondary == 0)
     chosen = take(plans, fitting & (plans.pp == 1))

@@ -82,8 +82,10 @@ class Plan:
         ``recompute``: a value of :class:`Recompute`.
         ``bits``: width of the operands of matrix products.
         ``weights``, ``moments``, ``activations``: where each rests, an index into :data:`weft.recipe.PLACES`.
-        ``tiles``: number of tiles into which the weight of each projection is cut; 0: none, weights come whole.
-        ``embedding``: whether all of the embedding table comes, or rows of it: an index into :data:`EMBEDDING`.
+        ``tiles``: number of tiles into which the weight of each projection is cut on its way to the device; 0: it is
+            brought whole.
+        ``embedding``: whether the whole embedding table is brought to the device, or only the rows of tokens in use: an
+            index into :data:`EMBEDDING`.
         ``overlap``: what computes while sums travel over ``tp``, an index into :data:`OVERLAP`.
         ``outer``: which ranks are placed furthest apart in the network: 1 for the copies along ``dp``, 0 for the stages
             of a pipeline.
@@ -163,7 +165,10 @@ class Plan:
 
     @property
     def halves(self) -> Num:
-        """Number of parts in which a microbatch's tokens are computed: 2 if sums of one part travel beside another."""
+        """Number of parts in which a microbatch's tokens are computed.
+
+        It is 2 if one part is computed while the sums of the other part travel over ``tp``, else 1.
+        """
         return 1 + (np.asarray(self.overlap) > 0)
 
     @property
@@ -442,7 +447,7 @@ class Roofline:
         return np.minimum(whole, np.maximum(self.shape.reach(plan.seq), 1))
 
     def fill(self) -> Num:
-        """Return the share of its speed over long sequences and wide heads that fused attention reaches.
+        """Return the speed of fused attention, as a share of its speed for endless sequences and wide heads.
 
         Kernels lose time on blocks that the causal mask cuts, and on exponentials, of which a narrow head has more for
         each product. The result is 1 for an endless sequence and heads of width 128.

@@ -245,7 +245,7 @@ def exchanges(searched: SearchResult, final: Final) -> dict[str, Any]:
     ``dispatch``: name of the dispatcher that the layout uses.
     ``load``: tokens of the busiest rank divided by the mean over ranks.
     ``beside``: what a rank could compute during an exchange, a value of :class:`weft.schedule.exchange.Beside`.
-    ``save``: share of a step's time that would be saved if it did so; None where this cannot be simulated.
+    ``save``: share of a step's time that the rank would save by computing this; None where it cannot be simulated.
     """
     plan = final.plan
     if plan.ep <= 1:

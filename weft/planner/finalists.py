@@ -228,9 +228,10 @@ def refine(
 
     ``searched``: the search to which the plan belongs. ``closed``: seconds of the step as formulas give them.
     ``barriers``: how often all pipeline ranks wait for each other in a microbatch, if embedding and output layer are
-    cut over these ranks; else 0. ``tables``: schedule tables built before, to be reused. ``beside``: the pass that a
-    rank computes during an exchange of experts, which is then an action of its own in the schedule. None: the time of
-    an exchange is a part of its layer's time.
+    cut over these ranks; else 0. ``tables``: schedule tables built before, to be reused.
+
+    ``beside``: what a rank computes while tokens travel to experts on other ranks. If it is given, the schedule has an
+    action of its own for each such exchange. If it is None, the time of the exchange counts as time of its layer.
     """
     shape, machine, engine = searched.shape, searched.machine, searched.engine
     if plan.pp == 1 and beside is None:

@@ -119,16 +119,17 @@ class Group(Section):
     network: PositiveFloat | None = Field(
         None,
         description=(
-            "Bandwidth of the network inside the group, in GB/s per device and direction. Left out: that of "
-            "the preset."
+            "Bandwidth of the network inside the group, in GB/s per device and direction. If not set, the "
+            "preset of the device gives it."
         ),
     )
     memory: PositiveFloat | None = Field(
-        None, description="Memory of a device in GB. Left out: that of the preset."
+        None,
+        description="Memory of a device in GB. If not set, the preset of the device gives it.",
     )
     name: str = Field(
         "",
-        description="Name of the group in tables. Left out: the name of its devices.",
+        description="Name of the group in tables. If not set, it is the name of the group's devices.",
     )
 
     @property

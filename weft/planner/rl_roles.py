@@ -65,10 +65,12 @@ def phase_times(
     The first phase is left out, because processes start in it. Raises :class:`WeftError` if fewer than two other phases
     were followed by training.
 
-    ``phases``: the run's records of the kind ``rollout``. ``writers``, ``trainers``: numbers of ranks of that run that
-    wrote answers, and that trained. ``staleness``: by how many phases the writers wrote ahead, while the others
-    trained. If it is not 0, ``rollout_s`` of a record is only the time for which training waited. The time to write is
-    then the time of training plus the mean of these waits. It is an upper bound if :func:`writers_waited`.
+    ``phases``: the run's records of the kind ``rollout``. ``writers``, ``trainers``: how many ranks of that run wrote
+    answers, and how many trained. ``staleness``: by how many phases the writers wrote ahead while the others trained.
+
+    If ``staleness`` is not 0, ``rollout_s`` of a record is only the time for which training waited for answers. The
+    returned time to write is then the time of training plus the mean of these waits. If :func:`writers_waited` is true
+    for the run, this sum is too large: the writers were idle for a part of it.
     """
     known = [phase for phase in phases[1:] if "train_s" in phase]
     if len(known) < 2:

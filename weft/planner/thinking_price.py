@@ -110,17 +110,17 @@ def rates_of_device(flops: float, bandwidth: float) -> StepRates:
 def keys_read(share: float, context: np.ndarray) -> np.ndarray:
     """Return the number of keys that attention reads for a token, for each number of tokens in ``context``.
 
-    ``share``: share of the keys that is read, but never fewer than the least number of blocks. ``context``: tokens of
-    the text so far, the token itself included.
+    ``share``: share of the keys that is read. However small it is, at least :data:`LEAST` blocks of :data:`BLOCK` keys
+    are read, or all keys of a shorter text. ``context``: tokens of the text so far, the token itself included.
     """
     return np.minimum(context, np.maximum(LEAST * BLOCK, share * context))
 
 
 def thinking_work(model: ThinkingModel, prompt: int, how: Thinking) -> np.ndarray:
-    """Return the amount of each kind of work when ``how`` writes its tokens, in the order of the fields of
-    :class:`StepRates`.
+    """Return how much work of each kind it takes to answer one question in the way ``how``.
 
-    ``prompt``: tokens of the prompt before these. Work on the prompt itself is left out, because all texts share it.
+    The result has an amount for each field of :class:`StepRates`, in the order of these fields. ``prompt``: tokens of
+    the question's prompt. Work on the prompt itself does not count, because all texts share it.
     """
     context = prompt + np.arange(1, how.tokens + 1)
     keys = float(keys_read(how.share, context).sum()) * how.texts
@@ -139,7 +139,7 @@ def thinking_work(model: ThinkingModel, prompt: int, how: Thinking) -> np.ndarra
 def seconds(
     model: ThinkingModel, rates: StepRates, prompt: int, how: Thinking
 ) -> float:
-    """Return the predicted seconds in which ``how`` writes its tokens after a prompt of ``prompt`` tokens.
+    """Return the predicted seconds to answer a question of ``prompt`` tokens in the way ``how``.
 
     ``rates``: seconds per unit of work on the device.
     """

@@ -32,8 +32,8 @@ def _words(technique: Registered) -> tuple[str, ...]:
 def compressor_of(word: str) -> Any:
     """Return the compressor that ``word`` names, such as ``topk:0.01``; None for the word ``none``.
 
-    The compressor is a :class:`weft.sync.compressor.Compressor`. Raises :class:`UsageError` for an unknown name or a
-    wrong strength.
+    The compressor is a :class:`weft.sync.compressor.Compressor`. Raises :class:`UsageError` for an unknown name, or
+    an argument that the compressor does not accept.
     """
     name, colon, argument = word.strip().partition(":")
     if word.strip() == NONE:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class AskedRecipe(AskedStep):
     """Settings of a recipe, as the rules against conflicts read them.
 
-    ``model``: the section ``[model]`` as the user wrote it. ``shape``: the same with every setting that the user left
-    out. ``staged``: whether a pipeline schedule is needed even for one rank. The other attributes are the sections of
-    the same names.
+    ``model``: the section ``[model]`` as the user wrote it. ``shape``: the same section, completed by the settings that
+    the user did not write. ``staged``: whether a pipeline schedule is needed even for one rank. The other attributes
+    are the sections of the same names.
     """
 
     model: ModelShape

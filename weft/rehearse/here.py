@@ -77,7 +77,8 @@ class Estimate:
         ``seconds``: seconds of a step.
         ``tokens``: number of tokens to train for.
         ``learning``: number of parameters that are trained.
-        ``places``: kinds of state that rest in files, each with its place. Of these ``memory`` counts only buffers.
+        ``places``: kinds of state that rest in files, each with its place. ``memory`` counts no bytes of them, but only
+            those of the buffers through which they pass.
     """
 
     method: str

@@ -89,8 +89,8 @@ class InterferencePredictor:
     """Predicts how much other programs will slow the next step, by a regression on the probes of the last windows of
     time.
 
-    ``quiet``: the smallest time of every probe. ``weights``: weights of the regression's features. ``spread``: how far,
-    in logarithms, the measured slowdown was below and above the prediction, in windows not used for the fit.
+    ``quiet``: the smallest time of every probe. ``weights``: weights of the results of :func:`features`. ``spread``:
+    how far, in logarithms, the measured slowdown was below and above the prediction, in windows not used for the fit.
     """
 
     quiet: Array
@@ -107,9 +107,10 @@ class InterferencePredictor:
 
 
 def features(recent: Array, quiet: Array) -> Array:
-    """Return the regression's features, computed from the probe times of ``recent`` windows, ``[window, probe]``.
+    """Return the input variables of the regression that predicts a slowdown.
 
-    They are the logarithm of the last window over ``quiet``, that of the mean of the windows over ``quiet``, and 1.
+    They are 1, and for each probe two numbers: the logarithm of its last time divided by its time on the quiet machine,
+    and the mean of this logarithm over all ``recent`` windows. ``recent``: times of the probes, ``[window, probe]``.
     ``quiet``: time of each probe on the quiet machine, ``[probe]``.
     """
     logs = np.log(recent / quiet)

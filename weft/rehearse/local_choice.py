@@ -148,7 +148,10 @@ def traffic_of(
 def held(
     layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction
 ) -> Iterator[RankMemory]:
-    """Yield for every pipeline position the memory of its fullest rank: that of its tensors, and that of its process.
+    """Yield, for every pipeline position, the memory of the rank that needs most, by purpose.
+
+    The bytes that its process needs beside tensors count as ``constant``. The division between weights, gradients and
+    optimizer state is an estimate.
 
     ``rehearsed``: the rehearsed step of each rank. ``prediction``: the prediction of time and memory from these.
     """

@@ -143,7 +143,10 @@ class Agreement:
     # Messages to others, and from them.
 
     def stand(self) -> Message:
-        """Return the message by which this member tells the others its state (its ``"t"`` is ``stand``)."""
+        """Return the message by which this member tells the others its state.
+
+        Its type, the key ``"t"``, is ``stand``.
+        """
         census = self.census
         return {
             "t": "stand", "epoch": census.epoch, "promised": self._promised, "call": self._call, "facts": self._facts,

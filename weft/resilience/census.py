@@ -307,7 +307,7 @@ class Census:
     def reason(self, address: Address) -> str:
         """Return in words why the member at ``address`` is not in the next view.
 
-        The reason is that recorded by this member, else that reported by another member.
+        It is the reason that this member has recorded or, without one, the reason that another member has reported.
         """
         if address in self.lost:
             return self.lost[address].why

@@ -63,7 +63,8 @@ class IslandRank:
         """Run this rank's agent and its connections to other islands while the context lasts, and end them afterwards.
 
         ``token``: the run's secret; ``number``: this rank's number as a member; ``shared``: key-value store that all
-        islands share, or None if this island joins later. Yields this rank's part in the views.
+        islands share, or None if this island joins later. Yields the :class:`IslandParty`, which follows the views
+        (sets of members) of the run for this rank.
         """
         recipe, resilience = self.recipe, self.recipe.resilience
         settle_in(device_type(recipe), recipe.train.threads)

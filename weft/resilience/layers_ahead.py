@@ -73,7 +73,7 @@ def layer_ranks(job: Job, layout: Layout) -> list[int]:
 
 
 def layer_moves(job: Job, before: Layout, after: Layout) -> list[LayerMove]:
-    """Return the layers that another rank holds under the layout ``after`` than under ``before``, with both ranks."""
+    """Return the layers that change their rank when the layout ``before`` is replaced by ``after``, with both ranks."""
     pairs = zip(layer_ranks(job, before), layer_ranks(job, after), strict=False)
     return [
         LayerMove(layer, source, target)
@@ -118,7 +118,7 @@ def _bytes_of(tensor: T) -> memoryview:
 
 
 class LayerMessage(NamedTuple):
-    """What is to be sent to the rank ``target``: JSON values (``head``) and the bytes of ``tensors``."""
+    """A message to the rank ``target``: JSON values (``head``) and ``tensors``, whose bytes are sent."""
 
     target: int
     head: Head
@@ -130,12 +130,12 @@ class LayerMessage(NamedTuple):
 
 
 class LayerOutbox:
-    """Messages that wait to be sent. It keeps at most ``room`` bytes, and nothing once something has failed.
+    """Queue of messages that wait to be sent. After a failure it discards all messages.
 
     Attributes:
-        ``room``: bytes of tensors that may wait.
+        ``room``: largest number of bytes of tensors that may wait.
         ``problem``: why nothing more is sent; "" if nothing has failed.
-        ``closed``: whether what waits and what comes is discarded.
+        ``closed``: whether waiting messages and new ones are discarded.
         ``waiting``: bytes of tensors that wait, or are being sent.
     """
 
@@ -145,7 +145,10 @@ class LayerOutbox:
         self._lock = Lock()
 
     def put(self, message: LayerMessage) -> None:
-        """Append ``message``; if there is no room for it, fail instead, and discard all others."""
+        """Append ``message`` to the queue.
+
+        If there is no room for it, call :meth:`fail`, which discards all messages.
+        """
         if self.closed:
             return
         with self._lock:
@@ -159,15 +162,18 @@ class LayerOutbox:
             self._queue.put(message)
 
     def end(self) -> None:
-        """Let :meth:`messages` end after those that wait now."""
+        """Let the iterator :meth:`messages` end after the messages that are in the queue now."""
         self._queue.put(None)
 
     def fail(self, why: str) -> None:
-        """Discard what waits and what comes; the first reason given is kept."""
+        """Discard all waiting and all new messages, for the reason ``why``. Only the first reason is kept."""
         self.problem, self.closed = self.problem or why, True
 
     def messages(self) -> Iterator[LayerMessage]:
-        """Yield each message once it is its turn, until the end; none after a failure."""
+        """Yield the messages in the order of :meth:`put`, and wait for more until :meth:`end` is called.
+
+        After a failure no message is yielded.
+        """
         while (message := self._queue.get()) is not None:
             if not self.closed:
                 yield message
@@ -269,7 +275,10 @@ class LayersAhead:
 
     @property
     def problem(self) -> str:
-        """Why layers could not be sent or taken, so that they move after the steps with all else; "" if they could."""
+        """Why layers could not be copied while training goes on; "" if they could.
+
+        If they could not, they move together with the rest of the state when the layout changes.
+        """
         return self._outbox.problem
 
     def _begin(self) -> None:

@@ -341,7 +341,10 @@ class RankGuard(Watching):
             membership.publish(layers=view.epoch)
 
     def end_ahead(self) -> "LayersAhead | None":
-        """End the copies of layers beside the steps, and return them if there are any."""
+        """Stop copying layers to other ranks while training goes on.
+
+        Returns the object that has copied them, from which received layers can be read; None if no layers were copied.
+        """
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
             ahead.close()

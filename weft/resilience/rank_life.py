@@ -127,12 +127,14 @@ def rank_party(
     recipe: Recipe, out: Path | None, resume: str | None, received: list[int], life: Life, token: str, host: str,
     number: int = NEWCOMER,
 ) -> Iterator["RankParty"]:  # fmt: skip
-    """Run this rank's agent, which watches the other ranks, while the context lasts. Yields its part in the views.
+    """Run this rank's agent, the thread that watches the other ranks, while the context lasts.
+
+    Yields a :class:`RankParty`, whose method ``live`` trains until this rank's part in the run is over.
 
     ``out``: the run folder, or None for the default; ``resume``: "auto" (the run's newest checkpoint, if it has one), a
     run or a checkpoint to continue from, or None for a new run; ``received``: signals that have asked the process to
-    stop; ``life``: what the rank does next; ``token``: the run's secret; ``host``: address at which this process
-    listens; ``number``: this rank's number as a member, if it has one.
+    stop; ``life``: state machine that decides what the rank does next; ``token``: the run's secret; ``host``:
+    address at which this process listens; ``number``: this rank's number as a member, if it has one.
     """
     party = RankParty(RankGuard(recipe, out, resume, received, life))
     resilience = recipe.resilience

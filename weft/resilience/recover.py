@@ -141,7 +141,8 @@ def restore(
     """Fill ``state``, whatever its layout, with the state of ``recovery``. Returns the bytes sent to other ranks.
 
     Collective over the ranks of ``group``, those of the new view. ``snapshots``: this rank's copies of earlier views;
-    empty if it was in none. ``came``: name and values of tensors of that state which this rank has got already.
+    empty if it was in none. ``came``: tensors of the recovered state that this rank has received already, each with its
+    name.
     """
     from weft.checkpoint.reshard import redistribute
 

@@ -152,7 +152,7 @@ class View:
     def of(cls, message: dict[str, Any], before: View | None) -> View:
         """Build a view from ``message``, the result of :meth:`message` at another member.
 
-        ``before``: this process's previous view (None: none), from which the lost members follow.
+        ``before``: this process's previous view, or None. Its members that are not in the new view become ``lost``.
         """
         reasons = {int(number): why for number, why in message["reasons"].items()}
         members = tuple(Member(**member) for member in message["members"])

@@ -276,7 +276,10 @@ def noted_signals(
 
 
 def leave_signals_to_others() -> None:
-    """Ignore signals that ask this process to end, from now on, because the first of several ranks ends all of them."""
+    """Ignore the signals that ask this process to end, from now on.
+
+    Call it in a rank that the first of several ranks ends: that rank alone reacts to the signals.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in stop_signals():
             signal.signal(number, requests.note)

@@ -73,7 +73,8 @@ class Reached(NamedTuple):
 class StudyResult:
     """The best candidate of an entrant in one study.
 
-    ``candidate``: its settings; ``reached``: when it reached the target.
+    A study is the runs with one seed. ``candidate``: settings of the best candidate; ``reached``: when that candidate
+    reached the target.
     """
 
     seed: int
@@ -99,7 +100,7 @@ class Standing:
 
     @property
     def reached(self) -> int:
-        """Number of studies that reached the target."""
+        """Number of studies (the runs with one seed) in which the entrant reached the target."""
         return sum(math.isfinite(study.reached.steps) for study in self.studies)
 
 
@@ -141,7 +142,10 @@ def read_entrants(path: Path) -> list[Entrant]:
 
 
 def candidates_of(tuned: Mapping[str, Sequence[Any]]) -> tuple[tuple[str, ...], ...]:
-    """Return the overrides of every combination of the values that ``tuned`` lists for each setting."""
+    """Return a candidate for every combination of the values that ``tuned`` lists for each setting.
+
+    A candidate is a tuple of texts ``section.key=value``, as ``--set`` takes them.
+    """
     return tuple(
         tuple(
             f"{key}={toml_value(value)}"

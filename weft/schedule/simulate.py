@@ -23,7 +23,7 @@ class Costs:
         ``compute``: function that returns the time of an action.
         ``move``: function that returns the time of the transfer of a value from the rank ``source`` to the rank
             ``target``.
-        ``size``: function that returns the memory that a value takes on a rank. It takes this memory from the time when
+        ``size``: function that returns the memory that a value takes on a rank. The value takes it from the time when
             it is computed or received until the last action on that rank that reads it has ended.
         ``exclusive``: whether a rank sends only one value at a time to the same other rank.
     """

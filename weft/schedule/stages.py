@@ -62,8 +62,8 @@ def assign_stages(
 ) -> tuple[Stage, ...]:
     """Assign layers to the stages of ``table`` such that the slowest stage is as fast as possible.
 
-    Work is counted in floating-point operations, and with ``layout.stage_speeds`` ranks differ in how many they do in a
-    time. ``shape``: the model; ``seq_len``: tokens of a sequence. If ``layout.skip`` is set, microbatches skip some
+    Work is counted in floating-point operations. With ``layout.stage_speeds`` ranks differ in how fast they compute.
+    ``shape``: the model; ``seq_len``: tokens of a sequence. If ``layout.skip`` is set, microbatches skip some
     stages, but never the first and the last. These two then get less work.
     """
     first, layer, last = shape_of(shape).forward_flops(seq_len)

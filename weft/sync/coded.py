@@ -228,8 +228,8 @@ class SequentialSettings(Section):
     burst: PositiveInt = Field(
         1,
         description=(
-            "Most jobs (see 'jobs'), among any 'window' consecutive ones, in which the same "
-            "rank may be late."
+            "Largest number of jobs (see 'jobs'), among any 'window' consecutive ones, in which "
+            "the same rank may be late."
         ),
     )
     window: int = Field(

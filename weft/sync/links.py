@@ -115,8 +115,8 @@ def ring_order(
     """Return the order of islands, from island 0, in which a ring all-reduce of ``nbytes`` takes the least time.
 
     ``pieces``: messages in which an island's chunk travels. For more than ``exact`` islands the order is a local
-    optimum, reached from a few starts by moving or reversing runs of islands. Raises :class:`WeftError` if no ring
-    joins all islands. ``links``: measured links between the islands.
+    optimum, reached from a few starts by moving or reversing groups of neighbours in the order. Raises
+    :class:`WeftError` if no ring joins all islands. ``links``: measured links between the islands.
     """
     islands = len(links.bandwidth)
     if islands == 1:

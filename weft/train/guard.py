@@ -63,10 +63,10 @@ class Guard:
     def build(
         self, job: Job, mesh: Mesh, recorder: Recorder, make: Callable[[], Built]
     ) -> Built:
-        """Return the model and its state, which ``make`` builds. A derived guard may return those of the last view
-        instead.
+        """Return the model and its state, as built by ``make``.
 
-        ``recorder``: writes the run's records.
+        A derived guard may reuse the model and state that this rank had before ranks left or joined. ``recorder``:
+        writes the run's records.
         """
         return make()
 

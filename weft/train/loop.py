@@ -245,7 +245,7 @@ class Loop:
         self.callbacks.call("end")
 
     def complete(self) -> bool:
-        """Return whether a callback asked the run to end, which then ends as if complete. Collective.
+        """Return whether a callback has asked to end the run, so that the run ends as if it were complete. Collective.
 
         Returns False if no callback has asked, or if a rank has also received a signal to end.
         """

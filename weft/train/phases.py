@@ -104,5 +104,5 @@ class AfterPhase(Protocol):
     def end(self, results: list[StepResult]) -> list[StepResult]:
         """Wait for work of this phase that is under way, because the run may end here.
 
-        ``results``: the results of the last steps, which are returned, perhaps changed.
+        ``results``: the results of the last steps. Returns these results, in which the phase may have changed values.
         """

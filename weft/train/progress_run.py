@@ -91,12 +91,13 @@ class ProgressRun:
         self, state: Any, title: str, steps: int, parameters: int, section: str, facts: Mapping[str, Any],
         files: dict[str, bytes] | None = None, **more: Any,
     ) -> None:  # fmt: skip
-        """Open record and checkpoints, and write what the run is. Collective.
+        """Open the run's record and checkpoints, and write the run's first record. Collective.
 
         ``state``: has a method ``saved`` that returns what a checkpoint holds. ``title``: the first line of the
-        display. ``steps``: number of steps; ``parameters``: number of parameters. ``facts``: what a run of the recipe's
-        ``section`` that goes on must have alike. ``files``: files that each checkpoint holds besides, by name; the
-        caller may change them. ``more``: further values of the run's first record.
+        display. ``steps``: number of steps; ``parameters``: number of parameters. ``facts``: settings of the recipe's
+        ``section`` that checkpoints keep, and that a resumed run must share (:func:`check_facts`). ``files``: further
+        files that each checkpoint holds, by name; the caller may change them. ``more``: further values of the first
+        record.
         """
         recipe, mesh, run = self._recipe, self._mesh, self.stored
         mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))

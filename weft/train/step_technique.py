@@ -18,8 +18,8 @@ class StepTechnique:
     """Base class of techniques that fill phases of a training step; a technique is built from its recipe settings.
 
     ``fills``: the phases that the technique fills. ``does``: a clause for error lines that says what the technique
-    does, in which ``{0}`` stands for the recipe. ``instead``: advice for error lines beside that of leaving the
-    technique out; empty: none.
+    does, in which ``{0}`` stands for the recipe. ``instead``: what error lines advise besides leaving the technique
+    out; "" for no such advice.
     """
 
     fills: ClassVar[Phase]

@@ -76,9 +76,10 @@ class ChosenExperts(TableUnit):
         return whole_pages(-(-row // max(1, -(-row // PIECE))))
 
     def keep(self, updated: bool) -> None:
-        """Keep the experts that the next gather reads in memory; with ``updated``, all experts, until the update.
+        """Keep experts in memory after their next use, so that the use after it need not fetch them again.
 
-        The argument is that of :meth:`TableUnit.keep`.
+        ``updated``: whether that later use is the update. If so, all experts are kept; otherwise, those that the next
+        gather brings.
         """
         self.every = updated
         if updated or (self.group is not None and self.group.whole):

@@ -107,7 +107,7 @@ def swapped(loads: Array, order: Array, sizes: Array) -> Array:
 
     An order lists all experts: those of the first rank, then those of the second, and so on. ``order``: the present
     order; ``loads``: tokens routed to each expert; ``sizes``: number of experts that each rank owns. An expert's load
-    counts as at most the mean load of a rank. What it has above that can only be taken over by copies of the expert.
+    counts as at most the mean load of a rank, because only copies of the expert could take over the rest of its load.
     """
     order, rank_of = order.copy(), np.arange(len(sizes)).repeat(sizes)
     loads = np.minimum(loads / max(1, loads.sum()) * len(sizes), 1)
@@ -139,9 +139,9 @@ def divided(counts: T, copies: T, rank: int) -> T:
     """Return, for each expert, how many tokens of rank ``rank`` each rank computes: int64 ``[experts, ranks]``.
 
     An expert has copies on several ranks, which share the tokens of all ranks evenly: their numbers differ by one at
-    most. Tokens go to the copy on their own rank first. Those for which it has no room go to the other copies, rank by
-    rank. ``counts``: tokens that each rank routes to each expert, ``[ranks, experts]``; ``copies``: whether a rank has
-    a copy of an expert, bool ``[experts, ranks]``.
+    most. Tokens go to the copy on their own rank first, up to that copy's even part. The other tokens go to the copies
+    on other ranks, rank by rank. ``counts``: tokens that each rank routes to each expert, ``[ranks, experts]``;
+    ``copies``: whether a rank has a copy of an expert, bool ``[experts, ranks]``.
     """
     counts = counts.t()
     total, number = counts.sum(1, keepdim=True), copies.sum(1, keepdim=True)

@@ -82,9 +82,10 @@ class AllToAll:
 class PerMember:
     """Dispatcher that sends a token only once to each rank, even if the token is routed to several experts there.
 
-    ``members``: the ranks of the group, with the experts to which each rank leads: those it has, or those of ranks to
-    which it passes tokens on. ``inner``: the dispatcher that brings a token from the receiving rank to the experts. On
-    the way back, the receiving rank adds up the results of a token first, and sends the sum.
+    ``members``: the ranks of the group, and the experts for whose tokens each rank is responsible. A rank either has
+    these experts itself, or passes the tokens on to ranks that have them. ``inner``: the dispatcher that brings a token
+    from the receiving rank to the experts. On the way back, the receiving rank adds up the results of a token first,
+    and sends the sum.
     """
 
     members: Members

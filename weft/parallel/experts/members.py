@@ -92,8 +92,8 @@ class Homes(Members):
         ``pieces``: the number of pieces of each expert, which are placed like experts; 1 where experts are not cut.
         ``items``: the number of pieces on all ranks together.
         ``homes``: for each rank, the pieces that the rank owns.
-        ``shares``: for each rank, the first of its slots and the end of them. The first slots of a rank are for the
-            pieces it owns, the others for copies.
+        ``shares``: for each rank, the range of its slots as a pair (first slot, end). The first slots of a rank are for
+            the pieces that it owns, the others for copies.
     """
 
     pieces: int
