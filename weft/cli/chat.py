@@ -21,7 +21,7 @@ def chat_command(
     model: Annotated[str, typer.Argument(metavar="MODEL|URL", help=_model)],
     system: Annotated[str, typer.Option(help="The system message.")] = "",
     tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of an answer.")
+        int, typer.Option(min=1, help="Largest number of tokens in an answer.")
     ] = 1024,
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 Requests = Annotated[
     int,
     typer.Option(
-        "--requests", min=1, help="Most answers that are written at the same time."
+        "--requests",
+        min=1,
+        help="Largest number of answers that are written at the same time.",
     ),
 ]
 Waiting = Annotated[
@@ -44,7 +46,7 @@ Waiting = Annotated[
     typer.Option(
         "--waiting",
         min=0,
-        help="Most answers that may wait; further requests are refused with 429.",
+        help="Largest number of answers that may wait; further requests are refused with 429.",
     ),
 ]
 Budget = Annotated[
@@ -52,7 +54,7 @@ Budget = Annotated[
     typer.Option(
         "--budget",
         min=1,
-        help="Most tokens per step; longer prompts are read in pieces.",
+        help="Largest number of tokens per step; longer prompts are read in pieces.",
     ),
 ]
 _policy = (
@@ -100,9 +102,7 @@ _cache_folder = (
 CacheFolder = Annotated[
     Path | None, typer.Option("--cache-folder", metavar="FOLDER", help=_cache_folder)
 ]
-_cache_files = (
-    "Most GB of these files, 20 if left out; those read longest ago are removed first."
-)
+_cache_files = "Largest size of these files together in GB, 20 if not given; those read longest ago are removed first."
 CacheFolderSize = Annotated[
     float | None,
     typer.Option("--cache-folder-size", min=0, metavar="GB", help=_cache_files),

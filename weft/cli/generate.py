@@ -115,7 +115,9 @@ def generate_command(
     system: Annotated[
         str | None, typer.Option(help="With --chat: the system message.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 120,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Largest number of tokens to generate.")
+    ] = 120,
     temperature: Temperature = 0.8,
     top_k: Annotated[
         int,

@@ -7,10 +7,7 @@ import typer
 
 from weft.errors import UsageError, WeftError
 
-_from = (
-    "Start from this recipe: a name from weft recipes, or a file. Left out: "
-    "ten settings of a small model."
-)
+_from = "Start from this recipe: a name from weft recipes, or a file. If not set: ten settings of a small model."
 _all = "Add every other setting too, as a comment at its default."
 
 

@@ -28,10 +28,7 @@ Given = Annotated[
 ]
 _expose = "Let others connect to this port of this machine, under a name."
 _reach = "A port of this machine that leads to what a peer exposes."
-_key = (
-    "A file with this peer's private key, created if it is missing. Left out:"
-    " a new key each time."
-)
+_key = "A file with this peer's private key, created if it is missing. If not set: a new key each time."
 _ticket = typer.Argument(
     metavar="TICKET",
     help="The ticket that weft peer invite has printed, or a file that holds it.",

@@ -32,10 +32,7 @@ _here = (
     "Show which methods of training fit this machine, how long they take and "
     "why, by running one block of the model."
 )
-_method = (
-    "With --here: a method: full, lora, qlora, galore or zo; may be repeated."
-    " Left out: all."
-)
+_method = "With --here: a method: full, lora, qlora, galore or zo; may be repeated. If not set: all."
 _cluster = "A cluster file, or a preset with --gpus: a100, h100, h200, b200, gb200, mi300x, cpu."
 _pin = "A demand such as tp=8, 'tp<=8', pp=4 or recompute=full; may be repeated."
 _COLOURS = {

@@ -24,7 +24,10 @@ _table = (
 )
 _split = "With --guidance: predictions with and without condition on two groups of ranks, each of the size of --layout."
 _frames = "Frames of a video; left out: as many as the model was trained on."
-_top = "Of a set of experts: how many, the likeliest, count in each image at each step; 0: all. Left out: as trained."
+_top = (
+    "For a set of experts: number of the likeliest experts that count in each image at each step; 0: all. If "
+    "not set: as in training."
+)
 _autoencoder = "Where the autoencoder is whose latents the model makes; left out: where it was in training."
 _size = "Height and width of the images, for a model that has learned several sizes; left out: the largest."
 _svg = "Draw the table that is run, simulated with layers that all take equally long."
@@ -49,7 +52,7 @@ def sample_command(
     ] = None,
     seed: Seed = 0,
     batch: Annotated[
-        int, typer.Option(min=1, help="Most samples in one evaluation.")
+        int, typer.Option(min=1, help="Largest number of samples in one evaluation.")
     ] = 64,
     ema: Ema = False,
     layout: Spread = None,

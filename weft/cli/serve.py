@@ -37,26 +37,21 @@ EVERYWHERE, OUTSIDE = ("0.0.0.0", "::"), "192.0.2.1"
 MOST_TOKENS, MODEL_WAIT = 1024, 30.0
 
 _hosts = (
-    "A name by which clients reach this server, or *.example.com, or *; may "
-    "be repeated. Left out: on 127.0.0.1 only names of this machine such as "
-    "localhost are accepted, elsewhere every name."
+    "A name by which clients reach this server, or *.example.com, or *; may be repeated. If not set: on 127.0.0.1 "
+    "only names of this machine such as localhost are accepted, elsewhere every name."
 )
 _context = (
-    "Most tokens of a prompt and its answer together; 0: the limit in the "
-    "model's config.json, if it has one."
+    "Largest number of tokens in a prompt and its answer together; 0: the limit in the model's config.json, if it "
+    "has one."
 )
 _cors = (
-    "An origin such as https://chat.example.com whose pages may send "
-    "requests, or *; may be repeated. Left out: none."
+    "An origin such as https://chat.example.com whose pages may send requests, or *; may be repeated. If not set: "
+    "none."
 )
-_connections = (
-    "Most connections at a time; the connection that is idle longest makes "
-    "way for a new one."
-)
+_connections = "Largest number of connections at a time; the connection that is idle longest makes way for a new one."
 _resident = (
-    "Of the models of --models, have only N in memory beside the base, or as "
-    "many as fit into BYTES with it, such as 8GB; others are read when they "
-    "are asked for. Left out: all."
+    "Of the models of --models, have only N in memory beside the base, or as many as fit into BYTES with it, such as "
+    "8GB; others are read when they are asked for. If not set: all."
 )
 _model_wait = (
     "Seconds within which a request to a model that is not in memory should "
@@ -105,7 +100,8 @@ def serve_command(
     tokens: Annotated[
         int,
         typer.Option(
-            min=1, help="Most tokens of an answer, if a request sets no limit."
+            min=1,
+            help="Largest number of tokens in an answer, if a request sets no limit.",
         ),
     ] = MOST_TOKENS,
     drain: Annotated[

@@ -45,8 +45,7 @@ class PipelineOutput(Section):
     tokenizer: str = Field(
         "",
         description=(
-            "Tokenizer with which the documents are also written as token ids. Left out: only texts are "
-            "written."
+            "Tokenizer with which the documents are also written as token ids. If not set: only texts are written."
         ),
     )
 

@@ -13,7 +13,7 @@ class MomentumSettings(Section):
         gt=0,
         le=1,
         description=(
-            "Weight of a client's own gradient in its steps; the rest is the direction of the last round. 1: no "
-            "momentum."
+            "Weight of a client's own gradient in its local steps; the direction of the last round's change has the "
+            "weight 1 - beta. 1: no momentum."
         ),
     )

@@ -185,21 +185,19 @@ class Layout(Section):
     overlap: str = Field(
         "",
         description=(
-            "What a rank computes while data travels between ranks. While tokens travel over "
-            "tp, other tokens of the same pass: the other half of the rows ('domino') or of "
-            "the tokens ('tokens'), or the next chunk of tokens ('chunks'); 'nano' measures "
-            "which parts in which order are fastest. While tokens travel to experts in a "
-            "pipeline: a forward pass beside another microbatch's backward pass ('passes'), "
-            "or two forward or two backward passes of two microbatches ('pairs'). Empty: "
-            "nothing."
+            "What a rank computes while data travels between ranks. During exchanges over tp it computes other "
+            "tokens of the same pass: the other half of the sequences ('domino'), the other half of the tokens "
+            "('tokens'), or the next chunk of tokens ('chunks'); 'nano' measures which parts in which order are "
+            "fastest. During exchanges with experts in a pipeline it computes another microbatch: forward beside "
+            "backward ('passes'), or two forward or two backward passes side by side ('pairs'). Empty: nothing."
         ),
     )
     parts: int = Field(
         0,
         ge=0,
         description=(
-            "Number of parts into which 'domino', 'tokens', 'chunks' or 'nano' of overlap cut a "
-            "pass. 1: the pass is computed whole. 0: as many as the kind of overlap takes."
+            "Number of parts into which 'domino', 'tokens', 'chunks' or 'nano' of overlap cut a pass. 1: the pass is "
+            "computed whole. 0: the usual number of that kind of overlap."
         ),
     )
     overlap_least: int = Field(

@@ -18,8 +18,8 @@ class Level(Section):
     to: str = Field(
         "",
         description=(
-            "Where checkpoints are saved: a folder, s3://bucket/prefix (object storage) or "
-            "'memory' (this machine's memory). Left out: the folder 'checkpoints' of the run."
+            "Where checkpoints are saved: a folder, s3://bucket/prefix (object storage) or 'memory' (this machine's "
+            "memory). If not set: the folder 'checkpoints' of the run."
         ),
     )
     every: int = Field(

@@ -77,9 +77,8 @@ class Control(Section):
         None,
         ge=0,
         description=(
-            "For reward = 'product' and 'sum': index of the component of the observation that measures "
-            "progress, by its growth beyond its best value in the episode. Left out: the environment's "
-            "own reward."
+            "For reward = 'product' and 'sum': index of the component of the observation that measures progress, by "
+            "its growth beyond its best value in the episode. If not set: the environment's own reward."
         ),
     )
     terms: tuple[RewardTerm, ...] = Field(

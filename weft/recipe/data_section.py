@@ -53,7 +53,7 @@ class Source(Section):
     )
     name: str = Field(
         "",
-        description="Name of the source in mixtures and reports. Left out: its path or, without one, its kind.",
+        description="Name of the source in mixtures and reports. If not set: its path or, without one, its kind.",
     )
     field: str = Field(
         "text",
@@ -168,7 +168,7 @@ class Chat(Section):
 
     template: str = Field(
         "",
-        description="Jinja chat template, or a file with one. Left out: the tokenizer's own.",
+        description="Jinja chat template, or a file with one. If not set: the tokenizer's own.",
     )
     learn: Literal["assistant", "last", "all"] | tuple[Role, ...] = Field(
         "assistant",
@@ -210,7 +210,7 @@ class Chat(Section):
     date: str = Field(
         "",
         pattern=r"^(\d{4}-\d\d-\d\d)?$",
-        description="Date that the template takes for today (YYYY-MM-DD). Left out: the real date.",
+        description="Date that the template takes for today (YYYY-MM-DD). If not set: the real date.",
     )
     reasoning: Literal["template", "split", "keep"] = Field(
         "template",
@@ -260,9 +260,9 @@ class Data(HostSection):
     tokenizer: str = Field(
         "",
         description=(
-            "'bytes' (a token for each byte), a tokenizer.json or a folder with one, or "
-            "'train:N' to train a byte-level BPE of N tokens on the data. Left out: the "
-            "tokenizer of model.from or, without one, 'bytes'."
+            "'bytes' (a token for each byte), a tokenizer.json or a folder with one, or 'train:N' to train a "
+            "byte-level BPE of N tokens on the data. If not set: the tokenizer of model.from or, without one, "
+            "'bytes'."
         ),
     )
     seq_len: int = Field(
@@ -279,8 +279,8 @@ class Data(HostSection):
         0,
         ge=0,
         description=(
-            "End the run after so many passes over the data. 0: no such limit; the data "
-            "repeat until train.steps is reached."
+            "End the run after this many passes over the data. 0: no such limit; the data repeat until train.steps "
+            "is reached."
         ),
     )
     validation: float | str = Field(
@@ -292,7 +292,7 @@ class Data(HostSection):
     )
     cache: Path | None = Field(
         None,
-        description="Folder that keeps tokenized data for later runs. Left out: $WEFT_CACHE, or ~/.cache/weft.",
+        description="Folder that keeps tokenized data for later runs. If not set: $WEFT_CACHE, or ~/.cache/weft.",
     )
     bos: bool | Literal["auto", "prompts"] = Field(
         "auto",

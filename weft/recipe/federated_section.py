@@ -29,8 +29,8 @@ class Federated(FederatedTravel):
         "",
         pattern=r"^$|^(\[[0-9A-Fa-f:.]+\]|[^/\s:\[\]]+):\d{1,5}$",
         description=(
-            "Address HOST:PORT at which the server waits for clients; an IPv6 address in brackets. Left out: the run "
-            "simulates its clients on a virtual clock, in one process."
+            "Address HOST:PORT at which the server waits for clients; an IPv6 address in brackets. If not set: the "
+            "run simulates its clients on a virtual clock, in one process."
         ),
     )
     clients: PositiveInt = Field(
@@ -73,20 +73,23 @@ class Federated(FederatedTravel):
     staleness: NonNegativeFloat = Field(
         0.5,
         description=(
-            "Exponent a by which late updates lose weight in asynchronous policies: an update that began s "
-            "model changes ago is multiplied by (1 + s)^-a. 0: late updates count in full."
+            "Exponent a by which late updates lose weight in asynchronous policies: an update whose local steps "
+            "began s model changes ago is multiplied by (1 + s)^-a. 0: late updates count in full."
         ),
     )
     aggregate: str = Field(
         "mean",
         description=(
-            "Rule that combines the updates of a change, as in resilience.aggregate: 'mean', or a robust "
-            "rule that tolerates some wrong updates."
+            "Rule by which the server combines clients' updates to a change of the model: 'mean', or a rule of "
+            "resilience.aggregate, such as 'krum' or 'trimmed-mean', that tolerates some wrong updates."
         ),
     )
     faulty: NonNegativeInt = Field(
         1,
-        description="Number of wrong updates in a change that a robust rule of 'aggregate' is to tolerate.",
+        description=(
+            "Number of wrong updates in each change of the model that 'aggregate' is to tolerate. 'mean' does not "
+            "use it."
+        ),
     )
     fan_in: int = Field(
         0,
@@ -113,7 +116,10 @@ class Federated(FederatedTravel):
     )
     fresh_after: PositiveInt = Field(
         5,
-        description="Number of model changes since an update began from which on 'fresh' replaces it.",
+        description=(
+            "Staleness from which on 'fresh' replaces an update: number of changes of the server's model since the "
+            "client began its local steps."
+        ),
     )
     patience: PositiveFloat = Field(
         600.0,

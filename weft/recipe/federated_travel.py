@@ -28,29 +28,30 @@ class FederatedTravel(HostSection):
     compress: str = Field(
         "none",
         description=(
-            "Compression of clients' updates, as in sync.compress. A client adds the compression error to"
-            " its next update (error feedback)."
+            "Compression of clients' updates, with the values of sync.compress. A client adds the compression error "
+            "to its next update (error feedback)."
         ),
     )
     compress_back: str = Field(
         "none",
         description=(
-            "Compression of the model's changes on their way to clients, which first get the whole model."
-            " The compression error is added to a later change (error feedback)."
+            "Compression of the model's changes that the server sends to clients, with the values of sync.compress. "
+            "Each client first gets the whole model without compression. The compression error is added to a later "
+            "change (error feedback)."
         ),
     )
     average: Literal["factors", "product"] = Field(
         "factors",
         description=(
-            "With adapters: average each of their two factors by itself, or the products of the factors, "
-            "which the server then factorises again."
+            "With adapters: what the server averages over clients. 'factors': each of an adapter's two factors by "
+            "itself; 'product': the products of the factors, which the server then factorises again."
         ),
     )
     moments: Literal["new", "kept"] = Field(
         "new",
         description=(
-            "Optimizer moments of a client at the beginning of its local steps: new ones, so that "
-            "repeated work gives the same update, or those of its last local steps."
+            "Optimizer moments of a client at the beginning of its local steps. 'new': zeros, so that repeated work "
+            "gives the same update; 'kept': the moments after its last local steps."
         ),
     )
     secure: bool = Field(
@@ -67,15 +68,15 @@ class FederatedTravel(HostSection):
     noise: NonNegativeFloat = Field(
         0.0,
         description=(
-            "Standard deviation of the noise on the model's changes, as a multiple of 'clip' times the largest weight "
-            "of a client (differential privacy of clients); 0: none."
+            "Standard deviation of the noise that is added to the model's changes, as a multiple of 'clip' times the "
+            "largest weight of a client (differential privacy of clients); 0: none."
         ),
     )
     delta: float = Field(
         1e-5,
         gt=0,
         lt=1,
-        description="Probability with which the epsilon of differential privacy may not hold.",
+        description="Delta of (epsilon, delta) differential privacy: probability that the bound epsilon does not hold.",
     )
     largest: NonNegativeFloat = Field(
         100.0,

@@ -33,7 +33,7 @@ class Generate(Section):
         ),
     )
     tokens: PositiveInt = Field(
-        120, description="Most tokens to generate for each prompt."
+        120, description="Largest number of tokens to generate for each prompt."
     )
     temperature: float = Field(
         0.8,

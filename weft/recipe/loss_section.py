@@ -57,9 +57,8 @@ class Loss(HostSection):
     reference: str | None = Field(
         None,
         description=(
-            "Reference model, which is not trained, for losses such as 'dpo' that compare the"
-            " trained model's probabilities with those of another model. Left out: the model "
-            "in model.from."
+            "Reference model, which is not trained, for losses such as 'dpo' that compare the trained model's "
+            "probabilities with those of another model. If not set: the model in model.from."
         ),
     )
 
@@ -82,7 +81,7 @@ class Loss(HostSection):
     )
     teacher_average: Literal["probabilities", "logits"] = Field(
         "probabilities",
-        description="With several 'teachers': what is averaged over them.",
+        description="With several 'teachers': what is averaged over them, their 'probabilities' or their 'logits'.",
     )
 
     @field_validator("*")

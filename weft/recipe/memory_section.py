@@ -33,13 +33,13 @@ class Memory(Section):
     gradients: Literal["", "device", "host", "file"] = Field(
         "",
         description=(
-            "Where gradients are kept until the update. Left out: where the weights are."
+            "Where gradients are kept until the update. If not set: where the weights are."
         ),
     )
     moments: Literal["", "device", "host", "file"] = Field(
         "",
         description=(
-            "Where the optimizer's moments are kept. Left out: where the weights are."
+            "Where the optimizer's moments are kept. If not set: where the weights are."
         ),
     )
     activations: Place = Field(

@@ -126,8 +126,8 @@ class ModelShape(Section):
     inputs: dict[str, tuple[PositiveInt, ...]] = Field(
         {},
         description=(
-            "For a model that learns from simulations ([stream]): names and shapes of its input arrays, "
-            "such as { parameters = [3] }. Left out: the model reads tokens."
+            "For a model that learns from simulations ([stream]): names and shapes of its input arrays, such as { "
+            "parameters = [3] }. If not set: the model reads tokens."
         ),
     )
     outputs: dict[str, tuple[PositiveInt, ...]] = Field(
@@ -157,22 +157,21 @@ class ModelShape(Section):
     kv_heads: PositiveInt | None = Field(
         None,
         description=(
-            "Number of heads for keys and values; fewer than 'heads' is grouped-query "
-            "attention. Left out: as many as 'heads'."
+            "Number of heads for keys and values; fewer than 'heads' is grouped-query attention. If not set: as many "
+            "as 'heads'."
         ),
     )
     head_dim: PositiveInt | None = Field(
         None,
         description=(
-            "Width of one attention head. Left out: embed / heads. With latent attention "
-            "(kv_rank): width of the part that is not rotated."
+            "Width of one attention head. If not set: embed / heads. With latent attention (kv_rank): width of the "
+            "part that is not rotated."
         ),
     )
     ffn: PositiveInt | None = Field(
         None,
         description=(
-            "Hidden width of the feed-forward network. Left out: 8/3 of 'embed', rounded up to "
-            "a multiple of 32."
+            "Hidden width of the feed-forward network. If not set: 8/3 of 'embed', rounded up to a multiple of 32."
         ),
     )
     small_ffn: int = Field(
@@ -217,8 +216,8 @@ class ModelShape(Section):
     rope_scaling: RopeScaling | None = Field(
         None,
         description=(
-            "Rescaling of rotary position embeddings, for texts longer than the model was "
-            "trained on. Left out: none."
+            "Rescaling of rotary position embeddings, for texts longer than the model was trained on. If not set: "
+            "none."
         ),
     )
     init_std: PositiveFloat = Field(
@@ -257,13 +256,13 @@ class ModelShape(Section):
     )
     window_theta: PositiveFloat | None = Field(
         None,
-        description="rope_theta of the layers with a window. Left out: the same as in other layers.",
+        description="rope_theta of the layers with a window. If not set: the same as in other layers.",
     )
     query_dim: PositiveFloat | None = Field(
         None,
         description=(
-            "Divide attention scores by the square root of this number (Gemma 3). Left out: "
-            "by that of head_dim."
+            "Divide attention scores by the square root of this number (Gemma 3). If not set: by the square root of "
+            "head_dim."
         ),
     )
     activation: Literal["silu", "gelu", "relu"] = Field(
@@ -358,7 +357,7 @@ class ModelShape(Section):
         ),
     )
     expert_ffn: PositiveInt | None = Field(
-        None, description="Hidden width of one expert. Left out: the same as 'ffn'."
+        None, description="Hidden width of one expert. If not set: the same as 'ffn'."
     )
     first_dense: int = Field(
         0, ge=0, description="Number of layers at the beginning that have no experts."
@@ -408,9 +407,8 @@ class ModelShape(Section):
         0.0,
         ge=0,
         description=(
-            "Most tokens of one document that an expert takes in training, as a multiple of "
-            "the number that it would get if all experts got equally many. Later tokens skip "
-            "the expert. 0: no limit."
+            "Largest number of tokens of one document that an expert processes in training, as a multiple of its "
+            "number if all experts got equally many. Further tokens skip this expert. 0: no limit."
         ),
     )
     bias_rate: float = Field(

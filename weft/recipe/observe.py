@@ -14,8 +14,8 @@ class Observe(Section):
     trackers: tuple[str, ...] = Field(
         default_factory=lambda: ("tensorboard",) * bool(find_spec("tensorboard")),
         description=(
-            "Where metrics are sent: any of tensorboard, wandb, mlflow and plugins' trackers."
-            " Left out: tensorboard, if it is installed."
+            "Where metrics are sent: any of tensorboard, wandb, mlflow and plugins' trackers. If not set: "
+            "tensorboard, if it is installed."
         ),
     )
     split_every: int = Field(

@@ -28,7 +28,7 @@ class ParameterGroup(Section):
     weight_decay: float | None = Field(
         None,
         ge=0,
-        description="Weight decay for these parameters. Left out: that of [optimizer].",
+        description="Weight decay for these parameters. If not set: that of [optimizer].",
     )
 
 
@@ -146,9 +146,8 @@ class Optimizer(HostSection):
         None,
         ge=0,
         description=(
-            "Number of steps in which the learning rate rises from 0 to 'lr'; a number "
-            "between 0 and 1 is a share of the run, and 0 means none. Left out: a tenth of "
-            "the run, at most 100 steps."
+            "Number of steps in which the learning rate rises from 0 to 'lr'; a number between 0 and 1 is a share of "
+            "the run, and 0 means none. If not set: a tenth of the run, at most 100 steps."
         ),
     )
     decay: int = Field(

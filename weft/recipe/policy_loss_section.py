@@ -71,8 +71,8 @@ class PolicyLoss(Section):
     constant: PositiveFloat | None = Field(
         None,
         description=(
-            "Number of tokens by which normaliser = 'constant' divides per answer; left out: "
-            "rl.tokens, the most tokens that an answer may have."
+            "With normaliser = 'constant': number of tokens for each answer by which the loss is divided. If not "
+            "set: rl.tokens, the largest number of tokens in an answer."
         ),
     )
     ratio: Literal["token", "sequence", "product"] = Field(
@@ -101,8 +101,8 @@ class PolicyLoss(Section):
     dual_clip: PositiveFloat | None = Field(
         None,
         description=(
-            "Largest ratio where the advantage is negative, above the clipped range, such as "
-            "4; left out: none."
+            "Largest ratio that counts where the advantage is negative, such as 4; it must be above the clipped "
+            "range. If not set: no limit."
         ),
     )
     sapo_positive: PositiveFloat = Field(
@@ -122,9 +122,9 @@ class PolicyLoss(Section):
     off_policy: PositiveFloat | None = Field(
         None,
         description=(
-            "An answer with a negative advantage is left out if its mean log-probability per "
-            "token under the sampler exceeds that under the model by more than this; left "
-            "out: none is."
+            "Limit on how far the sampler and the model may differ on an answer with a negative advantage. The "
+            "answer does not count in the loss if its mean log-probability per token under the sampler exceeds the "
+            "mean under the model by more than this number. If not set: all answers count."
         ),
     )
     kl: Literal["none", "k1", "k2", "k3"] = Field(
@@ -145,8 +145,8 @@ class PolicyLoss(Section):
     kl_in: Literal["loss", "reward"] = Field(
         "loss",
         description=(
-            "Whether the divergence is added to the loss, or subtracted from the rewards "
-            "before advantages are computed."
+            "Where the divergence counts. 'loss': it is added to the loss; 'reward': it is subtracted from the "
+            "rewards before advantages are computed."
         ),
     )
     advantage: Literal["group", "batch", "none", "leave-one-out", "returns", "gae"] = (
@@ -177,14 +177,14 @@ class PolicyLoss(Section):
     rewards: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
         "sum_then_normalize",
         description=(
-            "Several rewards of an answer are summed before advantages are computed, or each "
-            "is first standardised within its group and the sums are standardised over the "
-            "step."
+            "How several rewards of an answer give its advantage. 'sum_then_normalize': they are summed before "
+            "advantages are computed; 'normalize_then_sum': each is first standardised within its group, and the "
+            "sums are standardised over the step."
         ),
     )
     entropy: float = Field(
         0.0,
-        description="Weight of the tokens' entropy, which is subtracted from the loss; it keeps answers diverse.",
+        description="Weight of the tokens' entropy, which is subtracted from the loss so that answers stay diverse.",
     )
     value_weight: NonNegativeFloat = Field(
         0.1, description="Weight of the critic's loss in 'gae'."

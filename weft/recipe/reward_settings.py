@@ -13,37 +13,38 @@ class RewardSettings(Section):
     held_out: str = Field(
         "",
         description=(
-            "File of prompts for evaluation, for a reward with a path. Left out: an eighth of the prompts in path."
+            "For a task with a reward and a 'path': file of prompts for evaluation. If not set: an eighth of the "
+            "prompts in 'path' is held out for evaluation."
         ),
     )
     ask: str = Field(
         "",
         description=(
-            "Template of each prompt, in which {question} stands for the question, for a task with a "
-            "reward. Left out: the question alone."
+            "For a task with a reward: template of each prompt, in which {question} stands for the question. If not "
+            "set: the prompt is the question alone."
         ),
     )
     tag: str = Field(
         "",
         pattern=r"^[\w.-]*$",
         description=(
-            "Tag around the answer in what the model writes: the reward is for the text between <TAG> and "
-            "</TAG>, and 0 without them. Left out: all that the model writes is the answer."
+            "Tag around the answer in what the model writes: the reward is for the text between <TAG> and </TAG>, "
+            "and 0 without them. If not set: all that the model writes is the answer."
         ),
     )
     curriculum: bool = Field(
         False,
         description=(
-            "Choose the difficulty of each question by the pass rates so far, so that most is learned. "
-            "Otherwise the task's own settings give it. For tasks with levels, such as "
-            "'addition'."
+            "Choose the difficulty of each question by the share of right answers so far, so that the model learns "
+            "most. If false, the task's own settings give the difficulty. For tasks with levels of difficulty, such "
+            "as 'addition'."
         ),
     )
     turns: int = Field(
         8,
         ge=1,
         description=(
-            "Most turns of the model in one answer, for tasks with an environment, such as 'calculator'."
+            "Largest number of turns of the model in one answer, for tasks with an environment, such as 'calculator'."
         ),
     )
     workers: int = Field(
@@ -54,7 +55,7 @@ class RewardSettings(Section):
         gt=0,
         description=(
             "Longest time in seconds for the reward of one answer, and for each turn of an environment. An answer "
-            "whose reward or environment takes longer is left out."
+            "whose reward or environment takes longer gets no reward and is not learned from."
         ),
     )
     megabytes: int = Field(

@@ -15,8 +15,8 @@ class SupervisedStart(Section):
     steps: NonNegativeInt = Field(
         0,
         description=(
-            "The first so many steps of the run learn the tasks' own right answers by "
-            "cross-entropy, so that some answers are right when rewards begin. 0: none."
+            "Number of steps at the beginning of the run that learn the tasks' own right answers by cross-entropy, "
+            "so that some answers are right when rewards begin. 0: none."
         ),
     )
     lr: PositiveFloat = Field(
@@ -53,24 +53,27 @@ class Reinforcement(HostSection):
         ),
     )
     epochs: PositiveInt = Field(
-        1, description="How often the answers of a rollout phase are learned from."
+        1,
+        description="Number of passes over the answers of a rollout phase in training.",
     )
-    tokens: PositiveInt = Field(64, description="Most tokens of an answer.")
+    tokens: PositiveInt = Field(
+        64, description="Largest number of tokens in an answer."
+    )
     temperature: PositiveFloat = Field(
         1.0, description="Randomness of the answers: logits are divided by it."
     )
     staleness: NonNegativeInt = Field(
         0,
         description=(
-            "By how many rollout phases answers may be older than the weights that learn from "
-            "them. 0: every phase waits for the newest weights."
+            "Largest number of rollout phases by which the weights that wrote an answer may be older than the "
+            "weights that learn from it. 0: every phase waits for the newest weights."
         ),
     )
     redraw: NonNegativeInt = Field(
         0,
         description=(
-            "How often a question whose answers all get the same reward, from which nothing is learned, is replaced by "
-            "another question (dynamic sampling of DAPO). 0: never."
+            "Largest number of times that a question is replaced by another one because all its answers got the same "
+            "reward, so that nothing can be learned from them (dynamic sampling of DAPO). 0: never."
         ),
     )
     keep: NonNegativeInt = Field(

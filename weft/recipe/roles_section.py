@@ -12,8 +12,8 @@ class RolloutRole(Section):
     layout: Layout = Field(
         Layout(),
         description=(
-            "Layout of the model while it writes answers, on the same ranks as training. Left out: every "
-            "rank writes with a whole model of its own."
+            "Layout of the model while it writes answers, on the same ranks as training. If not set: every rank "
+            "writes with a whole model of its own."
         ),
     )
     ranks: NonNegativeInt = Field(
@@ -27,8 +27,9 @@ class RolloutRole(Section):
         "",
         pattern=r"^$|^[^/\s]+:\d{1,5}$",
         description=(
-            "Address HOST:PORT of the first rank at which engines of other hosts join: weft engine "
-            "--checkpoint policy: --join HOST:PORT. They need the run's WEFT_SECRET."
+            "Address HOST:PORT of the first rank at which engines of other hosts join by the command 'weft engine "
+            "--checkpoint policy: --join HOST:PORT', in which the word 'policy:' (with the colon) stands for the "
+            "weights that the run trains. They need the run's WEFT_SECRET."
         ),
     )
     threads: NonNegativeInt = Field(

@@ -38,7 +38,11 @@ class Saddle(HostSection):
         ),
     )
     devices: PositiveInt = Field(
-        4, description="Number of parts of the objective, over all ranks together."
+        4,
+        description=(
+            "Number of devices, over all ranks together. A device is a participant of the problem with its own part "
+            "of the objective; a rank may compute several."
+        ),
     )
     rounds: PositiveInt = Field(
         1_000, description="Number of updates of the parameters in the run."
@@ -49,11 +53,14 @@ class Saddle(HostSection):
     )
     compress: str = Field(
         NONE,
-        description="Compression of what devices send to the server, in the words of sync.compress.",
+        description="Compression of what devices send to the server, with the values of sync.compress.",
     )
     compress_back: str = Field(
         "",
-        description="Compression of the mean that devices get back. Left out: the same as 'compress'.",
+        description=(
+            "Compression of the mean that the server sends back to devices, with the values of sync.compress. If not "
+            "set: the same as 'compress'."
+        ),
     )
     evaluate: NonNegativeInt = Field(
         0,

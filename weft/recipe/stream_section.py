@@ -25,7 +25,7 @@ class SampleStream(Section):
         pattern=r"^$|^[^/\s]+:\d{1,5}$",
         description=(
             "Address HOST:PORT of the first rank at which simulators of other hosts join. They need the run's "
-            "WEFT_SECRET. Left out: only those that the run starts."
+            "WEFT_SECRET. If not set: only those that the run starts."
         ),
     )
     others: NonNegativeInt = Field(

@@ -55,8 +55,8 @@ class Sync(HostSection):
     routes: Literal["own", "random"] = Field(
         "own",
         description=(
-            "Pipeline stages that a microbatch passes: those of its island, or at each stage "
-            "those of a random one (NoLoCo)."
+            "Which islands compute the pipeline stages of a microbatch. 'own': its own island; 'random': at each "
+            "stage a random island (NoLoCo)."
         ),
     )
     fragments: PositiveInt = Field(
@@ -88,16 +88,16 @@ class Sync(HostSection):
     compress_back: str = Field(
         "",
         description=(
-            "Compression of the means that islands get back, in the words of 'compress'. Left"
-            " out: the same as 'compress'."
+            "Compression of the means that islands get back, with the values of 'compress'. If not set: the same as "
+            "'compress'."
         ),
     )
     allocate: int = Field(
         0,
         ge=0,
         description=(
-            "Choose the strength of compression for each tensor by itself, anew every so many"
-            " synchronisations (L-GreCo); 0: the same for all tensors."
+            "Number of synchronisations after which the strength of compression is chosen anew for each tensor by "
+            "itself (L-GreCo). 0: the same strength for all tensors."
         ),
     )
     order: Literal["measured", "numbered"] = Field(

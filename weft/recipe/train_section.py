@@ -19,8 +19,8 @@ class Train(Section):
         100,
         ge=0,
         description=(
-            "Number of optimizer steps, unless data.epochs ends the run earlier. 0: only "
-            "data.epochs ends it. Left out: 0 if data.epochs is set, else 100."
+            "Number of optimizer steps, unless data.epochs ends the run earlier. 0: only data.epochs ends it. If not "
+            "set: 0 if data.epochs is set, else 100."
         ),
     )
     batch: int = Field(
@@ -34,10 +34,9 @@ class Train(Section):
         gt=0,
         le=10_000_000,
         description=(
-            "Sequences that a rank processes at once. Gradients are accumulated until its "
-            "share of the batch is done; smaller numbers take less memory. Left out: the "
-            "whole share, or with a pipeline so few that a rank has about 2 x layout.pp "
-            "microbatches."
+            "Sequences that a rank processes at once. Gradients are accumulated until its share of the batch is "
+            "done; smaller numbers take less memory. If not set: the whole share, or with a pipeline so few that a "
+            "rank has about 2 x layout.pp microbatches."
         ),
     )
     dtype: Dtype = Field(

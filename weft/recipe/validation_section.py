@@ -35,14 +35,13 @@ class Validation(Section):
         0,
         ge=0,
         description=(
-            "End the run after so many validations without a lower loss (early stopping); 0: "
-            "never."
+            "End the run after this many validations in a row without a lower loss (early stopping); 0: never."
         ),
     )
     until: float = Field(
         0,
         ge=0,
-        description="End the run after the first validation whose loss is at most this; 0: never.",
+        description="End the run after the first validation whose loss is at most this number; 0: never.",
     )
 
     @model_validator(mode="after")
@@ -67,9 +66,9 @@ class Task(HostSection):
     reward: str = Field(
         "",
         description=(
-            "What gives the answers a reward, in a run with [rl]: the name of a task, such as "
-            "'addition', or FILE.py:FUNCTION, a Python function of your own "
-            "(docs/how-to/rewards.md). Left out: 'path' is a file of questions, and rewards nothing."
+            "What gives the answers a reward, in a run with [rl]: the name of a task, such as 'addition', or "
+            "FILE.py:FUNCTION, a Python function of your own (docs/how-to/rewards.md). If not set: this task only "
+            "evaluates the model on the questions in 'path', and gives no rewards."
         ),
     )
     path: str = Field(
@@ -83,7 +82,7 @@ class Task(HostSection):
     name: str = Field(
         "",
         pattern=r"^[\w.-]*$",
-        description="Name of the task in metrics and reports. Left out: the name of the file, or of the reward.",
+        description="Name of the task in metrics and reports. If not set: the name of the file, or of the reward.",
     )
     every: int = Field(
         0,

@@ -26,8 +26,9 @@ class MashaSettings(Section):
         ge=0,
         le=1,
         description=(
-            "Probability that a round ends with a new reference, at which operators are sent whole. 0: as often as "
-            "makes compressed and whole messages equally many bytes."
+            "Probability that a round ends with a new reference point. At that point devices send their gradients "
+            "whole; otherwise they send compressed differences. 0: the probability at which whole and "
+            "compressed messages have equally many bytes over the run."
         ),
     )
 

@@ -18,7 +18,8 @@ class FedBuffSettings(Section):
     """Settings of FedBuff, which a recipe gives beside those of ``[federated]``."""
 
     buffer: PositiveInt = Field(
-        3, description="Number of updates after which the model is changed."
+        3,
+        description="Number of clients' updates that one change of the model combines.",
     )
     unbiased: bool = Field(
         False,

@@ -31,27 +31,29 @@ ROUNDING = 1e-9
 class FedCompassSettings(Section):
     """Settings of FedCompass: limits of a client's local steps, and how long a group of clients waits."""
 
-    min_steps: PositiveInt = Field(20, description="Fewest local steps of a client.")
+    min_steps: PositiveInt = Field(
+        20, description="Smallest number of local steps of a client."
+    )
     max_steps: PositiveInt = Field(
         100,
         description=(
-            "Most local steps of a client, and the number of its first local steps, by which its speed is"
-            " measured."
+            "Largest number of local steps of a client. Its first work order has this number, by which its speed is "
+            "measured."
         ),
     )
     latest: float = Field(
         1.5,
         ge=1,
         description=(
-            "Time after which a group no longer waits for late clients, as a multiple of its expected "
-            "duration."
+            "Longest time that the server waits for the clients of a group, as a multiple of the group's expected "
+            "duration. Later updates are part of the next change."
         ),
     )
     normalise: bool = Field(
         False,
         description=(
-            "Whether a difference is scaled to the number of steps in federated.steps (FedNova), so that clients with "
-            "more steps do not count more."
+            "Whether a client's update is divided by its number of steps and multiplied by federated.steps "
+            "(FedNova), so that clients with more steps do not count more."
         ),
     )
 

@@ -20,8 +20,8 @@ class DoremiSettings(Section):
     mix_reference: str = Field(
         "",
         description=(
-            "Reference model, by which sources are judged: the excess loss of a source is its loss above "
-            "that of this model. A checkpoint, a folder or an id of a model with the same tokenizer."
+            "Reference model with the same tokenizer: a checkpoint, a folder or an id of the Hugging Face hub. The "
+            "excess loss of a source is the trained model's loss on it minus the reference model's."
         ),
     )
     mix_rate: float = Field(

@@ -25,7 +25,7 @@ class TemperatureSettings(Section):
     )
     mix_final_temperature: PositiveFloat | None = Field(
         None,
-        description="Temperature of the mixture at the end of mix_cooldown. Left out: it stays mix_temperature.",
+        description="Temperature of the mixture at the end of mix_cooldown. If not set: it stays mix_temperature.",
     )
     mix_cooldown: tuple[int | float, int | float] = Field(
         (0.0, 1.0),

@@ -26,7 +26,7 @@ class BadWordsSettings(Section):
         description="Whether words must stand apart from letters and digits; false for scripts without spaces.",
     )
     most_bad_words: int = Field(
-        0, ge=0, description="Most of these words in a document that is kept."
+        0, ge=0, description="Largest number of these words in a document that is kept."
     )
 
 

@@ -20,7 +20,7 @@ class C4Settings(Section):
     """Settings of C4's rules on pages; the defaults are the paper's."""
 
     least_sentences: int = Field(
-        5, ge=0, description="Fewest sentences of a document that is kept."
+        5, ge=0, description="Smallest number of sentences in a document that is kept."
     )
     drop_filler: bool = Field(
         True, description="Whether documents with 'lorem ipsum' are dropped."

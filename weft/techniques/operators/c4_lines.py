@@ -16,11 +16,13 @@ from weft.section import Section
 class C4LinesSettings(Section):
     """Settings of C4's rules about lines that are kept; the defaults are the paper's."""
 
-    line_words: int = Field(3, ge=0, description="Fewest words of a line that is kept.")
+    line_words: int = Field(
+        3, ge=0, description="Smallest number of words in a line that is kept."
+    )
     longest_word: int = Field(
         1000,
         ge=1,
-        description="Most characters of the longest word of a line that is kept.",
+        description="Largest number of characters in the longest word of a line that is kept.",
     )
     ended: bool = Field(
         True,

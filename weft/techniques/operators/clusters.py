@@ -26,7 +26,8 @@ class ClustersSettings(SelectionSettings):
     """Settings of the operator that prunes dense clusters of documents."""
 
     embedding: str = Field(
-        "", description="Column of vectors. Left out: hashed n-grams of the text."
+        "",
+        description="Column with the embedding of each document. If not set: hashed n-grams of the text.",
     )
     clusters: int = Field(
         100,

@@ -36,13 +36,15 @@ class FineWebSettings(Section):
         description="Largest number of line breaks per word; lists have many.",
     )
     short: int = Field(
-        30, ge=0, description="Most characters of a line that counts as short."
+        30,
+        ge=0,
+        description="Largest number of characters in a line that counts as short.",
     )
     marks: str = Field(
         "",
         description=(
-            "Characters that end a sentence. Left out: the characters that Unicode marks as sentence ends in "
-            "any script, such as . ! ?, without quotes."
+            "Characters that end a sentence. If not set: the characters that Unicode marks as sentence ends in any "
+            "script, such as . ! ?, without quotes."
         ),
     )
 

@@ -19,10 +19,10 @@ class GopherSettings(Section):
     """Settings of Gopher's quality rules; the defaults are the paper's."""
 
     least_words: int = Field(
-        50, ge=0, description="Fewest words of a document that is kept."
+        50, ge=0, description="Smallest number of words in a document that is kept."
     )
     most_words: int = Field(
-        100_000, ge=1, description="Most words of a document that is kept."
+        100_000, ge=1, description="Largest number of words in a document that is kept."
     )
     least_word_length: float = Field(
         3, ge=0, description="Smallest mean length of a word, in characters."
@@ -30,8 +30,12 @@ class GopherSettings(Section):
     most_word_length: float = Field(
         10, ge=0, description="Largest mean length of a word, in characters."
     )
-    most_hashes: float = Field(0.1, ge=0, description="Most hash signs per word.")
-    most_ellipses: float = Field(0.1, ge=0, description="Most ellipses per word.")
+    most_hashes: float = Field(
+        0.1, ge=0, description="Largest number of hash signs per word."
+    )
+    most_ellipses: float = Field(
+        0.1, ge=0, description="Largest number of ellipses per word."
+    )
     most_bullet_lines: float = Field(
         0.9, ge=0, description="Largest share of lines that begin with a bullet."
     )
@@ -42,7 +46,9 @@ class GopherSettings(Section):
         0.8, ge=0, le=1, description="Smallest share of words with a letter."
     )
     least_stop_words: int = Field(
-        2, ge=0, description="Fewest different stop words that a document must contain."
+        2,
+        ge=0,
+        description="Smallest number of different stop words in a document that is kept.",
     )
     stop_words: Sequence[str] = Field(
         STOP_WORDS, description="Words that are common in the documents' language."

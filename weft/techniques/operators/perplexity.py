@@ -22,11 +22,11 @@ class PerplexitySettings(Section):
     )
     least: float | None = Field(
         None,
-        description="Smallest loss of a document that is kept, in nats per token. Left out: no limit.",
+        description="Smallest loss of a document that is kept, in nats per token. If not set: no limit.",
     )
     most: float | None = Field(
         None,
-        description="Largest loss of a document that is kept, in nats per token. Left out: no limit.",
+        description="Largest loss of a document that is kept, in nats per token. If not set: no limit.",
     )
     column: str = Field(
         "loss", description="Name of the column to which the loss is written."

@@ -48,10 +48,11 @@ class PruneSettings(SelectionSettings):
     )
     label: str = Field("", description="Column with the class of each example.")
     embedding: str = Field(
-        "", description="Column of vectors. Left out: hashed n-grams of the text."
+        "",
+        description="Column with the embedding of each document. If not set: hashed n-grams of the text.",
     )
     floor: int = Field(
-        0, ge=0, description="Fewest examples that are kept of each class."
+        0, ge=0, description="Smallest number of examples that are kept of each class."
     )
     runs: int = Field(
         10,

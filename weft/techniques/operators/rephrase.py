@@ -57,12 +57,14 @@ class RephraseSettings(Section):
         300,
         ge=16,
         description=(
-            "Most tokens of a passage that is rephrased at once. Longer documents are cut at ends of "
+            "Largest number of tokens in a passage that is rephrased at once. Longer documents are cut at ends of "
             "sentences, and their rephrased passages are joined."
         ),
     )
     tokens: int = Field(
-        600, ge=1, description="Most tokens of the text that is written for a passage."
+        600,
+        ge=1,
+        description="Largest number of tokens in the text that is written for a passage.",
     )
     temperature: float = Field(
         0.0,
@@ -81,13 +83,15 @@ class RephraseSettings(Section):
     )
     seed: int = Field(0, description="Seed of sampling.")
     requests: int = Field(
-        32, ge=1, description="Most texts that a process writes at the same time."
+        32,
+        ge=1,
+        description="Largest number of texts that a process writes at the same time.",
     )
     cache: Path | None = Field(
         None,
         description=(
-            "Folder that keeps all written texts, so that none is written twice. Left out: $WEFT_CACHE/rephrased, or "
-            "~/.cache/weft/rephrased."
+            "Folder that keeps all written texts, so that none is written twice. If not set: $WEFT_CACHE/rephrased, "
+            "or ~/.cache/weft/rephrased."
         ),
     )
     device: Literal["cpu", "cuda"] = Field(
@@ -102,7 +106,7 @@ class RephraseSettings(Section):
     )
     served: str = Field(
         "",
-        description="For a server: name of the model to ask. Left out: the first one that the server lists.",
+        description="For a server: name of the model to ask. If not set: the first one that the server lists.",
     )
     key: str = Field(
         "", description="For a server: file with the API key, if the server needs one."

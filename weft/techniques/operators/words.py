@@ -16,9 +16,11 @@ from weft.section import Section
 class WordsSettings(Section):
     """Settings of the limits on the number of words of a document."""
 
-    least: int = Field(50, ge=0, description="Fewest words of a document that is kept.")
+    least: int = Field(
+        50, ge=0, description="Smallest number of words in a document that is kept."
+    )
     most: int = Field(
-        100_000, ge=1, description="Most words of a document that is kept."
+        100_000, ge=1, description="Largest number of words in a document that is kept."
     )
 
 

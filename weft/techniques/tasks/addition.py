@@ -16,7 +16,10 @@ class AdditionSettings(Section):
     """Settings of the task of adding two numbers."""
 
     digits: int = Field(
-        2, ge=1, le=18, description="Most digits of each of the two numbers."
+        2,
+        ge=1,
+        le=18,
+        description="Largest number of digits of each of the two numbers.",
     )
     reversed: bool = Field(
         False,

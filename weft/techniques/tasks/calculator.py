@@ -23,7 +23,10 @@ class CalculatorSettings(Section):
     """Settings of the task of using a calculator."""
 
     digits: int = Field(
-        3, ge=1, le=9, description="Most digits of each number of a question."
+        3,
+        ge=1,
+        le=9,
+        description="Largest number of digits of each number in a question.",
     )
 
 

@@ -39,7 +39,8 @@ class CodeSettings(Section):
     partial: bool = Field(
         False,
         description=(
-            "Reward the share of the tests that pass. Left out: an answer gets 1 if all pass, and 0 otherwise."
+            "Whether the reward is the share of the tests that pass. If false, it is 1 if all tests pass, and 0 "
+            "otherwise."
         ),
     )
 

@@ -19,9 +19,9 @@ class DatasetSettings(Section):
     scorer: Literal["exact", "contains", "number", "regex"] = Field(
         "exact",
         description=(
-            "How an answer is compared with the right one: 'exact': the same text but for blanks around it; "
-            "'contains': the right answer stands in it; 'number': the last number of both is the same; "
-            "'regex': the right answer is a regular expression that all of it matches."
+            "How an answer is compared with the right one. 'exact': both are the same text, apart from blanks around "
+            "it; 'contains': the answer contains the right one; 'number': the last number of both is the same; "
+            "'regex': the right answer is a regular expression that the whole answer matches."
         ),
     )
 

@@ -19,7 +19,10 @@ class LengthSettings(Section):
     """Settings of the task of writing an answer of a given length."""
 
     longest: int = Field(
-        32, ge=2, le=4096, description="Most letters that a question asks for."
+        32,
+        ge=2,
+        le=4096,
+        description="Largest number of letters that a question asks for.",
     )
 
 

@@ -34,7 +34,7 @@ class TopSettings(SelectionSettings):
         description="Column of classes or other groups, of each of which at least 'floor' documents are kept.",
     )
     floor: int = Field(
-        0, ge=0, description="Fewest documents that are kept of each group."
+        0, ge=0, description="Smallest number of documents that are kept of each group."
     )
     seed: int = Field(0, ge=0, description="Seed of keep = 'random'.")
 

@@ -31,15 +31,15 @@ class DADAOSettings(Section):
         1.0,
         description=(
             "Factor on DADAO's step size, where 1 is the step of the local optimizer. With SGD at rate lr it "
-            "corresponds to the paper's constants for a largest curvature of 1 / (4 x stride x lr)."
+            "corresponds to the DADAO paper's constants for a largest curvature of 1 / (4 x stride x lr)."
         ),
     )
     exchanges: float = Field(
         0.0,
         ge=0,
         description=(
-            "Number of exchanges over all links together while an island takes 'every' steps. 0: as many as "
-            "the paper's theory needs for these links."
+            "Number of exchanges over all links together while an island takes 'every' steps. 0: as many as the "
+            "theory of the DADAO paper requires for the graph of islands."
         ),
     )
 
