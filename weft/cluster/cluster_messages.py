@@ -59,7 +59,8 @@ class EngineAbout(NamedTuple):
         ``most``: largest number of answers that the engine writes at a time.
         ``searches``: whether beam searches are possible.
         ``adapters``: hash of each adapter, by name.
-        ``loans``: host and port at which the engine takes blocks of other engines, empty if it lends none.
+        ``loans``: host and port at which other engines move cache blocks into this engine's cache; empty if it holds
+            none for others.
         ``memory``: host and port at which other engines read the blocks that this engine keeps in host memory, and
             store blocks if its role is "cache"; empty if it keeps none.
         ``role``: "prefill" or "decode", empty if it does both, or "cache" if it only keeps blocks for the others.

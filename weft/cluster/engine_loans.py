@@ -42,9 +42,9 @@ def lendable_blocks(blocks: int) -> int:
 
 
 class EngineLoans:
-    """Lends free cache blocks of ``engine`` to other engines, and borrows theirs. Create it before the engine's thread
-    begins. ``endpoint``: address at which other engines reach this one. ``secret``: known to all engines of the
-    cluster.
+    """Lends free cache blocks of ``engine`` to other engines for their texts, and borrows free blocks of other engines
+    for texts of ``engine``. Create it before the engine's thread begins. ``endpoint``: address at which other engines
+    reach this one. ``secret``: known to all engines of the cluster.
     """
 
     def __init__(self, engine: Engine, endpoint: Endpoint, secret: str) -> None:
@@ -114,7 +114,9 @@ class EngineLoans:
         return self._seconds
 
     def recall_all(self) -> None:
-        """Ask other engines to take back all blocks that they keep here, because this engine is to end."""
+        """Ask other engines to fetch back all cache blocks of theirs that this engine holds, because this engine is to
+        end.
+        """
         self.office.recall_all()
 
     def close(self) -> None:

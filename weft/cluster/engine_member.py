@@ -175,8 +175,8 @@ class EngineMember:
 
     def drain(self, move: bool = False) -> None:
         """Ask the router for no further requests, and to let this engine go when its present requests are answered.
-        Loans of cache blocks are called back. ``move``: whether the router moves the present requests to other engines
-        at once.
+        Other engines are asked to fetch back the cache blocks that this engine holds for them. ``move``: whether the
+        router moves the present requests to other engines at once.
         """
         self._draining.set()
         if self.loans is not None:

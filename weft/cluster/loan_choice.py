@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class EngineLedger:
-    """Numbers about an engine from which loans of cache blocks between engines are chosen.
+    """State of an engine from which loans are chosen. With a loan an engine moves cache blocks of a text into the cache
+    of another engine.
 
     Attributes:
         ``name``: the engine's name.

@@ -78,14 +78,14 @@ class CachePolicy:
         return range(0)
 
     def most_blocks(self, tokens: int, budget: int, size: int) -> int:
-        """Return the most blocks that a text of ``tokens`` tokens has at once.
+        """Return the largest number of cache blocks that a text of ``tokens`` tokens has at any one time.
 
-        ``budget``: most tokens of a step; ``size``: tokens of a cache block.
+        ``budget``: largest number of tokens of a step; ``size``: tokens of a cache block.
         """
         return -(-tokens // size)
 
     def attach(self, scheduler: TextBlocks) -> None:
-        """Prepare the ``scheduler`` of an engine, whose policy this is. By default nothing is done."""
+        """Prepare ``scheduler``, the scheduler of the engine that uses this policy. By default nothing is done."""
 
 
 def cache_policy_of(word: str) -> CachePolicy | None:

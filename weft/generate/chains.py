@@ -21,18 +21,20 @@ T = torch.Tensor
 
 
 class SpanGroup(NamedTuple):
-    """Spans of a packed row that the same modules compute. They form a row of their own, the group's row.
+    """Spans of a packed row that one forward call of a module computes together, because their models share the module.
+    The tokens of these spans are joined to a row of their own, the group's row.
 
     A packed row joins the tokens of several texts; a span is the part of one text.
 
     Attributes:
-        ``model``: the model of the first span.
+        ``model``: one of the models that share the module, that of the group's first span.
         ``rows``: indices in the packed row of the group's tokens; a slice if the group has all tokens.
         ``reading``: the spans, with indices in the group's row, and the places of their tokens in the cache.
         ``adapters``: the adapter of each span, or None.
         ``documents``: indices in the group's row at which the spans end, after a leading 0.
-        ``wanted``: which rows of the result of the whole pass (its logits) this group computes.
-        ``only``: for each of these logits, the index of its token in the group's row.
+        ``wanted``: indices, among the rows of logits that the whole pass returns, of the rows that belong to this
+            group's tokens.
+        ``only``: for each of the rows ``wanted``, the index in the group's row of the token from which it is computed.
         ``rope``: cosines and sines of the tokens' positions.
     """
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class EarlyText(NamedTuple):
     """Which rows of early logits belong to a request.
 
-    ``first``: the row behind the request's last token; the rows behind the tokens of ``path`` follow. ``path``: the
-    request's draft in this pass.
+    ``first``: index of the row of logits behind the request's last token; the rows behind the tokens of ``path``
+    follow. ``path``: the tokens that a drafter has guessed for the request, and that this pass checks.
     """
 
     request: Generation

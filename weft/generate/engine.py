@@ -67,7 +67,8 @@ class LaunchedPass(NamedTuple):
 
 
 class LoanUsage(NamedTuple):
-    """Numbers of cache blocks in loans between engines.
+    """Numbers of cache blocks in loans. A loan is a group of cache blocks of one engine's text that another engine, or
+    a file, holds.
 
     ``borrowed``: blocks of other engines that hold this engine's texts. ``lent``: blocks of this engine that hold other
     engines' texts. ``offered``: free blocks that this engine keeps for loans.
@@ -79,8 +80,8 @@ class LoanUsage(NamedTuple):
 
 
 class LoanParty(Protocol):
-    """Interface of an engine's part in loans of cache blocks: it lends blocks to other engines, or borrows from
-    them.
+    """Interface of an object that lends an engine's free cache blocks to other engines, or borrows their blocks for
+    this engine's texts. A loan is a group of blocks that were lent together.
     """
 
     def settle(self) -> None:
@@ -196,8 +197,8 @@ class Engine:
 
     Args:
         ``tokens``: capacity of the cache for all requests together; None: as many as memory holds.
-        ``budget``: most tokens that a step computes.
-        ``limit``: most requests in a step.
+        ``budget``: largest number of tokens that a step computes.
+        ``limit``: largest number of requests in a step.
         ``policy``: shares a step's budget among the requests.
         ``size``: tokens of a cache block; 0: the usual number.
         ``drafter``: guesses next tokens, which changes only the speed; None: no guesses.
@@ -486,7 +487,7 @@ class Engine:
         return self.receive(self.sent.popleft()) if self.sent else []
 
     def settle(self) -> None:
-        """Let all parts of the engine in loans of cache blocks do what is due between two steps."""
+        """Call :meth:`LoanParty.settle` of all objects that lend or borrow cache blocks for this engine."""
         for party in self.loans:
             party.settle()
 

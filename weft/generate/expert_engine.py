@@ -47,7 +47,7 @@ class JoinedText:
 
 
 class ExpertEngine(Engine):
-    """The engine of the first of ``experts``, whose logits are those of all experts together.
+    """An engine whose logits are those of several models (experts) together; it runs the first of ``experts`` itself.
 
     The other arguments are those of :class:`weft.generate.engine.Engine`.
     """

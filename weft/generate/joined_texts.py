@@ -60,8 +60,8 @@ def hogwild(
     written (Hogwild inference). Return the texts in the order of ``openings``.
 
     ``prompt``: token ids that all workers see before their texts. ``openings``: for each worker, the token ids with
-    which its text begins. ``count``: most further tokens of each text. ``how``: settings of sampling, but each worker
-    has a seed of its own. ``stops``: ids that end a text.
+    which its text begins. ``count``: largest number of further tokens of each text. ``how``: settings of sampling, but
+    each worker has a seed of its own. ``stops``: ids that end a text.
     """
     for ids in (prompt, *openings):
         check_streams(engine, ids)

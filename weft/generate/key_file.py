@@ -47,15 +47,16 @@ CALLED = "--keys-in"
 
 @dataclass(frozen=True)
 class KeyLayout:
-    """Where the keys and values of old tokens lie in a file. The file is divided into extents. An extent holds
-    neighbouring runs of one text, and a run is a fixed number of neighbouring cache blocks. In an extent the layers
-    follow one another, in a layer the key/value heads, and of a head first all keys, then all values.
+    """Where the keys and values of old tokens lie in a file. The file is divided into pieces of equal size, called
+    extents. An extent has room for a fixed number of runs, which are mostly neighbours in one text. A run is a fixed
+    number of cache blocks that follow one another in the text. Within an extent the layers follow one another, within a
+    layer the key/value heads, and for each head first all keys, then all values.
 
     Attributes:
         ``layers``: what a cache block holds, layer by layer.
-        ``size``: tokens of a cache block.
-        ``blocks``: cache blocks of a run.
-        ``runs``: runs of an extent.
+        ``size``: number of tokens of a cache block.
+        ``blocks``: number of cache blocks of a run.
+        ``runs``: number of runs for which an extent has room.
     """
 
     layers: tuple[LayerPart, ...]
@@ -65,7 +66,7 @@ class KeyLayout:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a run."""
+        """Number of tokens of a run, which is a fixed number of neighbouring cache blocks of a text."""
         return self.size * self.blocks
 
     @property
@@ -74,24 +75,31 @@ class KeyLayout:
         return bytes_of(self.layers, self.size)
 
     def piece(self, layer: int) -> int:
-        """Return the bytes that a run's keys of one head of ``layer`` take. Its values take as many."""
+        """Return how many bytes the keys of one head of ``layer`` take in a run (:attr:`tokens` tokens). The values
+        take as many.
+        """
         each = self.layers[layer]
         return self.tokens * each.shape[-1] * each.dtype.itemsize
 
     def rows(self, layer: int) -> int:
-        """Return into how many contiguous sequences of keys or values an extent's part of ``layer`` is divided: two per
-        head (keys, values), or one if the layer caches latent vectors.
+        """Return how many contiguous sequences of vectors an extent (a piece of the file of fixed size) holds for
+        ``layer``: for each key/value head one of keys and one of values, or only one if the layer caches latent
+        vectors.
         """
         each = self.layers[layer]
         return len(each.heads) * each.parts
 
     def layer_bytes(self, layer: int) -> int:
-        """Return the bytes of a full extent's keys and values in ``layer``."""
+        """Return how many bytes the keys and values of ``layer`` take in a full extent, a piece of the file of fixed
+        size.
+        """
         return self.rows(layer) * self.runs * self.piece(layer)
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Offset in bytes of each layer from the beginning of an extent."""
+        """For each layer, the offset in bytes of its keys and values from the beginning of an extent, a piece of the
+        file of fixed size; after the last layer, the size of an extent.
+        """
         starts = [0]
         for layer in range(len(self.layers)):
             starts.append(starts[-1] + whole_pages(self.layer_bytes(layer)))
@@ -99,12 +107,12 @@ class KeyLayout:
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes of an extent."""
+        """Size in bytes of an extent, one of the equal pieces into which the file is divided."""
         return self.offsets[-1]
 
     def view(self, raw: T, layer: int) -> T:
-        """View ``raw``, the bytes of an extent's part of ``layer``, as ``[heads, parts, tokens, width]`` without a
-        copy. ``parts`` is 2 for keys and values.
+        """View ``raw``, the bytes that an extent holds for ``layer``, as ``[heads, parts, tokens, width]`` without a
+        copy. ``parts`` is 2 for keys and values, 1 for latent vectors.
         """
         each = self.layers[layer]
         values = raw[: self.layer_bytes(layer)].view(each.dtype)
@@ -122,8 +130,8 @@ def layout_of(layers: Sequence[LayerPart], size: int) -> KeyLayout:
 
 
 class KeyRead(NamedTuple):
-    """A read of keys and values from the file: those of the layer number ``layer`` in the first ``runs`` runs of the
-    extent number ``extent``.
+    """A read of keys and values from the file (:class:`KeyLayout`): those of the layer number ``layer`` in the first
+    ``runs`` runs of the extent number ``extent``.
     """
 
     layer: int
@@ -140,10 +148,10 @@ class PendingRead(NamedTuple):
 
 
 class KeyFile:
-    """A nameless file in ``folder`` for keys and values of old tokens, with ``extents`` extents (:class:`KeyLayout`).
-    Its room on the disk is reserved at once. ``cached``: number of the first extents that are read through the system's
-    page cache; the others are read past it. Raises :class:`TierError` if the folder cannot be used, or its disk is
-    full.
+    """A nameless file in ``folder`` for keys and values of old tokens, with room for ``extents`` extents, pieces of
+    equal size (:class:`KeyLayout`). Its room on the disk is reserved at once. ``cached``: number of extents, from the
+    first one on, that are read through the system's page cache; the others are read without that cache. Raises
+    :class:`TierError` if the folder cannot be used, or its disk is full.
 
     Attributes:
         ``calls``: reads past the page cache that were begun so far.
@@ -167,11 +175,14 @@ class KeyFile:
         self._staged: T | None = None
 
     def start_of(self, extent: int, layer: int) -> int:
-        """Return the offset in bytes, from the beginning of the file, of ``layer`` in the extent number ``extent``."""
+        """Return the offset in bytes, from the beginning of the file, at which the keys of ``layer`` begin in the
+        extent number ``extent``.
+        """
         return extent * self.layout.extent_bytes + self.layout.offsets[layer]
 
     def write(self, extent: int, run: int, rows: T) -> None:
-        """Write cache blocks as the run number ``run`` of ``extent``.
+        """Write cache blocks to the file, as the run number ``run`` of the extent number ``extent``
+        (:class:`KeyLayout`).
 
         ``rows``: contents of at most as many blocks as a run has, uint8 ``[blocks, bytes]``, in the order that
         :func:`weft.generate.block_contents.read_pages` has.
@@ -223,7 +234,9 @@ class KeyFile:
             self.region.run(moves, size, write=True).wait()
 
     def fetch(self, extent: int, run: int, blocks: int) -> T:
-        """Return the first ``blocks`` blocks of the run number ``run`` of ``extent``: uint8 ``[blocks, bytes]``."""
+        """Read cache blocks back from the file: the first ``blocks`` blocks of the run number ``run`` in the extent
+        number ``extent``, uint8 ``[blocks, bytes]``.
+        """
         layout, parts = self.layout, []
         reads = [KeyRead(layer, extent, run + 1) for layer in range(len(layout.layers))]
         for read, held in zip(reads, self.stream(reads, ()), strict=True):
@@ -239,8 +252,8 @@ class KeyFile:
         self, wanted: Sequence[KeyRead], later: Iterable[KeyRead]
     ) -> Iterator[T]:
         """Yield the keys and values for each of the reads ``wanted``: ``[heads, parts, tokens of an extent, width]``,
-        valid until the next one is yielded. A read names its first runs; the tokens of the extent's further runs are
-        undefined. ``later``: the reads that will probably be wanted next; they are begun as soon as buffers are free.
+        valid until the next item is yielded. Only the tokens of the runs for which a read asks are defined, the first
+        ones. ``later``: the reads that will probably be wanted next; they are begun as soon as buffers are free.
         """
         direct = (
             read
@@ -268,8 +281,9 @@ class KeyFile:
             self._fill(expected)
 
     def forget(self, extent: int, run: int) -> None:
-        """Discard reads ahead, from the first one on that includes the run number ``run`` of ``extent``, because this
-        run is about to be written anew.
+        """Discard reads that were begun in advance, because the run number ``run`` of the extent number ``extent`` is
+        about to be overwritten. The first discarded read is the first one that includes this run; all reads after it
+        are discarded too.
         """
         stale = (
             read.extent == extent and read.runs > run for read, *_ in self._pending
@@ -338,8 +352,8 @@ class KeyFile:
         return self._staged
 
     def measure(self) -> float:
-        """Measure direct reads of a few layers and extents; return the bytes per second. The extents are overwritten,
-        so call this before the file is used.
+        """Measure how fast the disk reads a few layers of a few extents without the page cache; return the bytes per
+        second. The measured pieces of the file are overwritten, so call this before the file is used.
         """
         extents = range(self.cached, self.region.size // self.layout.extent_bytes)
         layers = range(len(self.layout.layers))

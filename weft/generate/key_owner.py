@@ -32,9 +32,9 @@ FLAT = 16
 
 
 class KeyStretch(NamedTuple):
-    """A stretch of a text's tokens that lies in one extent of the file. ``extent``: number of the extent. ``run``:
-    number of the first run within it. ``begin``, ``end``: positions in the text of the first token and behind the last
-    one.
+    """Neighbouring tokens of a text whose keys and values lie together in one extent of the file (:class:`KeyLayout`).
+    ``extent``: number of the extent. ``run``: number of the run of the extent in which they begin. ``begin``, ``end``:
+    positions in the text of the first token and behind the last one.
     """
 
     extent: int
@@ -56,8 +56,8 @@ class RestingQuery(NamedTuple):
 
 
 class SeenExtent(NamedTuple):
-    """What queries see of an extent: its first ``runs`` runs. ``users``: pairs of the index of a text among the
-    queries, and the stretch of that text's tokens in the extent.
+    """The part of an extent of the file (:class:`KeyLayout`) that some texts' queries need: its first ``runs`` runs.
+    ``users``: pairs of the index of a text among the queries, and the stretch of that text's tokens in the extent.
     """
 
     runs: int
@@ -65,10 +65,10 @@ class SeenExtent(NamedTuple):
 
 
 class KeyAttention:
-    """Computes attention to the keys in ``file``.
+    """Computes attention of new tokens to the keys and values of old tokens, which rest in ``file``.
 
-    The attribute ``again`` counts texts whose queries were computed a second time, as a score was too far from the
-    fixed maximum.
+    Exponentials of scores use one fixed maximum first, so that no sum has to be rescaled. The attribute ``again``
+    counts texts whose attention was computed a second time, because a score was too far from this maximum.
     """
 
     def __init__(self, file: KeyFile) -> None:

@@ -7,7 +7,8 @@ from hashlib import blake2b
 def root_key(
     version: int, adapter: str, tenant: str, context: int | None = None
 ) -> bytes:
-    """Return the root key of a text, from which the keys of its cache blocks are derived in a chain.
+    """Return the root key of a text: the hash from which the keys of the text's cache blocks are derived, each from the
+    one before. Requests find cached blocks of equal texts by these keys.
 
     Blocks with equal keys are shared. Texts that differ in any argument have different keys, and so share no cache
     blocks. ``version``: number of the weights. ``adapter``: name of the adapter, or "". ``tenant``: name of the tenant.
@@ -17,8 +18,9 @@ def root_key(
 
 
 def chained_keys(root: bytes, ids: Sequence[int], size: int) -> Iterator[bytes]:
-    """Yield a key for every full block of ``size`` tokens of the text ``ids``. It is a hash of the block's tokens and
-    of the previous key. ``root``: the key before the first block.
+    """Yield a key for every full block of ``size`` tokens of the text ``ids``, by which a cached block is found. It is
+    a hash of the block's tokens and of the previous block's key. ``root``: the text's :func:`root_key`, which stands
+    before the first block.
     """
     for at in range(0, len(ids) - size + 1, size):
         root = _key(root + repr(tuple(ids[at : at + size])).encode())

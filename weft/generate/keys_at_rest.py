@@ -97,8 +97,8 @@ class RestingKeys:
 
 
 class RunPlace(NamedTuple):
-    """Where in the file the blocks of a loan lie: at the run number ``run`` of the extent number ``extent``.
-    ``blocks``: their number.
+    """Where in the file some cache blocks lie that were written together (a loan): in the run number ``run`` of the
+    extent number ``extent`` (:class:`KeyLayout`). ``blocks``: number of these blocks.
     """
 
     extent: int
@@ -107,10 +107,11 @@ class RunPlace(NamedTuple):
 
 
 class KeyOwner:
-    """Lets a process of its own own a file in ``folder`` with keys of this engine's old tokens, and speaks with it.
-    ``layout``: where keys and values lie in the file. ``extents``: number of the file's extents. ``cached``: number of
-    extents that are read through the page cache. ``measured``: whether the disk's speed is measured. ``start``:
-    function that starts the process. Raises :class:`WeftError` if the file cannot be made.
+    """Starts a process that owns a file in ``folder`` with keys and values of this engine's old tokens, and speaks with
+    it. Cache blocks that were written together form a loan, whose number names them in later calls. ``layout``: where
+    keys and values lie in the file. ``extents``: number of equal pieces (extents) into which the file is divided.
+    ``cached``: how many of them are read through the page cache. ``measured``: whether the disk's speed is measured.
+    ``start``: function that starts the process. Raises :class:`WeftError` if the file cannot be made.
 
     Attributes:
         ``note``: the file's warning, or "".
@@ -156,7 +157,7 @@ class KeyOwner:
         return getattr(self._process, "pid", None)
 
     def room(self) -> int:
-        """Return how many cache blocks the free runs of the file can hold; 0 if the process is lost."""
+        """Return for how many further cache blocks the file has room; 0 if the process is lost."""
         if self.lost:
             return 0
         free = (self.extents - len(self._used)) * self.layout.runs
@@ -164,15 +165,19 @@ class KeyOwner:
         return free * self.layout.blocks
 
     def recalled(self) -> list[int]:
-        """Return an empty list: unlike another engine, the process never asks for blocks back."""
+        """Return an empty list, the loans that the lender wants back: unlike another engine, the process never asks for
+        blocks back.
+        """
         return []
 
     def put(self, contents: T, after: int | None) -> int:
-        """Let the process write blocks; return the number of the loan.
+        """Let the process write cache blocks of a text to the file. Return a number (of the loan) that names them in
+        later calls.
 
-        ``contents``: at most as many blocks as a run has, uint8 ``[blocks, bytes]``. ``after``: the loan of the same
-        text before this one, beside which it is written if there is room; None: there is none here. Raises
-        :class:`NoRoom` and :class:`LenderLost`.
+        ``contents``: uint8 ``[blocks, bytes]``, at most :attr:`KeyLayout.blocks` blocks. ``after``: number of the loan
+        with the blocks of the same text before these; the new blocks are written directly behind them if there is room.
+        None: this file has no earlier blocks of the text. Raises :class:`NoRoom` if the file is full, and
+        :class:`LenderLost`.
         """
         place = RunPlace(*self._free_run(after), len(contents))
         head = {
@@ -189,13 +194,16 @@ class KeyOwner:
         return loan
 
     def take(self, contents: T) -> int:
-        """Write ``contents``, uint8 ``[blocks, bytes]``, to a run that need not be beside other blocks; return the
-        number of the loan. Raises :class:`NoRoom` and :class:`LenderLost`.
+        """Let the process write the cache blocks ``contents``, uint8 ``[blocks, bytes]``, to any free place of the
+        file. Return a number (of the loan) that names them in later calls. Raises :class:`NoRoom` if the file is full,
+        and :class:`LenderLost`.
         """
         return self.put(contents, None)
 
     def fetch(self, loan: int) -> T:
-        """Read the blocks of the loan number ``loan`` back: uint8 ``[blocks, bytes]``. Raises :class:`LenderLost`."""
+        """Read back from the file the cache blocks that :meth:`put` or :meth:`take` wrote as the loan number ``loan``:
+        uint8 ``[blocks, bytes]``. Raises :class:`LenderLost` if the process does not answer.
+        """
         extent, run, blocks = self._places[loan]
         head = {"do": "fetch", "extent": extent, "run": run, "blocks": blocks}
         number = self._send(head, [])
@@ -205,7 +213,9 @@ class KeyOwner:
         return tensor_of(contents, torch.uint8, (blocks, -1))
 
     def drop(self, loan: int) -> None:
-        """End the loan number ``loan``: its part of the file may be written anew."""
+        """Free the room of the cache blocks that were written as the loan number ``loan``: later blocks may overwrite
+        them.
+        """
         if place := self._places.pop(loan, None):
             self._used[place.extent].discard(place.run)
             if not self._used[place.extent]:
@@ -257,8 +267,8 @@ class KeyOwner:
         self._bury(OSError())
 
     def is_last(self, loan: int) -> bool:
-        """Return whether the loan number ``loan`` lies in the last run of its extent, so that the text's next run goes
-        elsewhere.
+        """Return whether the cache blocks of the loan number ``loan`` are the last in their contiguous piece of the
+        file (their extent). The text's next blocks then go to another extent, which may be in another file.
         """
         return self._places[loan].run + 1 == self.layout.runs
 
@@ -375,8 +385,9 @@ def _start_interpreter(pipe: PipeEnd) -> RunningProcess:
 
 
 class KeysAtRest:
-    """Moves the full cache blocks of all texts of ``engine`` to the files of ``owners``, run by run
-    (:class:`KeyLayout`). ``again``: function that starts a new owner in place of a lost one. ``say`` prints a line.
+    """Moves the full cache blocks of all texts of ``engine`` to the files of ``owners``, a fixed number of blocks (a
+    run, :class:`KeyLayout`) at a time. ``again``: function that starts a new owner in place of a lost one. ``say``
+    prints a line.
     """
 
     def __init__(
@@ -398,8 +409,8 @@ class KeysAtRest:
         return sum(owner.room() for owner in self.owners)
 
     def settle(self) -> None:
-        """Replace lost processes, and move every whole run of full cache blocks to a file. The engine calls this
-        between two steps.
+        """Replace lost processes, and move full cache blocks to a file wherever a text has enough of them to fill a run
+        of the file (:class:`KeyLayout`). The engine calls this between two steps.
         """
         for owner in [*self.owners]:
             if owner.lost:
@@ -414,8 +425,8 @@ class KeysAtRest:
                     break
 
     def relieve(self) -> bool:
-        """Free cache blocks when none is free: move full blocks of the text that has the most, even fewer than a run.
-        Return whether any block was moved.
+        """Free cache blocks of the engine when none is free: move full blocks of the text that has most of them to a
+        file, even if they do not fill a run of the file. Return whether any block was moved.
         """
         longest = self.borrower.longest
         own = self.borrower.own_blocks(longest)[: self.layout.blocks] if longest else []
@@ -440,7 +451,9 @@ class KeysAtRest:
         self.owners[self.owners.index(lost)] = self._again(lost)
 
     def usage(self) -> LoanUsage:
-        """Return zeros: the loans to these files are counted by the engine's borrower."""
+        """Return zeros, because another object, the engine's :class:`weft.generate.lending.Borrower`, counts the blocks
+        in these files.
+        """
         return LoanUsage()
 
     def report(self) -> str:
@@ -568,8 +581,8 @@ def check_rate(
     owners: Sequence[KeyOwner], layout: KeyLayout, cached: int, tokens: int, rate: float
 ) -> None:
     """Raise :class:`UsageError` if the disks of ``owners`` cannot read the keys of a text of ``tokens`` tokens ``rate``
-    times a second. ``layout``: layout of the files. ``cached``: extents of each file that are read through the page
-    cache and thus not from the disk.
+    times a second. ``layout``: layout of the files. ``cached``: number of extents (pieces) of each file that are read
+    through the page cache and thus not from the disk.
     """
     direct = max(0, tokens - cached * len(owners) * layout.tokens * layout.runs)
     need = direct * layout.block_bytes // layout.size

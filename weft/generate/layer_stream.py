@@ -111,9 +111,9 @@ def write_layers(pages: Sequence[Pages], table: Sequence[int], first: int, layer
 
 
 def joined_layers(layers: Sequence[T], blocks: int, size: int) -> bytes:
-    """Join what layers have sent of a text's tokens to bytes: ``blocks`` full blocks of ``size`` tokens, each with all
-    its layers, in the order of :mod:`weft.generate.block_contents`; then, layer by layer, the tokens behind the full
-    blocks. ``layers``: for each layer its keys and values ``[parts, tokens, heads, width]``.
+    """Return the keys and values of a text's tokens as bytes. First come ``blocks`` full cache blocks of ``size``
+    tokens, each with all its layers, in the order of :mod:`weft.generate.block_contents`. Then follow, layer by layer,
+    the tokens behind these blocks. ``layers``: for each layer its keys and values ``[parts, tokens, heads, width]``.
     """
     middle = blocks * size
     full = [x[:, :middle].unflatten(1, (blocks, size)).transpose(0, 1) for x in layers]

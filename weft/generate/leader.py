@@ -566,8 +566,8 @@ def naming_lost_rank() -> Iterator[None]:
 
 
 class Follower(RankReader):
-    """The part of a rank other than the first in every step: it computes what the first rank describes. ``tickets``:
-    where it reads the descriptions.
+    """Reader of a rank other than the first. In every step it computes this rank's part of the pass that the first rank
+    describes. ``tickets``: source of these descriptions.
     """
 
     def __init__(self, model: Transformer, tickets: TicketReader) -> None:

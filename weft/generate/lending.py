@@ -36,28 +36,35 @@ RESERVE = 0.1
 
 
 class NoRoom(WeftError):
-    """Raised by a lender that has too few free blocks for a loan."""
+    """Raised by an engine or file that has too few free cache blocks to hold the blocks that another engine wants to
+    move there.
+    """
 
 
 class LendingEngine(BlockLender, Protocol):
-    """Interface to another engine that lends its cache blocks to this one. All methods raise :class:`LenderLost` if it
-    does not answer.
+    """Interface to another engine that lends free blocks of its cache to this engine. A loan is a group of blocks that
+    were lent together; it has a number. All methods raise :class:`LenderLost` if the lender does not answer.
     """
 
     def room(self) -> int:
         """Return how many cache blocks the other engine offers to lend now."""
 
     def recalled(self) -> list[int]:
-        """Return the numbers of those loans to this engine that the lender wants back."""
+        """Return the numbers of the loans whose blocks the lender needs for itself, so that this engine should fetch
+        their contents and end them.
+        """
 
     def take(self, contents: T) -> int:
-        """Borrow blocks of the lender for these ``contents``, uint8 ``[blocks, bytes]``; return the number of the loan.
+        """Move the cache blocks ``contents``, uint8 ``[blocks, bytes]``, to free blocks of the lender. Return the
+        number of this loan.
 
         Raises :class:`NoRoom` if the lender has too few free blocks.
         """
 
     def fetch(self, loan: int) -> T:
-        """Return the contents of the borrowed blocks of the loan number ``loan``, uint8 ``[blocks, bytes]``."""
+        """Return the contents of the blocks that lie at the lender as the loan number ``loan``, uint8 ``[blocks,
+        bytes]``. The loan goes on.
+        """
 
     def drop(self, loan: int) -> None:
         """End the loan number ``loan``. Nothing happens if the lender is lost."""
@@ -318,9 +325,9 @@ class Borrower:
     def hand_over(
         self, request: Request, table: Sequence[int], lender: LendingEngine, loan: int
     ) -> None:
-        """Record that the first blocks of ``request`` in this engine's cache, those in ``table``, now lie at ``lender``
-        as the loan number ``loan``. The request attends to them there from now on, and its blocks in this cache are
-        freed.
+        """Record that the blocks in ``table``, the first ones of ``request`` in this engine's cache, now lie at
+        ``lender`` as the loan number ``loan``. The request attends to them there from now on, and its blocks in this
+        cache are freed.
         """
         pool = self.engine.scheduler.pool
         away = sum(block < 0 for block in request.table)

@@ -132,7 +132,8 @@ class RemoteLender:
         return self._recalled
 
     def take(self, contents: T) -> int:
-        """Borrow blocks of the lender for these ``contents``, uint8 ``[blocks, bytes]``; return the number of the loan.
+        """Move the cache blocks ``contents``, uint8 ``[blocks, bytes]``, to free blocks of the lender. Return the
+        number of this loan.
 
         Raises :class:`NoRoom` if the lender has too few free blocks, and :class:`LenderLost`.
         """
@@ -145,7 +146,9 @@ class RemoteLender:
         return int(answer.head["loan"])
 
     def fetch(self, loan: int) -> T:
-        """Return the contents of the loan's blocks, uint8 ``[blocks, bytes]``. Raises :class:`LenderLost`."""
+        """Return the contents of the cache blocks that lie at the lender as the loan number ``loan``, uint8 ``[blocks,
+        bytes]``. Raises :class:`LenderLost` if the lender does not answer.
+        """
         head, payload = self._call({"do": "fetch", "loan": loan})
         self.sent += len(payload)
         return tensor_of(payload, torch.uint8, (int(head["blocks"]), -1))

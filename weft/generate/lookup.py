@@ -141,8 +141,8 @@ class Lookup(Drafter):
     guesses that the same tokens follow.
 
     ``least``: number of tokens that must match at least. A path is no longer than the match. ``shared``: besides the
-    request's own text, search this many last tokens that other requests of its tenant wrote. ``width``: most paths per
-    request; they begin with different tokens.
+    request's own text, search this many last tokens that other requests of its tenant wrote. ``width``: largest number
+    of paths per request; they begin with different tokens.
     """
 
     def __init__(self, least: int = 2, shared: int = 0, width: int = 1) -> None:

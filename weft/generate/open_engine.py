@@ -60,9 +60,9 @@ class EngineOptions:
 
     Attributes:
         ``checkpoint``: the model's name.
-        ``requests``: most answers that are written at the same time.
-        ``waiting``: most answers that may wait.
-        ``budget``: most tokens of a step.
+        ``requests``: largest number of answers that are written at the same time.
+        ``waiting``: largest number of answers that may wait.
+        ``budget``: largest number of tokens of a step.
         ``policy``: name of the scheduling policy, with its argument.
         ``cache``: tokens of the cache; 0: as many as the free memory holds.
         ``adapters``: folder of adapters, or None.
@@ -78,7 +78,7 @@ class EngineOptions:
         ``resident``: room for the models in memory, as :meth:`Room.parse` reads it; "": all have room.
         ``host_cache``: GB of host memory in which cache blocks are kept.
         ``cache_folder``: folder in whose files cache blocks are kept, or None.
-        ``cache_folder_size``: most GB of these files; None: :data:`FOLDER_GB`.
+        ``cache_folder_size``: largest size of these files together, in GB; None: :data:`FOLDER_GB`.
         ``lend``: whether engines lend each other blocks of their caches.
         ``cuda_graphs``: "on" or "off": whether decode steps are recorded as CUDA graphs, if this is possible.
         ``attention``: name of the attention backend; "": the fastest one.

@@ -33,8 +33,9 @@ HIDDEN, STEPS, RATE = 64, 300, 3e-3
 
 @dataclass(frozen=True)
 class BudgetResult:
-    """What ways to choose modules cost in quality at one budget. A path says for every layer whether a token skips the
-    layer or takes its small or its big module. Losses are means per token in nats.
+    """Losses of a model when different methods choose the modules of each token, all within one budget of computation.
+    A path says for every layer whether a token skips the layer or takes its small or its big module. Losses are means
+    per token in nats.
 
     Attributes:
         ``budget``: largest cost of a path, as a share of the cost of all big modules.
@@ -44,7 +45,7 @@ class BudgetResult:
         ``random``,
         ``fixed``: losses with a trained router, with random paths that use the budget, and with the best common path
             for all tokens.
-        ``costs``: mean cost of a token's path, by the way of choosing.
+        ``costs``: mean cost of a token's path, by the name of the method.
         ``choices``: for each layer, the shares of the tokens that skip it, take the small module and take the big
             module, on the oracle's paths.
     """

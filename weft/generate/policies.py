@@ -48,7 +48,7 @@ class SchedulingPolicy:
     def __call__(
         self, running: Sequence[Request], waiting: Sequence[Request], budget: int
     ) -> Order:
-        """Return the requests in the order to serve them, with the most tokens for each.
+        """Return the requests in the order to serve them, with the largest number of tokens for each.
 
         ``budget``: tokens of the step; the order is cut where it is used up. A running request may be left out. A
         waiting request begins if the order reaches it. Fields of a request: ``wanted`` is the number of tokens still to

@@ -94,7 +94,9 @@ class QuotaController:
         """Note that a forward pass has ended. ``ended``: its phase, work and time."""
 
     def choose(self, view: PhaseView) -> float:
-        """Return the quota from now on, from :data:`LEAST` to :data:`LARGEST`. Called whenever a pass ends."""
+        """Return the share of the device that reading prompts may use from now on, from :data:`LEAST` to
+        :data:`LARGEST`. The caller asks whenever a forward pass has ended.
+        """
         raise NotImplementedError
 
 

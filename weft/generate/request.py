@@ -63,7 +63,9 @@ class Request:
         ``priority``: requests with a smaller one begin first and lose their cache blocks last.
         ``computed``: number of leading tokens whose keys and values are in the cache.
         ``table``: numbers of the cache blocks of these tokens, in order.
-        ``keys``: root key of the text, then a hash key for each of its full blocks.
+        ``keys``: hash keys by which other requests find the text's cache blocks: first the root key
+            (:func:`weft.generate.keys.root_key`), from which the others derive, then one for each full block. Empty
+            before the request is started.
         ``shelf``: numbers of the cache blocks that hold the adapter.
         ``hits``: number of the text's first tokens that were in the cache already when the request last began.
         ``drafts``: guessed continuations, to be computed beside the next token.
@@ -121,7 +123,7 @@ class Request:
 
     @property
     def runs(self) -> bool:
-        """Whether the request has been started, so that it has at least its root key."""
+        """Whether the scheduler has started the request, so that it may have cache blocks and be in the next steps."""
         return bool(self.keys)
 
     @property

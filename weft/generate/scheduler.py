@@ -61,9 +61,9 @@ class OutsideBlocks(Protocol):
 class Scheduler:
     """Plans the steps of an engine over its requests. Cache blocks are taken from ``pool``.
 
-    ``budget``: most tokens in a step. ``limit``: most requests in a step. ``policy``: shares the budget among requests.
-    ``cache_policy``: says which blocks of a text are still needed; None: all are. The attribute ``version`` is the
-    number of the weights, which :meth:`renew` raises.
+    ``budget``: largest number of tokens in a step. ``limit``: largest number of requests in a step. ``policy``: shares
+    the budget among requests. ``cache_policy``: says which blocks of a text are still needed; None: all are. The
+    attribute ``version`` is the number of the weights, which :meth:`renew` raises.
     """
 
     def __init__(

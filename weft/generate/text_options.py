@@ -148,10 +148,10 @@ class TextOptions:
         """Generate what these options ask for after the prompt ``ids``. Yield pairs: a heading, and a text that may be
         shown under it.
 
-        ``count``: most tokens of a text. ``how``: settings of sampling. ``until``: a text is cut before the first of
-        these strings that it has. ``thoughts``: tags between which the model reasons; the reasoning is not counted as
-        part of an answer. None: the model has no such tags. ``verify``: returns the score of an answer. It is used
-        where the options choose the best of several answers; None: they choose by the model's own confidence.
+        ``count``: largest number of tokens of a text. ``how``: settings of sampling. ``until``: a text is cut before
+        the first of these strings that it has. ``thoughts``: tags between which the model reasons; the reasoning is not
+        counted as part of an answer. None: the model has no such tags. ``verify``: returns the score of an answer. It
+        is used where the options choose the best of several answers; None: they choose by the model's own confidence.
         """
 
         def text_of(written: Sequence[int]) -> str:

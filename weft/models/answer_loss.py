@@ -61,7 +61,7 @@ def answer_loss(
 ) -> T:
     """Return the loss of the answers in ``batch``, from the log-probabilities of their tokens: a float64 scalar.
 
-    ``of``: the loss of pairs, or a policy's. The other arguments are those of
+    ``of``: a loss of pairs of answers, or the loss of a policy. The other arguments are those of
     :func:`weft.models.loss.linear_cross_entropy`.
     """
     labels = batch.labels.flatten()

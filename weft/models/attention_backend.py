@@ -57,8 +57,9 @@ class DecodeRows(NamedTuple):
 
 
 class MeasuredPiece(NamedTuple):
-    """A piece of attention work, and the backend that was measured as fastest for it. ``backend``: the backend.
-    ``piece``: the piece of work, as the backend's ``group`` has made it.
+    """Attention of some new tokens that one call computes, with the backend that was measured as fastest for it.
+    ``backend``: the backend. ``piece``: description of these tokens and their cache blocks, as the backend's function
+    ``group`` has returned it.
     """
 
     backend: "AttentionBackend"
@@ -333,7 +334,8 @@ MEASURED, REMEASURED = "measured", "remeasured"
 
 
 def check_attention(name: str, invariant: bool, ranks: bool) -> None:
-    """Raise :class:`UsageError` if ``name`` is neither "" nor a backend's, or a backend's that could compute nothing.
+    """Raise :class:`UsageError` if ``name`` is not "" or the name of a backend, or if that backend cannot be used with
+    the other options.
 
     ``invariant``: whether no result may depend on the batch. ``ranks``: whether a model is cut over several ranks.
     """

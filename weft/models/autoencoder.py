@@ -36,8 +36,12 @@ FIXED = {"act_fn": "silu", "latents_mean": None, "latents_std": None}
 class AutoencoderSettings(Section):
     """Sizes of an autoencoder, as diffusers' ``config.json`` names them."""
 
-    in_channels: PositiveInt = Field(3, description="Values of a pixel.")
-    latent_channels: PositiveInt = Field(4, description="Values of a latent pixel.")
+    in_channels: PositiveInt = Field(
+        3, description="Number of values (channels) of a pixel of an image."
+    )
+    latent_channels: PositiveInt = Field(
+        4, description="Number of values (channels) of a latent."
+    )
     block_out_channels: tuple[PositiveInt, ...] = Field(
         (64,),
         min_length=1,
@@ -46,25 +50,36 @@ class AutoencoderSettings(Section):
     layers_per_block: PositiveInt = Field(
         1, description="Residual blocks at each resolution; the decoder has one more."
     )
-    norm_num_groups: PositiveInt = Field(32, description="Groups of a norm.")
+    norm_num_groups: PositiveInt = Field(
+        32, description="Number of groups of channels in each group norm."
+    )
     scaling_factor: float = Field(
         0.18215, description="Factor of latents, after 'shift_factor' was taken off."
     )
-    shift_factor: float | None = Field(None, description="Mean of latents.")
-    use_quant_conv: bool = Field(True, description="A product after the encoder.")
-    use_post_quant_conv: bool = Field(True, description="A product before the decoder.")
+    shift_factor: float | None = Field(
+        None,
+        description="Number that is subtracted from latents before they are scaled; if not set: 0.",
+    )
+    use_quant_conv: bool = Field(
+        True, description="Whether a convolution of one pixel follows the encoder."
+    )
+    use_post_quant_conv: bool = Field(
+        True, description="Whether a convolution of one pixel precedes the decoder."
+    )
     mid_block_add_attention: bool = Field(
-        True, description="Attention at the lowest resolution."
+        True, description="Whether there is attention at the lowest resolution."
     )
 
     @property
     def factor(self) -> int:
-        """Pixels along a side of an image for one of its latents."""
+        """Number of pixels, along each side of an image, that one latent stands for."""
         return 2 ** (len(self.block_out_channels) - 1)
 
 
 class PixelResidual(nn.Module):
-    """Two convolutions beside a path without any. ``into``, ``out``: channels; ``groups``: groups of the norms."""
+    """A residual block: two convolutions, whose result is added to the input. ``into``, ``out``: numbers of channels of
+    input and output; ``groups``: groups of the norms.
+    """
 
     def __init__(self, into: int, out: int, groups: int) -> None:
         super().__init__()
@@ -84,7 +99,9 @@ class PixelResidual(nn.Module):
 
 
 class PixelAttention(nn.Module):
-    """Attention with one head, of all pixels to all. ``width``: channels; ``groups``: groups of the norm."""
+    """Attention with one head, in which every pixel attends to all pixels of its image. ``width``: number of channels;
+    ``groups``: groups of the norm.
+    """
 
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
@@ -103,7 +120,9 @@ class PixelAttention(nn.Module):
 
 
 class PixelScale(nn.Module):
-    """A convolution that halves height and width, or one after they were doubled. ``width``: channels."""
+    """Halves height and width of an image by a convolution (``down``), or doubles them and applies a convolution.
+    ``width``: number of channels.
+    """
 
     def __init__(self, width: int, down: bool) -> None:
         super().__init__()
@@ -111,17 +130,19 @@ class PixelScale(nn.Module):
         self.conv = nn.Conv2d(width, width, 3, 2 if down else 1, 0 if down else 1)
 
     def forward(self, x: T) -> T:
-        """Map ``x`` ``[images, width, height, width]`` to half or double of its height and width."""
+        """Map ``x`` ``[images, channels, height, width]`` to half or double of its height and width."""
         ready = F.pad(x, (0, 1, 0, 1)) if self.down else F.interpolate(x, scale_factor=2.0)  # fmt: skip
         scaled: T = self.conv(ready)
         return scaled
 
 
 class PixelStage(nn.Module):
-    """Residual blocks of one resolution, then a change of it. ``last``: whether it stays.
+    """Residual blocks of one resolution, followed by a halving (``down``) or doubling of the resolution, unless
+    ``last``.
 
-    ``into``, ``out``: channels; ``layers``: residual blocks; ``groups``: groups of the norms; ``down``: whether it is
-    one of an encoder.
+    ``into``, ``out``: numbers of channels of input and output; ``layers``: number of residual blocks; ``groups``:
+    groups of the norms; ``down``: whether the stage belongs to an encoder; ``last``: whether it is the last stage,
+    after which the resolution stays.
     """
 
     def __init__(
@@ -137,7 +158,9 @@ class PixelStage(nn.Module):
             self.add_module("downsamplers" if down else "upsamplers", scale)
 
     def forward(self, x: T) -> T:
-        """Map ``x`` ``[images, into, height, width]`` to ``[images, out, ...]``."""
+        """Map ``x`` ``[images, into, height, width]`` to ``[images, out, height', width']``: half or double of height
+        and width, or the same in the last stage.
+        """
         for part in self.children():
             for layer in part.children():
                 x = layer(x)
@@ -145,7 +168,9 @@ class PixelStage(nn.Module):
 
 
 class PixelMiddle(nn.Module):
-    """The blocks of the lowest resolution. ``width``: channels; ``settings``: sizes of the autoencoder."""
+    """The blocks between encoder stages and latents, or latents and decoder stages, at the lowest resolution.
+    ``width``: number of channels; ``settings``: sizes of the autoencoder.
+    """
 
     def __init__(self, width: int, settings: AutoencoderSettings) -> None:
         super().__init__()
@@ -166,7 +191,9 @@ class PixelMiddle(nn.Module):
 
 
 class PixelCoder(nn.Module):
-    """An encoder (``down``) or a decoder. ``settings``: sizes of the autoencoder."""
+    """An encoder from pixels to latents if ``down``, else a decoder from latents to pixels. ``settings``: sizes of the
+    autoencoder.
+    """
 
     def __init__(self, settings: AutoencoderSettings, down: bool) -> None:
         super().__init__()
@@ -190,7 +217,9 @@ class PixelCoder(nn.Module):
         self.conv_out = nn.Conv2d(*last, 3, padding=1)
 
     def forward(self, x: T) -> T:
-        """Map pixels ``[images, channels, height, width]`` to means and variances of latents, or latents to pixels."""
+        """Map pixels ``[images, channels, height, width]`` to means and logarithms of variances of latents if this is
+        an encoder, else latents to pixels.
+        """
         x = self.conv_in(x)
         stages: Any = self.down_blocks if self.down else self.up_blocks
         parts = [*stages, self.mid_block] if self.down else [self.mid_block, *stages]
@@ -215,15 +244,18 @@ class Autoencoder(nn.Module):
             self.post_quant_conv = nn.Conv2d(latents, latents, 1)
 
     def moments(self, pixels: T) -> T:
-        """Return means and logarithms of variances ``[images, 2 latent channels, ...]`` before scale and shift."""
+        """Return means and logarithms of variances of the latents of ``pixels``, ``[images, 2 latent channels, ...]``:
+        first the means. They are not yet shifted and scaled as latents are.
+        """
         both: T = self.encoder(pixels)
         return self.quant_conv(both) if self.settings.use_quant_conv else both
 
     def encoded(self, pixels: T) -> T:
-        """Return the latents ``[images, latent channels, height / factor, width / factor]`` of ``pixels``: their means.
+        """Return the latents of ``pixels``, ``[images, latent channels, height / factor, width / factor]``: the
+        encoder's means, shifted and scaled.
 
-        ``pixels``: from -1 to 1, ``[images, channels, height, width]``, which :attr:`AutoencoderSettings.factor`
-        divides.
+        ``pixels``: ``[images, channels, height, width]``, from -1 to 1. Height and width must be multiples of
+        :attr:`AutoencoderSettings.factor`.
         """
         mean = self.moments(pixels).chunk(2, 1)[0]
         return (mean - (self.settings.shift_factor or 0.0)) * self.settings.scaling_factor  # fmt: skip
@@ -240,7 +272,7 @@ class Autoencoder(nn.Module):
 def autoencoder_settings(config: Mapping[str, Any]) -> AutoencoderSettings:
     """Return the sizes of the autoencoder that diffusers' ``config`` describes.
 
-    Raises :class:`UsageError` for others.
+    Raises :class:`UsageError` if ``config`` describes another class or unknown blocks.
     """
     if (name := config.get("_class_name")) != CLASS_NAME:
         raise UsageError(f"config.json is of {name}, and an autoencoder is {CLASS_NAME}")  # fmt: skip
@@ -275,7 +307,8 @@ def autoencoder_config(settings: AutoencoderSettings) -> dict[str, Any]:
 def open_autoencoder(folder: str | Path) -> Autoencoder:
     """Open the autoencoder in ``folder``, which diffusers or :func:`save_autoencoder` has written.
 
-    Raises :class:`UsageError` or :class:`WeftError` if there is none.
+    Raises :class:`UsageError` if its configuration is not supported, and :class:`WeftError` if its files cannot be
+    read.
     """
     from safetensors.torch import load_file
 

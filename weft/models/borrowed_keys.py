@@ -23,7 +23,9 @@ T = torch.Tensor
 
 
 class LoanPart(NamedTuple):
-    """The tokens ``begin:end`` of a text, whose keys and values another engine holds as loan number ``loan``."""
+    """The tokens ``begin:end`` of a text, whose keys and values another engine holds. Cache blocks that were moved
+    there together form a loan; ``loan`` is its number.
+    """
 
     loan: int
     begin: int
@@ -49,12 +51,13 @@ Partial = tuple[T, T]
 
 
 class BlockLender(Protocol):
-    """Interface to another engine that lends cache blocks: it holds the keys and values of a text's first tokens."""
+    """Interface to another engine (a lender) in whose cache the keys and values of a text's first tokens lie."""
 
     def ask(
         self, layer: int, queries: Sequence[LentQuery], q: T, window: int
     ) -> Callable[[], Partial]:
-        """Send queries of one layer to the lender. Returns a function that waits for their partial attention.
+        """Send queries of one layer to the lender. Return a function that waits for the lender's result: the attention
+        of these queries to the keys that lie there, with its log-sum-exps.
 
         ``layer``: index of the layer; ``queries``: which text each of the queries belongs to; ``q``: the queries
         themselves, ``[queries, heads, width]``; ``window``: the number of tokens that a token sees, itself included; 0:
@@ -73,7 +76,7 @@ class LenderLost(Exception):
 @dataclass(frozen=True)
 class LentBlock:
     """A cache block of a text that lies in the cache of another engine. ``lender``: the other engine; ``loan``: number
-    of the loan of which the block is a part.
+    of the loan, the group of blocks that were moved there together.
     """
 
     lender: BlockLender

@@ -20,8 +20,8 @@ Steps = Generator[None, None, T]
 class GraphPart:
     """A part of a forward pass with an autograd graph of its own, so that its backward can run separately.
 
-    The attribute ``read`` lists the results of this part that later parts use. Each is paired with the detached leaf
-    that stands for it there.
+    Later parts use results of this part in the form of detached leaf tensors. The attribute ``read`` lists pairs of
+    such a result and the leaf that stands for it in a later part.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ class TokenBatch(NamedTuple):
         ``rows``: index of each token in the packed row.
         ``texts``: index in ``tables`` of each token's text.
         ``places``: number of tokens before each token in its text.
-        ``keys``: the most keys that a token sees.
+        ``keys``: largest number of keys that a token sees.
     """
 
     tables: T

@@ -47,16 +47,17 @@ class PolicyFigures:
     )
 
     def add(self, sums: T, maxima: T) -> None:
-        """Add the policy's figures of one pass. ``sums``: in the order of :data:`SUMS`, without the last entries, which
-        are a critic's; ``maxima``: in the order of :data:`MAXIMA`.
+        """Add the figures of a policy in one pass, for the step's means and maxima. ``sums``: sums over the pass's
+        tokens in the order of :data:`SUMS`, without its last entries, which belong to a critic. ``maxima``: maxima over
+        these tokens in the order of :data:`MAXIMA`.
         """
         self.sums = self.sums.to(sums.device)
         self.sums[:-OF_CRITIC] += sums
         self.maxima = torch.maximum(self.maxima.to(maxima.device), maxima)
 
     def add_values(self, sums: T) -> None:
-        """Add the figures of a critic in one pass. ``sums``: the last entries of :data:`SUMS`, those of a critic, in
-        their order.
+        """Add the figures of a critic in one pass, for the step's means. ``sums``: sums over the pass's tokens for the
+        last entries of :data:`SUMS`, which belong to a critic, in their order.
         """
         self.sums = self.sums.to(sums.device)
         self.sums[-OF_CRITIC:] += sums

@@ -151,7 +151,8 @@ def has_kernel_of_bytes(part: int | None = None) -> bool:
 
 
 def kernel_of(codes: T) -> Callable[[T], T]:
-    """Return the quickest function that multiplies rows of unsigned bytes with ``codes`` exactly on this machine.
+    """Return a function that multiplies rows of unsigned bytes with ``codes`` without rounding: the fastest one of this
+    machine.
 
     ``codes``: the weight, ``[out, in]``, of signed bytes.
     """

@@ -24,8 +24,8 @@ class TileBatch(NamedTuple):
         ``counts``: number of tokens of each tile.
         ``places``: number of tokens before the first token of each tile in its text.
         ``texts``: index in ``tables`` of the text of each tile.
-        ``tokens``: the most tokens of a tile, a power of two.
-        ``keys``: the most keys that a token sees.
+        ``tokens``: largest number of tokens of a tile, a power of two.
+        ``keys``: largest number of keys that a token sees.
         ``splits``: number of shares into which the keys are split; 0: as many as keep the device busy.
     """
 

@@ -75,7 +75,9 @@ class DuoFeedForward(Module):
         )
 
     def early(self, x: T, whole: T, seen: object) -> None:
-        """Do nothing and return None, as :meth:`FeedForward.early` does."""
+        """Do nothing and return None: only a mixture of experts, which has the same method, begins work before
+        attention.
+        """
 
     def share(self, whole: T) -> T:
         """Map ``whole`` ``[batch, seq, embed]`` to this rank's part of the output, of the same shape. The output is the

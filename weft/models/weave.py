@@ -399,8 +399,11 @@ def part_inputs(
 
 
 def part_ends(ends: T, part: TokenPart) -> T:
-    """Return where texts begin and end among the tokens of ``part`` of a single row, counted from its first token.
-    ``ends``: where they begin and end in the row.
+    """Return the boundaries of texts within a part of a row: ascending indices ``[boundaries]``, counted from the
+    part's first token. They begin with 0 and end with the part's number of tokens.
+
+        ``ends``: the boundaries of texts in the whole row, which is a single one: the index of each text's first token,
+            and at last the number of all tokens. ``part``: the tokens of the row that the part has.
     """
     return (ends.clamp(part.first, part.last) - part.first).unique()
 

@@ -277,8 +277,8 @@ class Peer:
         """Fetch blocks of shared files, and check them against their hashes.
 
         Returns their bytes in the order of ``names``. ``names``: hashes of the blocks; ``holders``: public keys of
-        peers that have them; ``longest``: most bytes of a block. Each block comes from any of the holders. Raises
-        :class:`PeerError` for a block that cannot be fetched, with the reason for each holder.
+        peers that have them; ``longest``: largest number of bytes of a block. Each block comes from any of the holders.
+        Raises :class:`PeerError` for a block that cannot be fetched, with the reason for each holder.
         """
 
         async def all_() -> list[bytes]:

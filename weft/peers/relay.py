@@ -39,7 +39,7 @@ _CONTEXT = "iroh-relay handshake v1 challenge signature"
 
 
 class Relay:
-    """Relay that forwards packets between the peers of one invitation which cannot reach each other directly.
+    """Relay that forwards packets between peers of one invitation if they cannot reach each other directly.
 
     ``ticket``: keys and address of the relay; ``bind_to``: address at which it listens; ``say``: called with a line of
     text when a peer comes or goes.

@@ -26,9 +26,10 @@ APART = 1 << 32
 
 @dataclass
 class DeviceExchange:
-    """Exchanges vectors between the devices of a run and its server, the first rank. Every rank makes the same calls.
-    ``mesh``: the mesh, whose data parallel ranks share the devices. ``devices``: number of all devices. ``seed``: seed
-    of the compressors' random choices.
+    """Exchanges vectors between the simulated devices of a saddle problem and the server, which is the first rank. Each
+    device has an objective of its own; a rank computes several of them. Every rank makes the same calls. ``mesh``: the
+    mesh, over whose data parallel ranks the devices are divided. ``devices``: number of all devices. ``seed``: seed of
+    the compressors' random choices.
 
     Attributes:
         ``sent``: bytes that this rank has sent to other ranks.
@@ -41,7 +42,7 @@ class DeviceExchange:
 
     @property
     def own(self) -> range:
-        """Numbers of the devices of this rank."""
+        """Numbers of the simulated devices whose objectives this rank computes."""
         count = self.devices // self.mesh.layout.dp
         first = self.mesh.rank("dp") * count
         return range(first, first + count)
@@ -54,10 +55,10 @@ class DeviceExchange:
     def mean(
         self, parts: Sequence[Values], number: int, up: Direction, down: Direction
     ) -> Values:
-        """Send the parts of all devices to the server, and their mean back; return it, as it arrives, on all ranks.
-        Collective. ``parts``: for each device of this rank, a tensor for each parameter. ``number``: number of the
-        exchange, which seeds random choices. ``up``, ``down``: compression on the way to the server and on the way
-        back.
+        """Send the vectors of all devices to the server, and their mean back. Return the mean with its errors of
+        compression, the same on all ranks. Collective. ``parts``: for each device of this rank, a tensor for each
+        parameter. ``number``: number of the exchange, which seeds random choices. ``up``, ``down``: compression on the
+        way to the server and on the way back.
         """
         like = parts[0]
         messages = [

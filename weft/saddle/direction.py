@@ -10,7 +10,7 @@ from weft.sync.compressor import Compressor
 
 @dataclass
 class Direction:
-    """How values are compressed in one direction, to the server or back.
+    """How vectors are compressed in one direction: from the devices to the server, or from the server to the devices.
 
     Attributes:
         ``compressor``: the compressor of the values.
@@ -22,5 +22,7 @@ class Direction:
     residuals: dict[int, Values] | None = None
 
     def nbytes(self, values: Values) -> int:
-        """Return the bytes of a message that has a tensor for each of ``values``."""
+        """Return how many bytes a message takes that has, for each tensor of ``values``, a compressed tensor of the
+        same shape.
+        """
         return sum(self.compressor.nbytes(t.shape, t.dtype) for t in values.values())

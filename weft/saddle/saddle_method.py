@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class SaddleMethod(ABC):
-    """Base of methods that search for saddle points. All devices hold the same parameters, and each evaluates its own
-    part of the objective. ``problem``: the objective; ``exchange``: computes means over devices; ``settings``: the
-    section ``[saddle]``.
+    """Base of methods that search for saddle points. The objective is the mean of the objectives of several simulated
+    devices, which the ranks share. All devices hold the same parameters, and each evaluates its own objective.
+    ``problem``: the objective; ``exchange``: computes means over devices; ``settings``: the section ``[saddle]``.
 
     Attributes:
         ``values``: the parameters, the same on all ranks.
@@ -52,8 +52,8 @@ class SaddleMethod(ABC):
 
     @abstractmethod
     def traffic(self, rounds: int) -> tuple[int, int]:
-        """Return two numbers of bytes for ``rounds`` rounds: those that each device has sent, and those that it has
-        received.
+        """Return how many bytes each device has sent to the server in ``rounds`` rounds, and how many it has received
+        from the server.
         """
 
     def shared(self) -> Values:
@@ -104,13 +104,14 @@ class SaddleMethod(ABC):
 
 
 class Extragradient(SaddleMethod):
-    """The extragradient method for saddle points: a step to look ahead, then a step from the old place by the operator
-    at the place ahead. Devices exchange operators by :meth:`agreed`, whole or compressed.
+    """The extragradient method for saddle points. A round takes a step to a point ahead, then a step from the old point
+    along the operator (the signed gradients of both players) at the point ahead. :meth:`agreed` computes the mean of
+    all devices' operators, compressed or not.
     """
 
     def agreed(self, parts: Sequence[Values], number: int) -> Values:
-        """Return the mean of all devices' operators. ``parts``: those of this rank's devices; ``number``: number of the
-        exchange. Collective.
+        """Return the mean of all devices' operators, their gradients with the sign turned for parameters that maximise.
+        ``parts``: the operators of this rank's devices; ``number``: number of the exchange. Collective.
         """
         return self.whole_mean(parts)
 

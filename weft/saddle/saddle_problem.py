@@ -32,13 +32,13 @@ class Draw(NamedTuple):
 
 
 class SaddleProblem(ABC):
-    """Base of saddle problems: some parameters minimise an objective, others maximise it. Each device has an objective
-    of its own, and the mean of these is the objective. ``settings``: the section ``[saddle]``. ``seed``: seed of all
-    random choices; ``dtype`` and ``device``: type of the parameters, and where they are.
+    """Base of saddle problems: some parameters minimise an objective, others maximise it. The objective is the mean of
+    the objectives of several simulated devices, which have different data. ``settings``: the section ``[saddle]``.
+    ``seed``: seed of all random choices; ``dtype`` and ``device``: type of the parameters, and where they are.
 
     Attributes:
         ``maximised``: names of the parameters that maximise; the others minimise.
-        ``devices``: number of devices.
+        ``devices``: number of simulated devices.
         ``stochastic``: whether evaluations that are not whole take only a few samples.
     """
 
@@ -57,7 +57,9 @@ class SaddleProblem(ABC):
 
     @abstractmethod
     def value(self, number: int, values: Mapping[str, T], draw: Draw) -> T:
-        """Return the objective of device ``number``, a scalar, at the parameters ``values``."""
+        """Return the objective of the simulated device ``number``, a scalar, at the parameters ``values``. ``draw``:
+        random choices, such as the samples that are used.
+        """
 
     @abstractmethod
     def measures(self, values: Mapping[str, T]) -> dict[str, float]:

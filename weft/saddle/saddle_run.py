@@ -23,7 +23,10 @@ from weft.train.training import Outcome
 
 
 def open_saddle(recipe: Recipe, mesh: Mesh) -> SaddleMethod:
-    """Build the saddle method of ``recipe`` with its problem. Its devices are divided over the ranks of ``mesh``."""
+    """Build the method that searches for the saddle point of the recipe's problem. The problem has ``saddle.devices``
+    simulated devices, each with an objective of its own. They are divided equally over the data parallel ranks of
+    ``mesh``, each of which computes the objectives of its devices.
+    """
     settings = recipe.saddle
     assert settings is not None
     dtype = {"float32": torch.float32, "float64": torch.float64}[recipe.train.dtype]

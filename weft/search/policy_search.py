@@ -83,7 +83,8 @@ def search_policy(
     say: Callable[[SearchGeneration], None] = lambda generation: None,
     propose: Propose = lambda best: (),
 ) -> PolicyFind:
-    """Search for a better expression, and judge the best one and all baselines on held-out workloads.
+    """Search for an expression whose policy costs less than the baselines. Judge the best one and all baselines on
+    held-out workloads, and return the result.
 
     ``say``: called after every generation. ``propose``: returns further expressions, such as those of a model.
     """

@@ -58,20 +58,25 @@ class PassWork(NamedTuple):
 
     @property
     def inside(self) -> list[float]:
-        """Numbers on which the seconds in blocks, without experts, depend linearly: 1, tokens, tokens of a small
-        product, texts, keys that are read, and products of queries and keys.
+        """Features of a linear model of the seconds that a pass spends in the model's blocks without experts. In order:
+        1, tokens, tokens up to :data:`FEW` (small matrix products cost more per token), texts, keys that are read, and
+        products of queries and keys.
         """
         _, tokens, texts, _, keys, products = self.step
         return [1.0, tokens, min(tokens, FEW), texts, keys, products]
 
     @property
     def experts(self) -> list[float]:
-        """Numbers on which the seconds in experts depend linearly: chosen experts, rows, and rows of small products."""
+        """Features of a linear model of the seconds that a pass spends in experts. In order: chosen experts, rows, and
+        rows up to :data:`FEW` per chosen expert (small matrix products cost more per row).
+        """
         return [self.chosen, self.rows, min(self.rows, FEW * self.chosen)]
 
     @property
     def outside(self) -> list[float]:
-        """Numbers on which the seconds outside of blocks depend linearly: 1, tokens, texts, and rows of logits."""
+        """Features of a linear model of the seconds that a pass spends outside of the model's blocks. In order: 1,
+        tokens, texts, and rows of logits.
+        """
         return list(self.step[:4])
 
 
@@ -99,8 +104,8 @@ class LayerCost(NamedTuple):
 @dataclass(frozen=True)
 class BatchCosts:
     """Costs of passes of a model whose experts are read into memory layer by layer. ``inside``, ``experts``,
-    ``outside``: seconds per unit of the numbers of :class:`PassWork` of the same names. ``layers``: costs of the
-    experts of each layer.
+    ``outside``: coefficients of linear models of a pass's seconds, one for each feature that the property of the same
+    name of :class:`PassWork` returns. ``layers``: costs of the experts of each layer.
     """
 
     inside: Sequence[float]

@@ -29,8 +29,8 @@ class BatchPlan:
     """How a batch of prompts is continued, and how long this will take.
 
     Attributes:
-        ``limit``: most texts at a time.
-        ``budget``: most tokens of a pass.
+        ``limit``: largest number of texts at a time.
+        ``budget``: largest number of tokens of a pass.
         ``order``: indices of the prompts in the order in which they begin.
         ``bound``: the highest possible rate in new tokens per second, reached with endlessly many prompts.
         ``seconds``: predicted seconds of the whole batch.
@@ -63,8 +63,8 @@ def rate_bound(
     costs: BatchCosts, lengths: np.ndarray, new: int, limit: int, budget: int
 ) -> float:
     """Return the highest rate, in new tokens per second, that is possible with endlessly many such prompts. ``costs``:
-    costs of passes; ``lengths``: tokens of each prompt; ``new``: tokens to generate for each; ``limit``: most texts at
-    a time; ``budget``: most tokens of a pass.
+    costs of passes; ``lengths``: tokens of each prompt; ``new``: tokens to generate for each; ``limit``: largest number
+    of texts at a time; ``budget``: largest number of tokens of a pass.
     """
     prompt = float(lengths.mean())
     # as many texts begin in a pass as end

@@ -119,7 +119,7 @@ def sharegpt_requests(count: int, seed: int) -> list[LoadRequest]:
 
 def read_requests(path: Path, count: int, answer: int) -> list[LoadRequest]:
     """Read the first ``count`` requests of a file of JSON lines. A line is an object with ``prompt`` and optionally
-    ``output_tokens``, the number of tokens to generate, which is ``answer`` if left out.
+    ``output_tokens``, the number of tokens to generate. Without ``output_tokens`` it is ``answer``.
     """
     try:
         rows = [

@@ -48,7 +48,9 @@ class EngineLayout(NamedTuple):
 
 
 class EngineGroup(NamedTuple):
-    """Engines of a placement that are alike. ``engines``: their number. ``layout``: how each of them runs."""
+    """Engines of a placement that have the same role and layout. ``engines``: number of these engines. ``layout``:
+    layout of each of them.
+    """
 
     engines: int
     layout: EngineLayout
@@ -89,8 +91,8 @@ class EnginePlacement:
 class ServiceLimits:
     """Limits of latency that a service is to meet.
 
-    ``ttft``: most seconds to the first token of a request. ``tpot``: most seconds per further token, as a mean of a
-    request.
+    ``ttft``: largest number of seconds from a request's arrival to its first token. ``tpot``: largest mean number of
+    seconds per further token of a request.
     """
 
     ttft: float
@@ -236,9 +238,9 @@ class PlacementSearch:
 
 @dataclass(frozen=True)
 class LayoutNeeds:
-    """Work of a load in numbers of engines of one layout that it keeps fully busy: 1.5 is more than one engine can do.
-    A placement needs at least as many engines. The numbers are infinite if engines of this layout cannot serve the
-    load.
+    """How many engines of one layout a load keeps fully busy. With 1.5, for example, one engine does not suffice; a
+    placement needs at least as many engines as the number says. The numbers are infinite if engines of this layout
+    cannot serve the load.
 
     Attributes:
         ``layout``: the layout.

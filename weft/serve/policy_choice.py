@@ -26,7 +26,8 @@ Build = Callable[[str, int], Engine]
 
 class Candidate(NamedTuple):
     """A scheduling policy with a token budget, and how well both answer a load. ``policy``: value of ``--policy``.
-    ``budget``: most tokens of a step. ``figures``: simulated statistics, under the names of ``vllm bench serve``.
+    ``budget``: largest number of tokens of a step. ``figures``: simulated statistics, under the names of ``vllm bench
+    serve``.
     """
 
     policy: str

@@ -33,11 +33,11 @@ class TrainingOver(WeftError):
 def producer(address: str = "", name: str = "", wait: float = CONNECT_S) -> StreamProducer:  # fmt: skip
     """Connect this simulator to the training that listens at ``address``.
 
-    ``address``: HOST:PORT, which ``stream.listen`` of the training's recipe says; left out in a process that the
-    training has started. ``name``: identifies the simulator, and must be the same when the simulator is started again;
-    left out: the name that the training has given, or else the host's name. Such a simulator needs the training's
-    ``WEFT_SECRET``. ``wait``: seconds to wait for the training. Raises :class:`UsageError` for a wrong address or if
-    the training refuses the simulator, and :class:`WeftError` if nobody listens there.
+    ``address``: HOST:PORT, the value of ``stream.listen`` in the training's recipe; "" in a process that the training
+    has started, which knows it. With an address, the simulator needs the training's secret in ``WEFT_SECRET``.
+    ``name``: identifies the simulator, and must be the same when the simulator is started again; "": the name that the
+    training has given, or else the host's name. ``wait``: seconds to wait for the training. Raises :class:`UsageError`
+    for a wrong address or if the training refuses the simulator, and :class:`WeftError` if nobody listens there.
     """
     where = address or os.environ.get(ADDRESS, "")
     host, _, port = where.rpartition(":")

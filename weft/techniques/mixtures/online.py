@@ -15,7 +15,7 @@ from weft.section import Section
 
 
 class OnlineSettings(Section):
-    """Settings of a mixture of data sources that follows measured losses."""
+    """Settings of a mixture of data sources whose shares follow measured losses."""
 
     mix_every: PositiveInt = Field(
         50, description="Steps between two measurements of the sources' losses."

@@ -30,7 +30,7 @@ CHUNKS = 4
     ),
 )
 class ProductChunks(Overlap):
-    """Cuts the tokens of every row into chunks, which attention and feed-forward compute one after the other.
+    """Cuts the tokens of every row into chunks; attention and feed-forward compute one chunk after the other.
 
     The reduction of a chunk starts as soon as the chunk's product is done, and travels while later chunks are computed.
     The gather of a chunk travels while earlier chunks are computed. The paper triggers reductions in hardware; here the

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class AsgdiffusionSettings(Section):
-    """Settings of ASGDiffusion: size of the image, its tiles, and how far and how long structure guides them."""
+    """Settings of ASGDiffusion: size of the image, overlap of its tiles, how strongly and for how many steps a small
+    copy of the image guides the tiles, and by how many steps other ranks' predictions are stale.
+    """
 
     scale: int = Field(
         2,

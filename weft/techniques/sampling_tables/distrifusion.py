@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class DistrifusionSettings(Section):
-    """Settings of DistriFusion: the age of other bands' keys, and the number of synchronous steps."""
+    """Settings of DistriFusion: by how many steps the keys and values of other ranks' parts of the image are stale, and
+    the number of first steps in which they are not.
+    """
 
     age: int = Field(
         1,

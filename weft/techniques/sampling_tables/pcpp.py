@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class PcppSettings(Section):
-    """Settings of PCPP: the visible part of neighbouring bands, the age of its keys, and the synchronous steps."""
+    """Settings of PCPP: which part of the neighbouring ranks' bands of the image a rank sees, by how many steps its
+    keys and values are stale, and the number of first steps in which they are not.
+    """
 
     part: float = Field(
         0.5,
@@ -29,7 +31,10 @@ class PcppSettings(Section):
     age: int = Field(
         1,
         ge=0,
-        description="How many steps old these keys and values are; 0: a rank waits for those of the same step.",
+        description=(
+            "How many steps old the keys and values of neighbouring bands are that a rank uses; 0: it waits for those "
+            "of the same step."
+        ),
     )
     synchronous: int = Field(
         1,

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class PipefusionSettings(Section):
-    """Settings of PipeFusion: number of patches, and number of steps with fresh keys alone."""
+    """Settings of PipeFusion: number of patches of the image, the number of first steps without stale keys and values,
+    and by how many steps they are stale later.
+    """
 
     patches: int = Field(
         0,

@@ -104,8 +104,8 @@ class Adaptive:
         return arrived
 
     def best(self, numbers: T) -> int:
-        """Return the index of the smallest of ``numbers``, the elements that all ranks send with each option. In a
-        rehearsal, where tensors have no values, the index is 0.
+        """Return the index of the option with which all ranks together send the fewest elements. ``numbers``: number of
+        elements for each option. In a rehearsal, where tensors have no values, the index is 0.
         """
         return int(numbers.argmin()) if has_numbers(numbers) else 0
 

@@ -86,7 +86,7 @@ class OptionTimes:
             self.backward[option] = min(self.backward[option], backward)
 
     def next(self) -> tuple[int, bool]:
-        """Count a pass. Returns the index of the option for this pass, and whether to time it."""
+        """Count a pass. Return the index of the option that this pass uses, and whether the pass is to be timed."""
         at, self.passes = self.passes, self.passes + 1
         if self.left:
             return self.left[at], True

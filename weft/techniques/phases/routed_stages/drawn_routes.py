@@ -9,9 +9,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DrawnRoutes:
-    """Routes of one step. In each microbatch, the islands' stages ``s - 1`` feed their stages ``s`` one to one.
+    """Routes of the microbatches of one step through the pipeline stages of several islands. In each microbatch, stage
+    ``s`` of every island gets its input from stage ``s - 1`` of a random island, and each output is used once.
 
-    ``islands``: their number; ``seed``: seed of the run; ``step``: number of the step, from 0.
+    ``islands``: number of islands; ``seed``: seed of the run; ``step``: number of the step, from 0.
     """
 
     islands: int
@@ -19,22 +20,30 @@ class DrawnRoutes:
     step: int
 
     def sources(self, stage: int, microbatch: int) -> list[int]:
-        """Return for each island the island whose stage before ``stage`` feeds it, a permutation of all islands."""
+        """Return for each island from which island its ``stage`` gets its input of ``microbatch``, the output of the
+        stage before. The result is a permutation of all islands; for stage 0 it is the islands themselves.
+        """
         if stage == 0:
             return list(range(self.islands))
         drawn = np.random.default_rng([self.seed, self.step, stage, microbatch])
         return [int(island) for island in drawn.permutation(self.islands)]
 
     def source(self, stage: int, island: int, microbatch: int) -> int:
-        """Return the island whose stage before ``stage`` feeds ``stage`` of ``island``."""
+        """Return the island from which ``stage`` of ``island`` gets its input of ``microbatch``, the output of the
+        stage before.
+        """
         return self.sources(stage, microbatch)[island]
 
     def target(self, stage: int, island: int, microbatch: int) -> int:
-        """Return the island whose ``stage`` is fed by the stage before it of ``island``."""
+        """Return the island whose ``stage`` gets, in ``microbatch``, the output that ``island`` has computed in the
+        stage before.
+        """
         return self.sources(stage, microbatch).index(island)
 
     def origin(self, stage: int, island: int, microbatch: int) -> int:
-        """Return the island whose samples ``stage`` of ``island`` computes: where their route began."""
+        """Return the island whose samples ``stage`` of ``island`` computes in ``microbatch``: the island at whose stage
+        0 their route began.
+        """
         for s in range(stage, 0, -1):
             island = self.source(s, island, microbatch)
         return island

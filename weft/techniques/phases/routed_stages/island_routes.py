@@ -50,7 +50,9 @@ class RoutedWire:
         return getattr(self.wire, name)
 
     def take(self, value: Value, source: int, purpose: str) -> Any:
-        """Wait for ``value`` from rank ``source`` of this island, and return what its route brings in its place."""
+        """Wait for ``value`` from rank ``source`` of this island, send it to the island where its route goes on, and
+        return the value that arrives from the island of this rank's own route.
+        """
         payload: T = self.wire.take(value, source, purpose)
         if self.routes is None:
             return payload
@@ -123,9 +125,10 @@ class RoutedStages(PhaseFiller):
     ) -> list[tuple[Batch, T]]:
         """Send this island's batches to the islands whose stage computes them; return those that this rank computes.
 
-        Each comes with the number by which its loss is divided. ``own``: this island's batches, one for each
-        microbatch; ``total``: the number of this island; ``origins``: for each microbatch, the island of the batch that
-        this rank computes. The bytes count as control messages.
+        Each batch comes with the number by which its loss is divided. ``own``: this island's batches, one for each
+        microbatch; ``total``: the number by which the losses of this island's batches are divided; ``origins``: for
+        each microbatch, the island of the batch that this rank computes; ``routes``: the routes of the step. The bytes
+        count as control messages.
         """
         island, names = (
             self.streams.island,
