@@ -14,8 +14,10 @@ from weft.net.groups import group_along
 
 
 class AxisGroups(NamedTuple):
-    """The position of this rank in a layout, and its process groups, from which :class:`weft.layout.mesh.Mesh` is
-    made.
+    """The position of this rank in a layout, and its process groups, as :class:`weft.layout.mesh.Mesh` needs them.
+
+    ``place``: this rank's coordinates. ``device_mesh``: the ranks as PyTorch's mesh. ``groups``: process groups by the
+    name of their axis. ``step_group``: the ranks that take a step together.
     """
 
     place: Place
@@ -25,10 +27,10 @@ class AxisGroups(NamedTuple):
 
 
 def axis_groups(layout: Layout, device: torch.device, table: np.ndarray) -> AxisGroups:
-    """Create the process groups of a mesh, or of several meshes of one layout with different ranks; return this
-    rank's.
+    """Create the process groups of one or more meshes that have the same layout, and return those of this rank.
 
-    All ranks of the default process group must call it. ``layout``: the layout of each mesh; ``device``: what this
+    Each mesh has other ranks, and this rank belongs to one of them. All ranks of the default process group must make
+    this call. ``layout``: the layout of each mesh; ``device``: what this
     rank computes on; ``table``: world ranks, ``[mesh, pp, dp, shard, cp, tp]``, ascending along every axis.
     """
     rank = dist.get_rank()

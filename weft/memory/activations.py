@@ -50,9 +50,9 @@ PROFILED = 3
 class HostRoom:
     """Room (stretch of memory) on the host for the storages that a block saves for backward.
 
-    Like :class:`weft.memory.tier_file.Region`, a region of a file, it has ``store`` and ``load``, which copy bytes, and
-    ``run``, which runs such copies in threads. ``size``: bytes; ``pinned``: whether the memory is pinned for copies to
-    and from a GPU; ``threads``: threads that copy.
+    It has the same methods as :class:`weft.memory.tier_file.Region`, a region of a file: ``store`` and ``load`` copy
+    bytes, and ``run`` runs such copies in threads. ``size``: bytes; ``pinned``: whether the memory is pinned for copies
+    to and from a GPU; ``threads``: threads that copy.
     """
 
     def __init__(self, size: int, pinned: bool, threads: Threads) -> None:

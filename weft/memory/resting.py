@@ -232,7 +232,9 @@ class RestingGroup:
 
 @dataclass
 class AccessOrder:
-    """Order in which units of the state were used in the last step, which predicts the unit that is used next.
+    """Order in which the last step used the units of the state. It predicts which unit is used next.
+
+    A unit is a group of parameters that are updated together.
 
     ``following``: for each unit, the unit that was used after it; ``last``: unit that was used last.
     """

@@ -423,8 +423,8 @@ class TierFile:
     def keep(self, path: Path) -> bool:
         """Give the file the name ``path`` in its folder once all that was written is on the disk.
 
-        A process that ends earlier leaves nothing behind. Returns whether there is a file of that name now: another
-        process may have made one with the same content, and some file systems cannot name a file afterwards.
+        A process that ends earlier leaves nothing behind. Returns whether a file of that name exists now. It may be the
+        file of another process, with the same content. It does not exist on file systems that cannot name an open file.
         """
         folder = os.open(self.folder, os.O_RDONLY)
         try:

@@ -87,7 +87,7 @@ class Endpoint:
     """Listener of this process at one address, shared by all channels (named conversations with other processes).
 
     ``host`` and ``port``: where the endpoint listens; for port 0 at any free port. ``encrypt``: which connections are
-    encrypted: "auto" (those that leave this machine and the private network), "always" or "never". ``dialler``:
+    encrypted: "auto" (only those to hosts outside of the private network), "always" or "never". ``dialler``:
     connects this endpoint with others in another way than over TCP, and provides the address at which they reach it.
     Raises :class:`UsageError` if the endpoint cannot listen there.
     """
@@ -391,7 +391,7 @@ def process_endpoint(
     """Return the endpoint of this process. The first call creates it; later calls ignore the arguments.
 
     ``host`` and ``port``: where it listens, by default at :func:`own_address` and any free port; ``encrypt``: which
-    connections are encrypted: "auto" (those that leave this machine and the private network), "always" or "never";
+    connections are encrypted: "auto" (only those to hosts outside of the private network), "always" or "never";
     ``dialler``: connects the endpoint with others in another way than over TCP, and provides its address for them.
     """
     pid = os.getpid()

@@ -77,14 +77,16 @@ def connections_now() -> set[int]:
 
 
 class HangUp:
-    """Breaks off all waits in process groups, by shutting the connections of the groups. Create it before the groups.
+    """Breaks off all waits in process groups, by shutting the groups' connections.
 
-    It cannot tell the groups' connections from others, as gloo also connects later. So it shuts every connection that
-    has appeared in this process since it was created, except sockets given to :func:`spare`. Call ``hang_up()`` in any
-    thread. Call ``close()`` when no thread waits in any of the groups any more; nothing is shut after that. ``stuck``:
-    function that is called in another thread if the main thread keeps waiting although the connections are shut.
-    ``kept``: connections, by inode, of groups that are older than this object. ``everything`` (attribute): whether the
-    connections of all groups were shut.
+    Create the object before the groups. It cannot tell their connections from others, as gloo may connect at any time.
+    So it shuts every connection that this process has opened since the object was created, except the sockets that were
+    given to :func:`spare`. Call ``hang_up()`` in any thread to shut them. Call ``close()`` when no thread waits in any
+    of the groups any more; nothing is shut after that.
+
+    ``stuck``: function that is called in another thread if the main thread keeps waiting although the connections are
+    shut. ``kept``: connections, by inode, of groups that are older than this object. ``everything`` (attribute):
+    whether the connections of all groups were shut.
     """
 
     def __init__(

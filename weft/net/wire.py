@@ -229,8 +229,8 @@ class Session:
         """Read the next frame (a head in JSON and a raw payload), as a generator.
 
         The generator yields writable buffers, one after another. The caller fills each of them with the next received
-        bytes, and then resumes the generator, which returns the frame at its end. ``place(head, size)``: returns the
-        buffer for the frame's payload of ``size`` bytes; by default a new buffer is allocated. Raises
+        bytes, and then resumes the generator. At its end the generator returns the frame. ``place(head, size)``:
+        returns the buffer for the frame's payload of ``size`` bytes; by default a new buffer is allocated. Raises
         :class:`WireForged` if received data does not match its seal.
         """
         yield (fixed := memoryview(bytearray(_FRAME.size)))

@@ -78,10 +78,10 @@ def work(seconds: Mapping[str, float]) -> float:
 
 
 def ratio(seconds: float, middle: float, whole: float) -> float:
-    """Return how many times as long as the median a stage takes: ``seconds`` divided by ``middle``.
+    """Return the seconds of a stage relative to the median: about ``seconds`` divided by ``middle``.
 
-    ``whole``: seconds of the complete save or load. If the stage is a small part of it, the result is closer to 1
-    than the plain ratio, so that a difference of 1 ms does not look like a slow rank.
+    ``whole``: seconds of the complete save or load. For a short stage of a long save the result is closer to 1 than the
+    plain ratio. A difference of 1 ms then does not look like a slow rank.
     """
     damp = NOISE * whole or 1e-9
     return (seconds + damp) / (middle + damp)

@@ -84,9 +84,9 @@ def greedy(
 
     Plans are made for several limits of a document's time, and the fastest plan is returned. A limit is a share of the
     ideal time of the step. A document gets as many ranks as its memory needs, and more if it would otherwise take
-    longer than the limit. If it needs several ranks, those that are free first compute one pass together. Some of them
-    may have to wait for that pass. Documents that need one rank fill this waiting time first. The rest of these go to
-    the least busy ranks, longest document first.
+    longer than the limit. A document on several ranks goes to the ranks that will be free soonest. They compute it
+    together in one pass, for which some of them may have to wait. Documents that need one rank first fill this waiting
+    time. The remaining ones go to the least busy ranks, longest document first.
     """
     need = _ranks_needed(lengths, capacity, ranks)
     plans = [

@@ -60,8 +60,8 @@ class HeldStages:
     def users(self, name: str) -> list[int]:
         """List the indices of this rank's stages that compute with the parameter ``name``.
 
-        For a parameter that is cut over the vocabulary, the list has only the index that schedules give this rank's
-        share of the vocabulary: the number of stages plus the rank.
+        A share of a parameter that is cut over the vocabulary counts as a stage of its own in schedules. For such a
+        parameter the list has only the index of this rank's share: the number of stages plus the rank along ``pp``.
         """
         if self._of_vocabulary(name):
             return [share_stage(len(self.stages), self.mesh.rank("pp"))]

@@ -201,8 +201,9 @@ class StripedLatents(StripedKeys):
 
 
 class SplitStates(StatePages):
-    """Cache pages of linear attention, which hold the states of this rank's share of the heads for the tokens of all
-    ranks.
+    """Cache pages of linear attention, where each rank computes some of the heads for the tokens of all ranks.
+
+    A rank's pages hold the states of its own heads.
 
     ``stripes``: which tokens of the present forward pass this rank owns.
     """

@@ -316,8 +316,8 @@ def _learn(weight: TiledWeight, tile: WeightTile, grad: T, rows: T | None) -> No
 def tiled_names(model: Transformer) -> set[str]:
     """Return the names of the weights of ``model`` that can be tiled: those of projections within its blocks.
 
-    Weights of which a rank uses some rows only (key/value heads that ``tp`` does not divide) are left whole, as are
-    those with the same input.
+    If ``tp`` does not divide the key/value heads, a rank uses only some rows of the weights that make them. Such
+    weights cannot be tiled, and neither can the other projections with the same input.
     """
     names = set[str]()
     for module in model.blocks.modules():

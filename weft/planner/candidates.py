@@ -233,16 +233,18 @@ def variants(
     places: Sequence[int],
     tied: bool = True,
 ) -> Plan:
-    """Return variants of ``plans`` with secondary partitions (ZeRO++ hpZ), and with state away from the device.
+    """Return ``plans`` together with variants of them.
 
-    A variation is tried only where it may help. A secondary partition may help where ZeRO-3 gathers across slow links
-    and memory is left. State away from the device may help where device memory is not enough.
+    There are three kinds of variants: "secondary" (secondary partitions, ZeRO++ hpZ), "away" (state on the host or in
+    files) and "overlap" (one half of the tokens computes while the sums of the other half travel over ``tp``). A
+    variant is made only where it may help. A secondary partition may help where ZeRO-3 gathers across slow links and
+    memory is left. State away from the device may help where device memory is not enough.
 
-    ``fits``: which plans fit in memory. ``cheap``: which plans may be varied, for the keys "secondary", "overlap" and
-    "away"; these are the plans that might become the fastest if the variation cost no time. ``wanted``: values that the
-    user demands, by field of :class:`Plan`. Demanded variations are tried even where they do not help. ``places``: the
-    places to try for state (host, file), as indices into :data:`weft.recipe.PLACES`. ``tied``: whether the output layer
-    is the table of embeddings.
+    ``fits``: which plans fit in memory. ``cheap``: for each kind, which plans are worth a variant: those that might
+    become the fastest if the variation cost no time. ``wanted``: values that the user demands, by field of
+    :class:`Plan`. Demanded variants are made even where they do not help. ``places``: the places to try for state
+    (host, file), as indices into :data:`weft.recipe.PLACES`. ``tied``: whether the output layer is the table of
+    embeddings.
     """
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.

@@ -38,8 +38,8 @@ class EngineConstants:
             ``inner``.
         ``level``: 1 if pipelines are cut into stages of equal work, where the output layer counts in proportion to its
             weights; 0 if into stages of equally many layers.
-        ``stops``: 1 if full recomputation of a layer stops at the last tensor that backward needs, which leaves out
-            the layer's last product; 0 if it repeats the whole layer.
+        ``stops``: 1 if full recomputation of a layer stops at the last tensor that backward needs, and so does not
+            repeat the layer's last product; 0 if it repeats the whole layer.
         ``weaves``: 1 if the program can compute half of the tokens while sums of the others travel over ``tp``.
         ``whole``: 1 if experts are never cut over ``tp``; 0 if they are, unless the ranks of ``tp`` are among those
             over which experts are spread.

@@ -19,8 +19,7 @@ PARTS = 4
 def fullest_link(flows: int, links: int) -> float:
     """Return the mean number of flows on the fullest of ``links`` links, if each flow is hashed to one at random.
 
-    The number of ways to place the flows with at most ``m`` on each link is a coefficient of a power of a truncated
-    exponential series, which is computed exactly.
+    The result is exact: for each ``m``, the probability that no link has more than ``m`` flows is computed.
     """
     mean, before = 0.0, 0.0
     for most in range(flows + 1):

@@ -70,7 +70,7 @@ def phase_times(
 
     If ``staleness`` is not 0, ``rollout_s`` of a record is only the time for which training waited for answers. The
     returned time to write is then the time of training plus the mean of these waits. If :func:`writers_waited` is true
-    for the run, this sum is too large: the writers were idle for a part of it.
+    for the run, this sum is only an upper bound of the time to write, because the writers were idle at times.
     """
     known = [phase for phase in phases[1:] if "train_s" in phase]
     if len(known) < 2:

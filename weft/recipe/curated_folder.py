@@ -40,8 +40,9 @@ def read_card(folder: Path) -> dict[str, Any] | None:
 def name_curated_data(tree: dict[str, Any], chosen: set[str]) -> None:
     """Set kind, path and field of those sources of the recipe ``tree`` whose path is the folder of a data run.
 
-    Token files are read if they are of the recipe's tokenizer, or if the recipe names none and starts from no model;
-    else the documents are read. ``chosen``: keys that the command line has set; a kind of the user's own stays.
+    Token files are read if the recipe's tokenizer made them, or if the recipe names no tokenizer and starts from no
+    model; else the documents are read. ``chosen``: keys that the command line has set. If ``data.kind`` is among them,
+    nothing is changed.
     """
     data = tree.get("data")
     if not isinstance(data, dict) or "data.kind" in chosen:

@@ -16,9 +16,9 @@ from weft.registry import Registered, find
 class Saddle(HostSection):
     """Section on saddle points: values that minimise over some parameters what others maximise.
 
-    The objective is a sum of parts, and a device stands for one part: it computes gradients of its part and exchanges
-    them with the others. Each rank computes for some of the devices, so that the result does not depend on the number
-    of ranks.
+    The objective is the mean of the objectives of several devices. A device computes gradients of its own objective,
+    and sends them to a server, the first rank. The ranks of a run share the devices equally, so that the result does
+    not depend on the number of ranks.
     """
 
     hosts: ClassVar[Mapping[str, str]] = {

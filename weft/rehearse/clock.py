@@ -47,8 +47,8 @@ class Far:
     """Model of the time that collectives and messages take over links that are much slower than the fastest link.
 
     The measured curves (:mod:`weft.rehearse.curves`) leave such links out. ``links``: the measured links between the
-    processes of the probe. ``groups``: the groups that communicate at the same time, and so share slow links. Its key
-    is the ranks of one group. Its value has the ranks of all groups that run the same collective at once, one row per
+    processes of the probe. ``groups``: which groups communicate at the same time, and so share slow links. A key is the
+    ranks of one group; its value is a table of all groups that run the same collective at once, one row of ranks per
     group. ``workers``: for each rank, the process of the probe whose links the rank is taken to have.
     """
 

@@ -174,8 +174,8 @@ def at_hand(
 ) -> tuple[SearchResult, list[Final]]:  # fmt: skip
     """Rehearse the best layouts for several numbers of ranks, and compare them.
 
-    Returns two results. The second is the list of rehearsed layouts that fit in memory, fastest first; if none fits, it
-    has all rehearsed layouts. The first is the search to which the first layout of this list belongs.
+    Returns ``(searched, finals)``. ``finals``: the rehearsed layouts that fit in memory, fastest first; all rehearsed
+    layouts if none fits. ``searched``: the search to which the fastest of them belongs.
 
     ``founds``: a search for each number of ranks. ``local``: the probed machine. ``recipe_of``: function that returns
     the recipe of a layout. ``rehearse``: function that returns the rehearsals of a recipe's step, one per rank.

@@ -31,7 +31,7 @@ class Handover(NamedTuple):
 
 
 class Company(Presence):
-    """Decides which islands take part in which exchange, for islands that come and go.
+    """Decides which islands take part in each exchange, in a run whose islands come and go.
 
     ``party``: follows the views (sets of members) of the run for this rank, and so knows the present islands.
     """

@@ -48,7 +48,9 @@ ROOM = 3
 
 
 class LayerMove(NamedTuple):
-    """Change of a layer's rank. ``source``, ``target``: coordinates along ``pp`` before and afterwards."""
+    """Move of a layer to another rank. ``layer``: its index; ``source``, ``target``: coordinates of the old and the
+    new rank along ``pp``.
+    """
 
     layer: int
     source: int
@@ -85,8 +87,9 @@ def layer_moves(job: Job, before: Layout, after: Layout) -> list[LayerMove]:
 def can_copy_ahead(job: Job, state: State) -> bool:
     """Return whether layers can be copied to another rank while training goes on, by repeating their updates there.
 
-    That needs an update rule that works element by element, a state on the device, and no technique or postponed
-    update. ``job``: the checked recipe; ``state``: this rank's state.
+    That needs an update rule that works element by element, and a state on the device. There may be no technique that
+    changes the step, no postponed update, and no expert that has moved between ranks. ``job``: the checked recipe;
+    ``state``: this rank's state.
     """
     recipe, optimizer = job.recipe, state.optimizer
     asked = AskedRecipe(**dict(recipe), shape=job.shape)
@@ -315,9 +318,9 @@ class LayersAhead:
             self._thread.join(DIAL_S)
 
     def parts(self, step: int) -> Iterator[tuple[str, Part]]:
-        """Yield name and values of each tensor that this rank has received, if all are as they were after ``step``.
+        """Yield the name and the values of each tensor of the layers that this rank has received.
 
-        Nothing is yielded if a layer is incomplete, or of another step.
+        Nothing is yielded unless all these layers are complete, and have their values after step number ``step``.
         """
         if not self._sources or {*self._ends} != self._sources:
             return

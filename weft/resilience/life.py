@@ -185,8 +185,8 @@ class Party(Protocol[R_co]):
     def enter(self, view: View) -> ViewEntry:
         """Make ``view`` (a set of members) the present one.
 
-        The result says whether this rank can take part in the view, and whether all members must agree on one more
-        view, because another member cannot take part.
+        The result says whether this rank can take part in the view. It also says whether another member cannot, so that
+        all members must agree on one more view.
         """
 
     def stay(self) -> R_co:

@@ -33,8 +33,8 @@ class Recovery:
     Attributes:
         ``epoch``: number of the old view.
         ``progress``: progress of the run at that state.
-        ``gives``: for each new rank, the segments that it sends to the others, as pairs: the old rank from whose state
-            the copy of the segment was made, and the segment's number.
+        ``gives``: for each new rank, the segments that it sends to the others. A segment is given as a pair: the old
+            rank whose state was copied, and the segment's number.
         ``helpers``: pairs of a new rank and a lost old rank. The new rank has a copy of what only the old one held, and
             sends it.
         ``differing``: new ranks whose copies differ from those of most ranks that held the same parts. These copies are

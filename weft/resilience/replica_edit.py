@@ -74,7 +74,9 @@ class KeptModel:
         )
 
     def edit(self, recipe: Recipe, mesh: Mesh, recorder: Recorder) -> Built:
-        """Connect model and state to the process groups of ``mesh``, and return them; discard an unfinished step.
+        """Connect the kept model and state to the process groups of ``mesh``. Returns the model and the state.
+
+        Gradients and postponed updates of an unfinished step are discarded.
 
         ``recipe``: the recipe of the new view. ``recorder``: records the passes of the next steps.
         """

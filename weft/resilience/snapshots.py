@@ -62,9 +62,10 @@ def why_none(recipe: Recipe) -> str:
 def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]:
     """Return for every rank its buddy: the rank that keeps a copy of its part of the state.
 
-    If there are several machines, the buddy is a rank of another machine: where possible, the first rank of a machine
-    has the first rank of the next machine, and so on. On a single machine the buddy is the next rank. A single rank is
-    its own buddy. A rank that is about to leave becomes a buddy only if no staying rank can be it.
+    With several machines, the buddy is a rank of another machine, so that the copy survives the loss of a machine.
+    Where possible, the buddy of a machine's first rank is the first rank of the next machine, and so on. On a single
+    machine the buddy is the next rank. A single rank is its own buddy. A rank that is about to leave becomes a buddy
+    only if there is no other choice.
 
     ``machines``: the machine of each rank; ``leaving``: ranks that are about to leave.
     """

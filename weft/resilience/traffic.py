@@ -67,9 +67,10 @@ def planned_order(matrix: np.ndarray, layout: Layout) -> list[int] | None:
 
 
 def ordered_view(view: View, order: Sequence[int], before: View | None) -> View:
-    """Return ``view`` with its members sorted by the position of their numbers in ``order``; all others follow.
+    """Return ``view`` with its members in the order in which ``order`` lists their numbers.
 
-    ``before``: the previous view of this rank, from which the ranks of lost members are taken.
+    Members whose numbers are not in ``order`` come last. ``before``: the previous view of this rank. It tells which
+    ranks the lost members had, as stated in ``view.lost``.
     """
     place = {number: index for index, number in enumerate(order)}
     ranks = sorted(

@@ -29,8 +29,8 @@ class DiffusionSettings(Section):
         (),
         max_length=3,
         description=(
-            "Height and width of an image, or frames, height and width of a video. If not set, those of "
-            "the data."
+            "Height and width of an image, or frames, height and width of a video. If not set, the sizes "
+            "are those of the data."
         ),
     )
     channels: NonNegativeInt = Field(

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dim:
-    """A named dimension of ``count`` units of ``unit`` elements each.
+    """A named dimension of a parameter. It consists of ``count`` blocks of ``unit`` elements, such as attention heads.
 
-    Axes of the mesh cut it between units and never inside of one; the rows of an attention head, for example, are a
-    unit.
+    Axes of the mesh cut the dimension only between these blocks, so that each head stays on one rank.
     """
 
     name: str

@@ -141,7 +141,7 @@ class Shape:
 
     @property
     def active_parameters(self) -> Num:
-        """Number of the parameters that a token uses: all but those of the experts that it is not routed to."""
+        """Number of the parameters that a token uses: all parameters except those of experts that it does not pass."""
         unused = self.expert_weights - self.chosen_weights
         return self.parameters - self.layers * unused
 

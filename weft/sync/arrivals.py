@@ -366,10 +366,10 @@ class Gathering:
         A job is one gradient that is to be computed in several rounds. The round is over once all jobs that have begun
         are decoded, or all ranks have sent their results.
 
-        The result is infinity before the first result has come. It is infinity too while a job needs more results of
-        this round, that is, while the job could not be decoded even with all results of later rounds. In all other
-        cases it is ``(1 + patience) * first``. Late ranks are not needed then, and get this time because they are often
-        in time in the next rounds.
+        The returned time is infinite before the first result of a rank has come. It is also infinite while a job cannot
+        do without further results of this round: even all results of later rounds would not suffice to decode it. In
+        all other cases the time is ``(1 + patience) * first``. Late ranks are not needed then. They still get this
+        time, because ranks that have sent a result late are often in time in the next rounds.
 
         Raises :class:`PeerLost` if a gradient needs a rank that has left.
 

@@ -347,8 +347,7 @@ def square_norm(
 def reduced(
     state: State, mesh: Mesh, looked_at: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's gradients by parameter name, summed over the ranks that hold or computed a share of a
-    parameter.
+    """Return this rank's gradients by parameter name, summed over all ranks that have computed a part of them.
 
     ``looked_at``: whether the caller reads the gradients at once. If not, gradients that go to the host or to a file
     may still be on their way.

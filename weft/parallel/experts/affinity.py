@@ -100,7 +100,7 @@ def place_experts(
         ``loads``: for each layer, the number of tokens routed to each expert (:func:`loads_of`).
         ``ranks``: number of ranks.
         ``level``: weight of even loads. The variance of the ranks' loads, relative to the mean load, counts against an
-            assignment times ``level``. 0: loads do not matter.
+            assignment, multiplied by ``level``. 0: loads do not matter.
         ``starts``: number of random assignments to begin at.
     """
     total = sum(counts.sum() for counts in steps)

@@ -40,8 +40,8 @@ class ChosenExperts(TableUnit):
     The arguments are those of :class:`weft.parallel.units.TableUnit`; each parameter is a stack with a row per expert.
 
     Attributes:
-        ``counts``: numbers of experts that passes have used ("used"), that were in memory already when the router had
-            chosen them ("hits"), and that were read but not used ("idle").
+        ``counts``: three numbers of experts. "used": experts that passes have used. "hits": those of them that were in
+            memory already when the router chose them. "idle": experts that were read but not used.
         ``waited``: seconds for which computation has waited for reads and exchanges.
     """
 

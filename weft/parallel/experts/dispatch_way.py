@@ -23,8 +23,9 @@ class DecodePass(Protocol):
     """
 
     def takes(self, spans: Sequence[Span]) -> bool:
-        """Return whether :meth:`run` can compute a step whose new tokens are ``spans``; none of these uses an
-        adapter.
+        """Return whether :meth:`run` can compute a step whose new tokens are ``spans``.
+
+        The caller asks only for steps in which no text uses an adapter.
         """
 
     def run(self, row: Tensor, spans: Sequence[Span]) -> Tensor:

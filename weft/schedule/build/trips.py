@@ -95,8 +95,8 @@ class Trips:
         ``where``: the rank of every stage on its path, in order; ``step``: how many of its forwards and backwards
         have started. Memory is in units of ``costs.size``.
 
-        The input of a postponed weight gradient (tape) counts only at the moment when it is stored. Later it is no
-        obstacle: a rank that needs memory can run the weight gradient at any time, which frees the tape.
+        The input of a postponed weight gradient (tape) counts only at the moment when it is stored. Later a rank can
+        free this memory at any time, by running the weight gradient.
         """
         key = (m, step, *where)
         if key not in self.claims:

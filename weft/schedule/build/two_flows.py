@@ -13,9 +13,9 @@ from weft.schedule.actions import Entry
 def two_flows(half: int, near: int, count: int) -> list[Entry]:
     """Return the order of actions of one rank in DualPipe, in which microbatches enter the pipeline at both ends.
 
-    Each entry is ``(kind, flow, number)``. Flow 0 are the microbatches that enter at the rank's own end, flow 1 those
-    that come from the other half. ``number`` counts the microbatches of a flow from 0. A backward is one action B, or
-    two: I (input gradient) and W (weight gradient).
+    Each entry is ``(kind, flow, number)``. Flow 0 has the microbatches that enter at the rank's own end of the
+    pipeline, and flow 1 has those that enter at the other end. ``number`` counts the microbatches of a flow from 0. A
+    backward is one action B, or two: I (input gradient) and W (weight gradient).
 
     ``half``: number of ranks from one end of the pipeline to its middle; ``near``: distance of this rank from its end,
     0 for the rank at the end; ``count``: microbatches in each flow, at least ``2 * half``.

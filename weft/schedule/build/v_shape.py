@@ -22,8 +22,8 @@ class Pattern:
     """Times of the passes of one microbatch in a V-shaped schedule, counted in slots of equal length.
 
     In such a schedule a microbatch passes all ranks down to the last and then up again, so that each rank holds two
-    stages. F and I are the forward and the input gradient of a rank's stage on the way down, F' and I' those of its
-    stage on the way up.
+    stages. F and I are the forward and the input gradient of a rank's stage on the way down. F' and I' are those of the
+    rank's stage on the way up.
 
     Attributes:
         ``steps``: for each of F, F', I' and I, the number of slots from this pass on one rank to the same pass on the
