@@ -68,8 +68,8 @@ class Layout(Section):
             "How ranks of tp that generate add up their parts of a layer's output. 'star': all send to the first rank, "
             "which adds and sends back; 'direct': each sends to all; 'ring': pieces go round; 'two-level': within "
             "hosts first, then between them; 'gloo': the all-reduce of PyTorch. 'auto': whichever is measured as "
-            "fastest, for few and for many tokens. Empty: PyTorch's reduce-scatter and all-gather, between which norms "
-            "are computed in parts."
+            "fastest, for few and for many tokens. Empty: PyTorch's reduce-scatter and all-gather; between these, each "
+            "rank computes the norms of its share of the tokens."
         ),
     )
     pp: int = Field(
@@ -242,8 +242,8 @@ class Layout(Section):
         ge=0,
         description=(
             "Number of pieces in which tokens are sent to experts, so that one piece travels "
-            "while another is computed. 1: all at once. 0: as many, up to 8, as leave each "
-            "message at least 1 MiB."
+            "while another is computed. 1: all at once. 0: up to 8 pieces, but only so many that "
+            "each message has at least 1 MiB."
         ),
     )
     lsh: int = Field(

@@ -39,7 +39,8 @@ class Launches:
         ``name``: name of the trace.
         ``seconds``: seconds from its first event to its last.
         ``kernels``: number of kernels.
-        ``waited``: sum over kernels of the time from the kernel's launch to its start (TKLQT).
+        ``waited``: sum over kernels of the time from the kernel's launch to its start (total kernel launch and
+            queuing time, TKLQT).
         ``floor``: mean time from launch to start of the tenth of the kernels that start soonest after their launch.
         ``busy``: share of the trace's duration in which a kernel runs.
         ``mean``: mean time of a kernel, or of an operator if there is no device.
@@ -59,7 +60,7 @@ class Launches:
 
     @property
     def queued(self) -> float:
-        """Mean microseconds from a kernel's launch to its start (TKLQT per kernel)."""
+        """Mean microseconds from a kernel's launch to its start: :attr:`waited` divided by the number of kernels."""
         return self.waited / max(1, self.kernels)
 
     @property

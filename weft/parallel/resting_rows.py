@@ -54,7 +54,7 @@ class RestingRows:
         return cast("Region | None", getattr(group, "region", None))
 
     def bring(self, rows: T) -> BroughtRows:
-        """Read the rows with these ascending numbers."""
+        """Read the rows with the ascending numbers ``rows`` into memory, and return them."""
         if self._region is None:
             return BroughtRows(rows, self.tensor[rows], torch.arange(len(rows)))
         blocks = torch.unique(rows // self.block)

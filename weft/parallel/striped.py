@@ -66,7 +66,7 @@ class Stripes:
 
     @property
     def count(self) -> int:
-        """The number of rows that this rank owns."""
+        """Number of rows (new tokens of this forward pass) that this rank owns."""
         return self.counts[self.rank]
 
     def _cut(self, spans: Sequence[Span]) -> list[list[Span]]:

@@ -126,7 +126,7 @@ class ProgressRun:
 
     @property
     def complete_before(self) -> bool:
-        """Whether the run was complete when it was resumed: no step was taken."""
+        """Whether the run was already complete when it was resumed, so that this process has taken no step."""
         return self.progress.step == self._begun_at > 0
 
     def asked_to_stop(self) -> bool:

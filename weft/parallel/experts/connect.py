@@ -35,9 +35,10 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
 def count_pieces(layout: Layout, tokens: T, choice: Choice) -> int:
     """Return into how many chunks the tokens of a pass are cut before dispatch, the same number on all ranks.
 
-    It is ``layout.pieces`` if that is not 0. If it is 0, the number is such that a message has about one MiB. It is
-    then 1 (no cut) without gradients, and where ranks may have different numbers of tokens. ``tokens``:
-    ``[tokens, embed]``; ``choice``: the experts that they are routed to.
+    If ``layout.pieces`` is not 0, the result is that number. If it is 0, the result is the largest number up to 8 with
+    which a message has at least 1 MiB. In that case tokens are not cut (1) where no gradients are computed, or where
+    ranks may have different numbers of tokens. ``tokens``: ``[tokens, embed]``; ``choice``: the experts to which the
+    tokens are routed.
     """
     # documents by length, a prompt: unequally many
     if layout.pieces or layout.balance or not torch.is_grad_enabled():
