@@ -201,8 +201,8 @@ class SavedActivations:
             passes.
         ``report``: function that is called with the profile and the chosen number, as a dict for the metrics.
 
-    Two attributes count bytes. ``sent``: bytes whose move off the device has begun so far. ``peak``: most bytes of
-    saved tensors that were on the device at once.
+    Two attributes count bytes. ``sent``: bytes whose move off the device has begun so far. ``peak``: largest number of
+    bytes of saved tensors that were on the device at once.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ class BlockCost(NamedTuple):
 class BlocksSaving(NamedTuple):
     """Effect of moving the activations of the first blocks off the device, or of recomputing them.
 
-    ``blocks``: number of these blocks; ``bytes``: most bytes of activations on the device at once; ``seconds``: time of
-    forward and backward.
+    ``blocks``: number of these blocks; ``bytes``: largest number of bytes of activations on the device at once;
+    ``seconds``: time of forward and backward.
     """
 
     blocks: int

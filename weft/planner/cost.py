@@ -213,7 +213,7 @@ class AxisLink(NamedTuple):
     """Speed of collectives between the ranks along one axis of a layout.
 
     ``bandwidth``: bytes per second that each rank sends. ``ring_latency``: seconds that a collective in a ring takes
-    beside the transfer of its bytes. ``tree_latency``: the same for a collective in a tree.
+    in addition to the transfer of its bytes. ``tree_latency``: the same for a collective in a tree.
     """
 
     bandwidth: Num

@@ -50,7 +50,7 @@ class EngineConstants:
         ``constant``: GiB of context, communication buffers and fragmentation, as measured.
         ``saved``: bytes kept for backward per token and unit of width, outside attention and feed-forward.
         ``vocab``: bytes per logit.
-        ``chunk``: the most tokens whose logits are in memory at a time.
+        ``chunk``: largest number of tokens whose logits are in memory at a time.
         ``gathered``: the part of ``saved`` that ``tp`` does not cut, because inputs of products are gathered.
         ``inside``: number of tensors of the feed-forward's inner width that are saved beside gate, up and their
             product.

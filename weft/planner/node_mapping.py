@@ -115,8 +115,9 @@ def flow_seconds(
 def map_nodes(
     flows: Sequence[Flows], links: NDArray[np.float64], seed: int = 0
 ) -> NodeMapping:
-    """Return the assignment of nodes to places for which communication takes least time; ``i`` to ``i`` if none is
-    faster.
+    """Return the assignment of nodes to places with which communication takes least time.
+
+    If no assignment is faster than the usual one, node ``i`` gets place ``i``.
 
     ``flows``: transfers along every axis; the times of the axes add up. ``links``: bandwidth in GB/s from each node to
     each other, ``[nodes, nodes]``. ``seed``: seed of the simulated annealing, which is used if there are more than

@@ -60,9 +60,9 @@ class Piece:
         ``forward``: seconds of a forward.
         ``both``: seconds of a forward and its backward together.
         ``kept``: bytes kept for backward.
-        ``working``: most bytes that are in use while the part runs, without the kept ones and without gradients of
+        ``working``: largest number of bytes in use while the part runs, without the kept ones and without gradients of
             weights.
-        ``lean``: most bytes that a forward needs if no backward follows.
+        ``lean``: largest number of bytes that a forward needs if no backward follows.
         ``update``: seconds of the optimizer.
         ``weights``, ``gradients``, ``slots``: bytes of weights, of their gradients and of optimizer state.
     """

@@ -36,7 +36,7 @@ class Rehearsal:
     """Events of one rank in one rehearsed step, and the memory of its tensors.
 
     ``events``: the rank's work, collectives and messages, in order. ``state``: bytes of the tensors that are alive
-    before the step. ``peak``: the most bytes of tensors that are alive at a time.
+    before the step. ``peak``: largest number of bytes of tensors that are alive at a time.
     """
 
     events: Sequence[Event]

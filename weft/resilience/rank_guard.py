@@ -71,7 +71,7 @@ class RankGuard(Watching):
             checkpoint, or begins the run.
         ``slow``: slow ranks and the reaction to them.
         ``wished``: layout of the present view without regard to slow ranks.
-        ``ahead``: layers on their way to other ranks, beside the steps; None if there are none.
+        ``ahead``: copies layers to other ranks while training goes on; None if no layers are on their way.
         ``progress``: progress through steps and data.
         ``seconds``: duration of each stage of the change to the present view.
         ``since``: time (``time.monotonic``) at which the previous view ended.

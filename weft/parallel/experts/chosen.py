@@ -297,8 +297,8 @@ def _choose(unit: ChosenExperts, module: object, given: tuple[T, ...]) -> None:
 
 
 def prefetch_report(units: Sequence[ChosenExperts]) -> str:
-    """Return a line for the user about the experts of ``units``: numbers used, read early, and read in vain, and
-    seconds waited.
+    """Return a line for the user about the experts of ``units``: how many were used, were read
+    early, and were read without use, and the seconds for which computation has waited.
 
     The line is empty if no expert was used.
     """

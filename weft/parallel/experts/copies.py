@@ -67,7 +67,7 @@ class Copies:
 
     A slot is a position in a rank's stack of expert weights. When the routing counts of a step are known, a plan of
     copies is made in another thread. The layer's next pass waits for it. Once :func:`let_experts_move` has been called,
-    experts also change their owners now and then.
+    experts may also change their owners after a step.
 
     Attributes:
         ``ranks``: the ranks that hold the layer's experts.
