@@ -259,8 +259,8 @@ def read_token(values: Sequence[Any]) -> TokenMessage:
 
 
 def score_values(said: LogProbability) -> list[Any]:
-    """Return the JSON form of a token's log-probability: a list of this number and of ``[id, log-probability]`` pairs
-    of the likeliest tokens.
+    """Return the JSON form of a token's log-probability: a list of this number, and of a list with a pair ``[id,
+    log-probability]`` for each of the likeliest tokens.
     """
     return [said[0], [*said[1].items()]]
 

@@ -46,8 +46,8 @@ class EngineView(NamedTuple):
 
 
 class DispatchRequest(NamedTuple):
-    """What a dispatch policy knows of a request. ``tokens``: length of its text so far; ``session``: name of the
-    conversation or user that it belongs to, which may be empty; ``priority``: smaller is more urgent.
+    """What a dispatch policy knows of a request. ``tokens``: number of tokens of its text so far; ``session``: name of
+    the conversation or user that the request belongs to, or ""; ``priority``: a smaller number is more urgent.
     """
 
     tokens: int

@@ -17,9 +17,9 @@ from weft.generate.keys import chained_keys, root_key
 
 @dataclass
 class EarlyEvents:
-    """Events of an answer that is moving, which its new engine sends before the router knows that the move is complete.
-    They are passed on afterwards. ``tokens``, ``begun``, ``failures``: lists of the answer's entries under these names
-    in messages of the engine.
+    """Events of an answer that moves to another engine. The new engine may send them before the router knows that the
+    move is complete; the router passes them on afterwards. ``tokens``, ``begun``, ``failures``: the answer's entries in
+    the lists of these names in the new engine's messages.
     """
 
     tokens: list[Any] = field(default_factory=list)
@@ -140,8 +140,8 @@ class EngineLink:
 
     def tries(self, flight: Flight) -> bool:
         """Return whether the engine may get ``flight``, an answer that may be suspected of making engines crash. An
-        engine has at most :data:`SUSPECTS` suspected answers at a time. An accused answer, which probably is the cause,
-        gets an engine without any other suspect.
+        engine has at most :data:`SUSPECTS` suspected answers at a time. An accused answer (:attr:`Flight.accused`) gets
+        only an engine without any other suspect.
         """
         if not flight.suspected:
             return True
@@ -171,7 +171,7 @@ class EngineLink:
         self.outbox.put(*call.message(call.number))
 
     def note_beat(self, beat: EngineBeat) -> None:
-        """Update what is known of the engine from a sign of life, ``beat``."""
+        """Update the engine's load and the usage of its cache from ``beat``, a sign of life of the engine."""
         self.beat = beat
         self.cache.note_beat(beat.load.used + beat.demand, beat.taken)
 

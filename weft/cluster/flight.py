@@ -34,8 +34,8 @@ class EngineLoss(NamedTuple):
 
 
 def blame_of(losses: Sequence[EngineLoss]) -> int:
-    """Return how much the ``losses`` of engines that had the same request speak for this request as their cause; a
-    larger number says more.
+    """Return how likely a request is the cause of the ``losses`` of engines that had it: the sum of
+    :attr:`EngineLoss.blame`. The larger the number, the more likely.
     """
     return sum(loss.blame for loss in losses)
 
@@ -122,8 +122,8 @@ class Flight:
 
     @property
     def unproved(self) -> bool:
-        """Whether another answer may have caused the last engine's crash, because this answer was not alone among
-        suspects there. It is then tried once more.
+        """Whether another answer may have caused the crash of the last engine, because that engine had other suspected
+        answers too. This answer is then tried once more.
         """
         return not self.alone
 

@@ -16,7 +16,8 @@ KEEP_S = 60.0
 
 def kept_key(key: str, request: AnswerRequest) -> str:
     """Return the key under which an engine keeps the answer to ``request``: a hash of ``key``, which the client has
-    chosen, and of everything on which the answer depends. With a key of another request nobody gets this answer.
+    chosen, and of everything on which the answer depends. As the request is part of the hash, nobody gets this answer
+    with the key of another request.
     """
     head, (ids,) = submit_message(0, request, ())
     asked = {name: head[name] for name in head if name not in ("workflow", "keys")}  # fmt: skip

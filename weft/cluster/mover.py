@@ -53,10 +53,10 @@ def send_away(
     """Move ``generation`` from the engine of ``thread`` to the engine whose endpoint is at ``address``. Block until the
     request has moved, or goes on here because the move has failed.
 
-    ``channel``: channel by which the other engine is dialled. ``hello``: first message to the other engine, which
-    describes the request. ``tell``: function that is called with every token that is still written here, or with None
-    if this engine fails. ``after_first``: whether the request stays here until its first token is written; its blocks
-    are sent while its prompt is computed.
+    ``channel``: channel by which the other engine is dialled. ``hello``: the first message to the other engine, a
+    description of the request. ``tell``: function that is called with every token that is still written here, or with
+    None if this engine fails. ``after_first``: whether the request stays here until its first token is written; its
+    blocks are sent while its prompt is computed.
     """
     payload, left = 0, 0.0
     layers: SimpleQueue[MoveFrame] = SimpleQueue()

@@ -22,7 +22,7 @@ def ending_of(error: OSError) -> str:
 class Outbox:
     """Sends messages over ``connection`` in the order in which they are put, in a thread of its own. ``beat``: function
     that gets a number, from 1 on, and returns the sign of life with it; one is sent every ``every`` seconds. If a
-    message cannot be sent, the connection is closed, which also ends waiting reads.
+    message cannot be sent, the connection is closed, and reads that wait on it end.
     """
 
     def __init__(

@@ -178,9 +178,9 @@ COUNTS = {
 
 class AnswerState(Protocol):
     """What is known about one answer beside its tokens. ``hits``: number of the prompt's tokens whose keys and values
-    were in the cache already. ``prompt_scores``: for each token of the prompt from the second one on, its
-    log-probability and a mapping from the ids of the likeliest tokens to theirs. The list is complete when the answer's
-    first event comes.
+    were in the cache already. ``prompt_scores``: for each token of the prompt from the second one on, a pair: the
+    log-probability of this token, and the log-probabilities of the likeliest tokens at its place by their ids. The list
+    is complete when the answer's first event comes.
     """
 
     #: Tokens of the prompt that were in the cache already.

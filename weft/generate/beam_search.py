@@ -81,7 +81,7 @@ class Search:
 
     @property
     def least(self) -> float:
-        """Least score that a text needs in order not to be pruned: that of the best ended text, less the search's
+        """Smallest score with which a text is not pruned: the score of the best ended text minus the search's
         ``prune``.
         """
         return max((ended.score for ended in self.ended), default=-inf) - self.prune

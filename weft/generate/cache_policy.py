@@ -23,10 +23,10 @@ NONE = "none"
 
 
 class TextBlocks(Protocol):
-    """What a cache policy may use of the scheduler. ``pool``: all cache blocks. ``running``: texts that have blocks.
-    ``moves``: pairs of block numbers (from, to), which the next step copies before it computes. ``moved_blocks``:
-    number of blocks that have moved to the host. ``relief``: functions that are called in turn when no block is free;
-    each returns whether it has freed one.
+    """Interface of the scheduler, as far as a cache policy may use it. ``pool``: all cache blocks. ``running``: texts
+    that have blocks. ``moves``: pairs of block numbers (from, to), which the next step copies before it computes.
+    ``moved_blocks``: number of blocks that have moved to the host. ``relief``: functions that are called in turn when
+    no block is free; each returns whether it has freed a block.
     """
 
     pool: BlockPool

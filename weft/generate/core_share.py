@@ -74,14 +74,14 @@ class ShareSource(Protocol):
     """Interface of an object that says which fraction of the cores a phase may use."""
 
     def present_share(self) -> float:
-        """Return the part of the cores that the phase may use now, from 0 to 1."""
+        """Return the fraction of the cores that the phase may use now, from 0 to 1."""
 
 
 class Pacer:
     """Keeps a phase of computation within its share of ``cores``, if :meth:`pace` is called often while it computes.
-    ``source``: says what the share is at the moment. ``last``: whether the phase takes the last cores instead of the
-    first. ``apply``: sets the threads and cores of this process to a share. ``rest``: function that waits for a number
-    of seconds, and may return earlier.
+    ``source``: says which share of the cores the phase may use at the moment. ``last``: whether the phase takes the
+    last cores instead of the first. ``apply``: sets the threads and cores of this process to a share. ``rest``:
+    function that waits for a number of seconds, and may return earlier.
     """
 
     def __init__(

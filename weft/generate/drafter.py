@@ -59,7 +59,7 @@ class Drafter:
     def look_early(self, texts: Sequence[EarlyText], logits: torch.Tensor) -> None:
         """Take the logits ``[rows, vocab]`` of an early layer, while the pass's later layers have not run yet.
 
-        ``texts``: the requests for which the pass samples tokens, and which rows are theirs.
+        ``texts``: the requests for which the pass samples tokens, each with the indices of its rows.
         """
 
 

@@ -133,11 +133,13 @@ class KeptUsage(NamedTuple):
 
 
 class KeptBlocks(Protocol):
-    """Interface to the cache blocks that are kept outside the engine's cache, in host memory or files."""
+    """Interface of the object that keeps copies of cache blocks outside the engine's cache, in host memory or files,
+    and fetches them for requests.
+    """
 
     def settle(self) -> None:
-        """Store the blocks that have become full, and write blocks that have been fetched into the cache. The engine
-        calls this between two steps.
+        """Copy the engine's cache blocks that have become full to host memory or files, and write blocks that have been
+        fetched from there into the cache. The engine calls this between two steps.
         """
 
     def pause(self) -> None:
@@ -146,7 +148,9 @@ class KeptBlocks(Protocol):
         """
 
     def usage(self) -> KeptUsage:
-        """Return how many blocks were looked for, read and stored so far. This may be called in any thread."""
+        """Return how many blocks requests have looked for outside the cache, and how many were read and stored there so
+        far. This may be called in any thread.
+        """
 
     def weights_changed(self, version: int, fingerprint: str) -> None:
         """Use no blocks of earlier weights any more. ``version``, ``fingerprint``: number and hash of the new weights;
@@ -431,9 +435,8 @@ class Engine:
         generation.finished = generation.finished or "stop"
 
     def hand_on_prompt(self, generation: Generation) -> None:
-        """Let an unfinished text with the same prompt as ``generation`` compute this prompt. It is called when
-        ``generation``, which was to compute the prompt for all of them, is cancelled. Nothing happens if no such text
-        is left.
+        """Choose another text to compute the prompt of ``generation``, which has been cancelled. Texts with the same
+        prompt wait until one of them has computed it. Nothing happens if no unfinished text waits for ``generation``.
         """
         if left := [sibling for sibling in generation.siblings if not sibling.finished]:
             left[0].siblings, generation.siblings = left[1:], []
@@ -634,7 +637,7 @@ class Engine:
         return self.reader.summary() if isinstance(self.reader, Leader) else ""
 
     def policy_usage(self) -> PolicyUsage:
-        """Return what the cache policy has saved so far, on this rank."""
+        """Return how much attention and memory the cache policy has saved so far, on this rank."""
         selectors = [getattr(each, "selector", None) for each in self.reader.pages]
         reads = [each.reads for each in selectors if each is not None]
         return PolicyUsage(

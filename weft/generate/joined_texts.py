@@ -121,8 +121,8 @@ class Thread:
 
     @property
     def seen(self) -> list[PrefixView]:
-        """All that a text behind this one attends to: first what this text's last piece attends to, then that piece
-        itself.
+        """The pieces of text to which a piece behind this text attends, in order: first those to which this text's last
+        piece attends, then that last piece.
         """
         return [
             *self.pieces[-1].context,

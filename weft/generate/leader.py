@@ -134,8 +134,8 @@ def check_dispatch(layout: Layout, shape: ModelShape | None) -> None:
 
 
 def of_parameters(layout: Layout) -> Layout:
-    """Return the layout by which the parameters are cut for generation under ``layout``: the ranks of ``cp`` become
-    ranks of ``dp``, along which only experts are cut.
+    """Return the layout by which the model's parameters are cut for generation under ``layout``. It has the ranks of
+    ``cp`` as ranks of ``dp`` instead: they hold the same parameters, apart from experts.
     """
     order = layout.order.replace("cp", "dp")
     return Layout(

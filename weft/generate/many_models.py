@@ -16,10 +16,10 @@ def members_of(
     family: ModelFamily, folders: Sequence[Path], tokenizer: Tokenizer, taken: Collection[str],
     warn: Callable[[str], None],
 ) -> dict[str, FamilyMember]:  # fmt: skip
-    """Return the models in ``folders`` by their names, without reading their weights yet. ``family``: the models of one
-    shape, of which the engine has opened the first, the base. ``tokenizer``: the base's tokenizer. ``taken``: names
-    that are in use. ``warn`` prints a line. Raises :class:`UsageError` for a name that is taken, and for models of
-    another shape or tokenizer than the base.
+    """Return descriptions of the models in ``folders`` by their names, without reading their weights yet. ``family``:
+    the models of one shape that the engine may have. The engine has already opened one of them, the base.
+    ``tokenizer``: the base's tokenizer. ``taken``: names that are in use. ``warn`` prints a line. Raises
+    :class:`UsageError` for a name that is taken, and for models of another shape or tokenizer than the base.
     """
     members = {}
     for folder in folders:

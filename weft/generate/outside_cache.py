@@ -129,7 +129,9 @@ class OutsideCache:
             wait(futures, IDLE_S, FIRST_COMPLETED)
 
     def usage(self) -> KeptUsage:
-        """Return what the blocks in the source have been used for so far. This may be called in any thread."""
+        """Return how many blocks requests have looked for, and how many the source has given and taken so far. This may
+        be called in any thread.
+        """
         tiers = self.source
         sources = tiers.usages() if isinstance(tiers, TieredBlocks) else []
         return KeptUsage(self.looked, sources)
@@ -143,7 +145,7 @@ class OutsideCache:
         self.name = cache_name(self.engine, fingerprint)
 
     def close(self) -> None:
-        """Store the full blocks that are not stored yet, and close the source."""
+        """Store the full cache blocks that are not stored yet, and close the memory or files that keep them."""
         self._keep(self._full)
         self._full = []
         self.source.close()

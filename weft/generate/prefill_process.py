@@ -160,8 +160,8 @@ class PrefillProcess:
         self._watched = float(self._control[BEAT]), time.monotonic()
 
     def has_ended(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for the end of the pass under way. Return whether the pass is over,
-        completed or lost.
+        """Wait up to ``seconds`` for the end of the pass under way. Return whether it has ended: it is complete, or the
+        process that computed it is gone.
         """
         try:
             if self._pipe.poll(seconds):

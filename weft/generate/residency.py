@@ -39,8 +39,8 @@ class Residency:
         self.switches = 0
 
     def enter(self, name: str, now: float) -> bool:
-        """Return whether a request to the model ``name``, which comes at the time ``now``, may run at once. If not, the
-        request counts as waiting.
+        """Note a request to the model ``name`` that has come at the time ``now``, and return whether it may run at
+        once. If not, the request counts as waiting.
         """
         if name in self.running and name not in self.closed:
             self.running[name] += 1
@@ -50,11 +50,11 @@ class Residency:
         return False
 
     def leave(self, name: str) -> None:
-        """Note that a request to the model ``name``, which ran, has ended."""
+        """Note that a running request to the model ``name`` has ended."""
         self.running[name] -= 1
 
     def give_up(self, name: str, came: float) -> None:
-        """Forget a request to the model ``name`` that has waited since the time ``came``, because nobody wants its
+        """Forget the waiting request to the model ``name`` that came at the time ``came``, because nobody wants its
         answer any more.
         """
         self.waiting[name].remove(came)
@@ -69,7 +69,9 @@ class Residency:
         return min(came) + self.bound / 2 if came else None
 
     def admit(self, name: str) -> int:
-        """Let all waiting requests to the model ``name``, which has been read, run; return their number."""
+        """Note that the model ``name`` has been read into memory: all requests that wait for it run from now on. Return
+        the number of these requests.
+        """
         count = len(self.waiting.pop(name, []))
         self.running[name] = self.running.get(name, 0) + count
         self.running.move_to_end(name)

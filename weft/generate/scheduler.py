@@ -42,7 +42,7 @@ class ScheduledStep(NamedTuple):
 
 
 class OutsideBlocks(Protocol):
-    """Interface to the cache blocks that are kept outside the pool, in host memory or files."""
+    """Interface of the object that keeps copies of cache blocks outside the pool, in host memory or files."""
 
     def find(self, request: Request, keys: Sequence[bytes]) -> int:
         """Return how many of ``keys``, from the first one on without a gap, are kept outside the pool. ``keys``: keys

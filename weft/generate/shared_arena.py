@@ -77,7 +77,7 @@ class SharedArena:
         return self.room(name, value.shape, value.dtype).copy_(value)
 
     def alias(self, name: str, other: str) -> T:
-        """Give the tensor named ``other`` the second name ``name``; return the tensor."""
+        """Let the tensor named ``other`` be found under ``name`` too; return the tensor."""
         self.tensors[name] = self.tensors[other]
         return self[name]
 

@@ -77,7 +77,9 @@ class StepWatch:
         self._again = 0.0
 
     def begin(self, step: ScheduledStep) -> None:
-        """Note the work of ``step``. Call this before the step is computed."""
+        """Note the amount of work of ``step``, the six numbers of :func:`work_of`. Call this method before the step is
+        computed.
+        """
         self._work = work_of(step)
 
     def end(self, seconds: float) -> None:

@@ -26,8 +26,8 @@ END_S = 10.0
 
 
 def open_tickets(group: dist.ProcessGroup) -> "TicketWriter | TicketReader":
-    """Open the connection over which the first rank of ``group`` sends messages to all others of it. Return a writer on
-    the first rank and a reader on each other rank. All ranks of the group must call it.
+    """Open the connection over which the first rank of ``group`` sends messages to all other ranks of the group. Return
+    a writer on the first rank and a reader on each other rank. All ranks of the group must call this function.
     """
     # The store of the default process group; PyTorch has no public way to it.
     store, rank = dist.distributed_c10d._get_default_store(), group.rank()

@@ -229,6 +229,8 @@ def base_of(shape: ModelShape) -> ModelShape:
 
 
 def base_weight(name: str) -> str:
-    """Return the path of the weight that the parameter ``name`` of an adapter adapts."""
+    """Return the name, in the model, of the weight that an adapter changes. ``name``: full name of one of the adapter's
+    parameters.
+    """
     rows = {rows: VOCABULARY[weight] for weight, rows in ROWS.items()}
     return rows.get(name) or name.rpartition(".")[0].replace(ADAPTERS, ".")

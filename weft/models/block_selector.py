@@ -23,7 +23,8 @@ T = torch.Tensor
 class NewTokens(Protocol):
     """What a :class:`BlockSelector` may read of the new tokens of a forward pass. ``spans``: for each text, its new
     tokens. ``slots``: for each new token, its index in the cache, counted over the tokens of all blocks. ``prepared``:
-    values that the selector of the first layer leaves here for those of the other layers, by a key of its own.
+    values that the selector of the first layer leaves here for the selectors of the other layers, under a key that no
+    other kind of selector uses.
     """
 
     @property

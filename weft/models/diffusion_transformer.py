@@ -408,8 +408,8 @@ class DiffusionTransformer(Transformer):
         return self.of_prediction(self.head(x, signals.time))
 
     def of_prediction(self, values: T) -> T:
-        """Return the prediction in ``values`` ``[batch, seq, values]``, the last layer's output, without the variances
-        that some models predict beside it.
+        """Return the prediction of the noise, image or velocity, ``[batch, seq, values]``. ``values``: the last layer's
+        output. Some models also predict variances there; these are removed.
         """
         if not self.settings.variance:
             return values

@@ -35,8 +35,8 @@ def dropped(x: T, share: float, draws: T, name: str, first: int) -> T:
     """Apply dropout to ``x`` ``[batch, seq, channels]``: set a fraction ``share`` of its elements to zero, and scale up
     the rest. Which elements are zero does not depend on the layout.
 
-    ``draws``: random bits of each token, ``[batch, seq]``; ``name``: name of the weight that is multiplied with ``x``,
-    which makes the choice differ between weights. ``x`` may be a part of the weight's input; ``first`` is then the
+    ``draws``: random bits of each token, ``[batch, seq]``; ``name``: name of the weight that is multiplied with ``x``;
+    weights with different names get different zeros. ``x`` may be a part of the weight's input; ``first`` is then the
     index, in the whole input, of its first channel.
     """
     channels = (torch.arange(first, first + x.shape[-1], device=x.device) + 1) * STEP
@@ -54,7 +54,7 @@ def dropped_part(x: T, share: float, name: str, mesh: Mesh) -> T:
     (:func:`weft.models.drawing.drawing`). Elsewhere ``x`` is returned unchanged.
 
     ``x``: ``[batch, seq, embed]``, or this rank's tokens of it, ``[batch, seq/tp, embed]``; ``share``: share of
-    elements that become zero; ``name``: name of the part, which makes the choice differ between parts.
+    elements that become zero; ``name``: name of the part; parts with different names get different zeros.
     """
     draws = current_draws()
     if draws is None:

@@ -329,7 +329,7 @@ def add_gradient(parameter: T, gradient: T) -> None:
 
 
 def runs_grouped(rows: T) -> bool:
-    """Return whether one grouped product computes all experts at once, which is so only on a GPU.
+    """Return whether one grouped product computes all experts of ``rows`` at once. This is the case only on a GPU.
 
     On a CPU one expert after the other is as fast, and an expert's hidden units are still in the cache when they are
     used.

@@ -102,7 +102,7 @@ def is_wide(q: T) -> bool:
 
 
 def takes_cudnn(q: T) -> bool:
-    """Return whether attention of ``q`` ``[batch, heads, seq, head_dim]`` is computed by cuDNN."""
+    """Return whether attention with the queries ``q`` ``[batch, heads, seq, head_dim]`` is computed by cuDNN."""
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and q.shape[2] >= 128
     return fits and torch.backends.cuda.cudnn_sdp_enabled() and _has_cudnn(q.device)
 

@@ -241,8 +241,8 @@ def hf_values(
     """Return a function that reads initial values from the safetensors of ``folder``.
 
     The function takes a parameter's name, its whole tensor and a box, reads only this box, and can be given to
-    :func:`weft.parallel.build.parallelize`. ``shape``: the model, which decides the tensors' names; None: the names
-    that most models use.
+    :func:`weft.parallel.build.parallelize`. ``shape``: shape of the model, on which the names of the tensors depend;
+    None: the names that most models use.
     """
     stored = HuggingFaceFolder(folder)
 

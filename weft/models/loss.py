@@ -267,7 +267,9 @@ def token_scores(
 
 
 def with_gradient_of(value: T, weighted: Callable[[], T]) -> T:
-    """Return ``value`` with the gradients of another scalar, which ``weighted()`` returns.
+    """Return the scalar ``value`` with the gradients of another scalar, which ``weighted()`` returns. Losses of whole
+    answers are computed in this way: ``value`` is the loss, and the other scalar is a sum over tokens that has the same
+    gradients.
 
     ``weighted`` is not called where no gradient is needed.
     """

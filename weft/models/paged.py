@@ -88,7 +88,8 @@ class Reading:
             computed in one call. A size is added when a layer first needs it.
         ``rows``: the texts of a step in which each computes one token; None: ``spans`` has the texts. No backend then
             reads anything on the host.
-        ``prepared``: what the first layer's selector has prepared for those of the other layers, by a key of its own.
+        ``prepared``: values that the first layer's selector has left for the selectors of the other layers, under a key
+            that no other kind of selector uses.
     """
 
     spans: Sequence[Span]
@@ -126,8 +127,8 @@ class Pages:
         ``spare``: number of blocks behind the texts' blocks that the tensor always has, for tokens of no text.
         ``reserved``: the fewest blocks that the tensor gets.
         ``growing``: lock that is held while the tensor is replaced by a larger one.
-        ``written``: function that is called when the layer has written keys and values of a pass's new tokens; None:
-            none is.
+        ``written``: function that is called when the layer has written keys and values of a pass's new tokens; None: no
+            function is called.
     """
 
     reading: Reading

@@ -123,8 +123,8 @@ class PartKeys:
 
 def part_starts(cu_seqlens: T, tokens: int, part: TokenPart) -> T | None:
     """Return where documents begin and end among the tokens of ``part``, counted from its first token; None if a
-    document that began in an earlier part goes on in it. ``cu_seqlens``: where documents begin and end in whole rows of
-    ``tokens`` tokens.
+    document that began in an earlier part goes on in ``part``. ``cu_seqlens``: where documents begin and end in whole
+    rows of ``tokens`` tokens.
     """
     ends, size = [0], part.last - part.first
     for begin, end in pairwise(cu_seqlens.tolist()):

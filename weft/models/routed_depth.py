@@ -101,6 +101,8 @@ class DuoFeedForward(Module):
         return scatter_tokens(self.share(gather_tokens(x, self.mesh)), self.mesh)
 
     def steps(self, x: T, seen: object = None, early: object = None) -> Steps:
-        """Compute :meth:`forward` as a generator that never yields."""
+        """Compute :meth:`forward` as a generator that never yields, because no transfer interrupts this feed-forward. A
+        mixture of experts has the same method. The generator returns the result.
+        """
         yield from ()
         return self(x)

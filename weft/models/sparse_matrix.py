@@ -35,7 +35,7 @@ class SparseMatrix(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the three parts."""
+        """Number of bytes of bitmap, values and offsets together."""
         return self.bitmap.nbytes + self.values.nbytes + self.offsets.nbytes
 
 
@@ -52,7 +52,7 @@ def sparse_matrix(weight: T) -> SparseMatrix:
 
 
 def dense_rows(matrix: SparseMatrix, first: int, last: int) -> T:
-    """Return the rows from ``first`` to ``last`` of ``matrix`` with their zeros: ``[last - first, columns]``."""
+    """Return the rows ``first:last`` of ``matrix`` as a dense tensor with their zeros: ``[last - first, columns]``."""
     bits = torch.arange(8, dtype=torch.uint8, device=matrix.bitmap.device)
     kept = (matrix.bitmap[first:last, :, None] >> bits & 1).bool()
     kept = kept.flatten(1)[:, : matrix.columns]

@@ -120,7 +120,7 @@ class Sparse(nn.Module):
         return y
 
     def dense(self, first: int, last: int) -> T:
-        """Return the weight's rows from ``first`` to ``last`` with their zeros."""
+        """Return the weight's rows ``first:last`` as a dense tensor with their zeros: ``[last - first, in]``."""
         if self.kernel is None:
             return dense_rows(self.matrix, first, last)
         tile = torch.empty(last - first, self.matrix.columns)

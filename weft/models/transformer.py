@@ -291,8 +291,8 @@ class Block(Module):
     def body(
         self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
     ) -> T:
-        """Compute :meth:`forward`, which may wrap this method in recomputation. The arguments and the result are the
-        same.
+        """Compute the block; the arguments and the result are those of :meth:`forward`. That method calls this one, and
+        runs it again in backward if activations are recomputed.
         """
         x, early = self.after_attention(x, rope, cu_seqlens, seen)
         with drawing(rope[2:]):
@@ -547,8 +547,8 @@ class Transformer(Module):
         return output
 
     def packed(self, x: Any) -> T:
-        """Return ``x``, the output of a block in any form, as one tensor that can be sent to another rank, which then
-        runs the next block.
+        """Return the output ``x`` of a block, in any form, as one tensor. The tensor can be sent to the rank that runs
+        the next block.
         """
         if self.shape.residual == "ladder":
             from weft.models.ladder import packed_stream
@@ -583,7 +583,7 @@ class Transformer(Module):
     def rows(self) -> Any:
         """The rows of an output layer that an adapter trains.
 
-        None if there are none, or if the output layer is tied to the embedding.
+        None if no rows are trained, or if the output layer is tied to the embedding.
         """
         return self.outputs.adapters["head"] if len(self.outputs.adapters) else None
 

@@ -83,7 +83,7 @@ class BlockShelf:
     def read(self, name: bytes) -> bytes | None:
         """Return the block whose hash is ``name``, or None if no file has it.
 
-        The receiver checks the hash, as the file may have changed since it was hashed.
+        The receiver has to check the hash, because the file may have changed since it was hashed.
         """
         if name in self._indices:
             return self._indices[name]

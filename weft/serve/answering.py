@@ -321,7 +321,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def left(request: Request) -> None:
-    """Wait until the client of ``request`` has disconnected; return nothing."""
+    """Wait until the client of ``request`` has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

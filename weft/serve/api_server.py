@@ -76,8 +76,8 @@ class ApiServer:
         self.ending = False  # no answer is awaited any more
 
     def app(self, rules: GateRules | None = None) -> Any:
-        """Return the ASGI application for uvicorn, which checks requests by ``rules``; None: default rules. When the
-        application ends, it closes the backend.
+        """Return the ASGI application for uvicorn. It checks requests by ``rules`` (None: default rules), and closes
+        the backend when it ends.
         """
 
         @asynccontextmanager

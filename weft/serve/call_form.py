@@ -29,8 +29,8 @@ class WrittenCall(NamedTuple):
     """A tool call that was found in a text, which may end in the middle of the call.
 
     Attributes:
-        ``name``: name of the tool as the model has written it, which may be any JSON value; None while it is
-            incomplete.
+        ``name``: the tool's name as the model has written it, not necessarily a string but any JSON value; None while
+            it is incomplete.
         ``so_far``: text of the call's arguments up to now; None if it is not certain where they begin.
         ``arguments``: the complete arguments as JSON; None while they are incomplete.
         ``end``: index in the text behind the complete call.

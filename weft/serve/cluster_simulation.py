@@ -217,9 +217,9 @@ class ClusterSimulation:
 
     ``dispatch``: chooses the engine for a new request. After an engine of the role ``prefill`` has processed a prompt,
     the engine with the most free memory per answer goes on, as in the real router. ``link``: speed at which the
-    request's cache blocks are then sent; None if no engine has that role. ``delays``: what the service adds to the
-    times of its engines; without it, times are those at the engines. ``seed``: draws at which moments engines tell the
-    router how full they are.
+    request's cache blocks are then sent; None if no engine has that role. ``delays``: seconds that HTTP, router and
+    processes add to the times at the engines; by default none. ``seed``: seed of the random moments at which engines
+    tell the router how full they are.
 
     Raises :class:`WeftError` if no engine of the cluster can take a request.
     """
@@ -608,9 +608,9 @@ def simulate_cluster(
 
     ``dispatch``: chooses the engine for a new request. After an engine of the role ``prefill`` has processed a prompt,
     the engine with the most free memory per answer goes on, as in the real router. ``link``: speed at which the
-    request's cache blocks are then sent; None if no engine has that role.
-    ``delays``: what the service adds to the times of its engines. ``seed``: draws at which moments engines tell the
-    router how full they are.
+    request's cache blocks are then sent; None if no engine has that role. ``delays``: seconds that HTTP, router and
+    processes add to the times at the engines; by default none. ``seed``: seed of the random moments at which engines
+    tell the router how full they are.
     """
     played = ClusterSimulation(engines, load, dispatch, link, delays, seed).run()
     return [request.outcome for request in played]

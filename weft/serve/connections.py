@@ -93,9 +93,9 @@ def check_head(lines: list[bytearray], size: int) -> None:
 class GuardedProtocol(H11Protocol):
     """A connection of uvicorn's server with time limits for everything that it waits for. ``most``: largest number of
     such connections at the same time. ``given``, ``more``: arguments of uvicorn's own class. The attribute ``waits``
-    says what the connection waits for: ``head`` or ``body`` of a request; ``rest``, the rest of a body whose request
-    has already been answered; ``end``, the client's closing of the connection after a refusal; or ``idle``, a further
-    request. Each of these has its own time limit. While a request is being answered, ``waits`` is "".
+    says what the connection waits for, with a time limit for each: ``head`` or ``body`` of a request; ``rest``: the
+    rest of a body whose request has already been answered; ``end``: the client's closing of the connection after a
+    refusal; ``idle``: a further request. While a request is being answered, ``waits`` is "".
     """
 
     def __init__(self, *given: Any, most: int, **more: Any) -> None:

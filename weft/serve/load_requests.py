@@ -75,7 +75,7 @@ class RequestOutcome:
 def random_requests(
     count: int, prompt: int, answer: int, ratio: float, prefix: int, seed: int
 ) -> list[LoadRequest]:
-    """Return a list of ``count`` requests, whose prompts are random ids below 256, which every vocabulary has.
+    """Return a list of ``count`` requests whose prompts are random token ids below 256; every vocabulary has these ids.
 
     ``prompt``, ``answer``: mean numbers of tokens. Lengths are drawn uniformly from these, plus or minus the share
     ``ratio``. ``prefix``: number of ids with which all prompts begin.

@@ -41,8 +41,8 @@ def split_load(
     open_tokenizer: Callable[[], Tokenizer],
     first: int,
 ) -> tuple[list[TimedRequest], list[TimedRequest]]:
-    """Split the load ``asked`` into its first ``first`` requests, which are to be timed, and the other requests, whose
-    arrival times are shifted to begin at 0.
+    """Split the load ``asked`` in two: its first ``first`` requests, by which steps are to be timed, and all other
+    requests. The arrival times of the latter are shifted so that they begin at 0.
 
     ``waits``: seconds before each request. ``open_tokenizer`` returns the tokenizer, and is called only if a prompt is
     text.

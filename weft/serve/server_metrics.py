@@ -147,7 +147,7 @@ class ServerMetrics(RequestMetrics):
 
 class AnswerTimer:
     """Records the times of the answers to one request in ``metrics``. ``prompt``: number of the request's prompt
-    tokens; ``began``: time of its arrival in seconds of ``time.perf_counter``.
+    tokens; ``began``: when the request arrived, in seconds of ``time.perf_counter``.
     """
 
     def __init__(self, metrics: ServerMetrics, prompt: int, began: float) -> None:

@@ -84,10 +84,10 @@ class Multiplexed(Code):
         return tuple(part for task in tasks for part in task.parts)
 
     def slots(self, rank: int, job: int, arrived: Arrived) -> list[int | None]:
-        """Return the task of ``rank`` in each round of a job: the index of an uncoded task, or None for a coded one.
+        """Return the task of ``rank`` in each round of the job number ``job``, in the order of these rounds: the index
+        of an uncoded task, or None for a coded one.
 
-        ``job``: index of the job, which is that of its first round. ``arrived``: for each round, the ranks whose
-            results
+        The job begins in the round of the same number. ``arrived``: for each round of the run, the ranks whose results
         arrived in time.
         """
         jobs: list[int | None] = list(range(self.window - 1))

@@ -47,7 +47,8 @@ class SelectiveRepetition(GradientCode):
         return self.burst
 
     def first(self, job: int, arrived: Arrived) -> list[Result]:
-        """Return the results of ``job`` that arrived in round ``job``, in which ranks compute this job first.
+        """Return the results of the job number ``job`` that arrived in the round in which the job began, which has the
+        same number.
 
         Ranks that repeated an earlier job in that round have no such result. ``arrived``: for each round, the ranks
         whose results arrived in time.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class RandomK(KeptShare):
-    """Sends a random subset of the elements, which the round's seed chooses alike on all islands.
+    """Sends a random subset of the elements. It follows from the round's seed, and so is the same on all islands.
 
     With ``unbiased`` the elements are scaled so that the expected result is the tensor itself.
     """

@@ -85,8 +85,8 @@ class Doremi:
         self.state.setdefault("steps", 0)
 
     def bound(self, state: dict[str, Any]) -> Doremi:
-        """Return this mixture with the weights in ``state``. A checkpoint keeps ``state``, which later calls change in
-        place.
+        """Return this mixture with the weights in ``state``. Later calls change ``state`` in place, and a checkpoint
+        stores it.
         """
         return Doremi(self.about, state)
 

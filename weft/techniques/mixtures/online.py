@@ -97,8 +97,8 @@ class Online:
         self.decided: list[list[float]] = self.state.setdefault("shares", [first])
 
     def bound(self, state: dict[str, Any]) -> Online:
-        """Return this mixture with the decisions in ``state``. A checkpoint keeps ``state``, which later calls change
-        in place.
+        """Return this mixture with the decisions in ``state``. Later calls change ``state`` in place, and a checkpoint
+        stores it.
         """
         return Online(self.about, state)
 

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 
 def needs_whole_table(optimizer: Optimizer) -> bool:
-    """Return whether the update of a row of the table depends on other rows.
+    """Return whether the update of a row of the embedding table depends on other rows, so that rows cannot be updated
+    alone.
 
-    Rules for the matrices of blocks leave the table to AdamW.
+    This is not so for optimizers such as Muon that update only the matrices of blocks, and leave the embedding to
+    AdamW.
     """
     rule = optimizer.update_rule
     return optimizer.state != "float32" or not (rule.elementwise or rule.for_matrices)

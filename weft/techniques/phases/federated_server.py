@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @register("phases", "federated-server")
 class FederatedServerTechnique(StepTechnique):
-    """Adds the combined updates of clients to the server's model."""
+    """Adds the combined updates of clients to the server's model in federated training."""
 
     fills = STEP
     does = (

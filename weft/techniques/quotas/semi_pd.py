@@ -42,9 +42,9 @@ class LimitsQuota(QuotaController):
     first token, ``later`` seconds to each further token. A window lasts an eighth of the limit ``first``. At its end
     two ratios are computed: the first-token time that nine in ten requests do not exceed, and the mean time between
     tokens, each divided by its limit. A request that still waits counts as if it got its token now. Latency is assumed
-    to be inverse to the share of its phase, which gives the quota at which both ratios would be equal. If first tokens
-    meet their limit, the texts get at least the share with which further tokens just meet theirs. The quota moves half
-    of the way there. If both ratios are below nine tenths, it stays.
+    to be inversely proportional to the share of its phase. From this follows the quota at which both ratios would be
+    equal. If first tokens meet their limit, the texts get at least the share with which further tokens just meet
+    theirs. The quota moves half of the way there. If both ratios are below nine tenths, it stays.
     """
 
     example: ClassVar[str] = "semi-pd:1,0.1"

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class GanSettings(Section):
-    """Settings of the generator and of the critic."""
+    """Settings of the game of a generator and a critic on images of digits: size of both networks, number of images,
+    and penalty.
+    """
 
     hidden: PositiveInt = Field(
         32, description="Width of the two hidden layers of each network."

@@ -47,9 +47,9 @@ def unipc(process: NoiseProcess, times: tuple[float, ...], x: torch.Tensor) -> S
 def stepped(
     x: torch.Tensor, at: list[AmountsAt], images: list[torch.Tensor], order: int
 ) -> torch.Tensor:
-    """Return the predictor's next state. ``x``: the state before it. ``at``: amounts of image and noise at the times so
-    far, the last two those of ``x`` and of the result. ``images``: the images that the model has predicted so far, the
-    last one from ``x``. ``order``: order of the step.
+    """Return the next state that UniPC's predictor computes. ``x``: the present state. ``at``: amounts of image and
+    noise at each time so far; the last entry but one is for ``x``, the last entry for the next state. ``images``: the
+    images that the model has predicted so far, the last one from ``x``. ``order``: order of the step.
     """
     import math
 
@@ -67,10 +67,10 @@ def corrected(
     x: torch.Tensor, at: list[AmountsAt], images: list[torch.Tensor], image: torch.Tensor,
     order: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the corrected next state. ``x``: the state before it. ``at``: amounts of image and noise at the times so
-    far, the last two those of ``x`` and of the result. ``images``: the images that the model has predicted so far, the
-    last one from ``x``. ``image``: the image that the model predicts at the end of the step. ``order``: order of the
-    step.
+    """Return the next state that UniPC's corrector computes. ``x``: the present state. ``at``: amounts of image and
+    noise at each time so far; the last entry but one is for ``x``, the last entry for the next state. ``images``: the
+    images that the model has predicted so far, the last one from ``x``. ``image``: the image that the model predicts at
+    the end of the step. ``order``: order of the step.
     """
     import math
 

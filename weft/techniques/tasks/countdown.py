@@ -16,7 +16,7 @@ from weft.section import Section
 
 
 class CountdownSettings(Section):
-    """Settings of the task of making a number of others."""
+    """Settings of the task of writing an arithmetic expression of given numbers that has a given value."""
 
     numbers: int = Field(
         3, ge=2, le=6, description="How many numbers each question gives."

@@ -41,8 +41,8 @@ class DispatchClock:
             x.register_hook(self._backward_ends)
 
     def back(self, tokens: T) -> T:
-        """Note that the experts' results ``tokens`` have come back, which ends forward, and return them. Their gradient
-        begins backward.
+        """Note that the forward pass ends, because the experts' results ``tokens`` have come back. Return ``tokens``;
+        when their gradient is computed, the backward pass begins.
         """
         self.forward = now(tokens) - self.begun
         self.times.note(self.number, self.forward, None)

@@ -49,12 +49,16 @@ class SimulatedRoutes:
         self.losses: list[T] = []
 
     def join(self, context: StepContext) -> PhaseFiller:
-        """Add the island of ``context``, and return what fills the gradient phase of its steps."""
+        """Add the island of ``context`` to the simulation. Return the object that fills the gradient phase of the
+        island's steps.
+        """
         self.contexts[context.mesh.island] = context
         return SimulatedIsland(self, context)
 
     def run(self, step: int) -> None:
-        """Run forward and backward of all islands' microbatches of ``step``, and add the losses up by last island."""
+        """Run forward and backward of all islands' microbatches of ``step``. Add up the losses for each island: those
+        of the microbatches whose last stage the island computes.
+        """
         train, count = self.job.recipe.train, len(self.contexts)
         loaded = [loader.step(step * train.batch) or [] for loader in self.loaders]
         totals = [torch.tensor(sum(b.label_weight for b in own)) for own in loaded]
@@ -85,7 +89,8 @@ class SimulatedRoutes:
 
 
 class SimulatedIsland(PhaseFiller):
-    """Fills the gradient phase of a simulated island. Island 0, which comes first in each step, computes all islands'.
+    """Fills the gradient phase of a simulated island. Island 0 is the first in each step, and computes the gradients of
+    all islands.
 
     ``of``: the simulation; ``context``: the model, state and mesh of this island.
     """

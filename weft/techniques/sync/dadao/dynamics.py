@@ -55,8 +55,9 @@ class Dynamics:
     """Dynamics of DADAO: how an island's state of six vectors changes by gradients, by exchanges, and between them.
 
     A unit of time is the time between two gradients of an island. ``condition``: condition number of the loss;
-    ``stride``: step size of a gradient; ``links``: pairs of islands that exchange; ``exchanges``: mean number of
-    exchanges over all links in a unit of time, 0: the number that the theory demands.
+    ``stride``: factor on the change of the parameters that counts as a gradient; ``links``: pairs of islands that
+    exchange; ``exchanges``: mean number of exchanges over all links in a unit of time, 0: the number that the theory
+    demands.
     """
 
     condition: float
@@ -79,7 +80,9 @@ class Dynamics:
 
     @property
     def shift(self) -> float:
-        """Half the smallest curvature of the loss, in units in which a gradient is a change of the parameters."""
+        """Half the assumed smallest curvature of the loss, where the change of the parameters by ``sync.every`` local
+        steps counts as the gradient.
+        """
         return self.root**2 / (4 * self.stride)
 
     @cached_property
