@@ -35,7 +35,9 @@ class FrontDoor:
     connections: int
 
     def check(self) -> None:
-        """Raise :class:`UsageError` for host names and origins in the options that no request can have."""
+        """Raise :class:`UsageError` if a host name or an origin in the options is malformed, so that no request could
+        match.
+        """
         from weft.serve.gate import gate_rules
 
         gate_rules(self.host, self.allowed_hosts, self.cors)

@@ -72,7 +72,9 @@ class MixtureRegression:
     scale: np.ndarray
 
     def features(self, weights: np.ndarray) -> np.ndarray:
-        """Return the standardised logarithms of ``weights``, ``[mixtures, domains]``."""
+        """Return the inputs of the regression for the mixtures ``weights``: standardised logarithms, ``[mixtures,
+        domains]``.
+        """
         logarithms = np.log(weights + self.kernel.offset)
         features: np.ndarray = (logarithms - self.center) / self.scale
         return features

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class FixedShares:
     """Plan whose sources have fixed shares, in proportion to ``weights``.
 
-    The number of samples of each source in the first ``n`` blocks is its share of them, rounded to a whole number: the
-    samples are cut like an interval, with every cut rounded down.
+    The samples of the first ``n`` blocks are cut like an interval into a part for each source, in proportion to the
+    weights. Every cut is rounded down to a whole sample.
     """
 
     weights: tuple[float, ...]

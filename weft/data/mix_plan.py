@@ -75,9 +75,9 @@ class _Drawn(NamedTuple):
 class MovingShares:
     """Plan whose sources have the shares of a ``mixture``, which may change from block to block and be 0 for a while.
 
-    In every block each source first gets the whole samples that are due to it. The remaining samples go to the sources
-    that would be a whole sample late first: earliest deadline first (Tijdeman 1980). No source is ever a whole sample
-    early or late.
+    In every block each source first gets the whole samples that are due to it. Each remaining sample of the block goes
+    to the source that would be the first to lag a whole sample behind its share (earliest deadline first, Tijdeman
+    1980). So the number of samples of a source never differs from its exact share by a whole sample.
 
     Attributes:
         ``mixture``: the mixture.

@@ -40,8 +40,8 @@ class PictureSet:
         ``labels``: number of each sample's class, int64 ``[samples]``; all 0 if there are no classes.
         ``classes``: names of the classes; empty if there are none.
         ``captions``: a text that describes each sample; empty if there are no such texts.
-        ``sizes``: height and width of each image, int64 ``[samples, 2]``, whose other pixels are 0, where images are of
-            several sizes; None: all are of one.
+        ``sizes``: height and width of each image, int64 ``[samples, 2]``, if images have different sizes; the pixels
+            beyond an image's size are 0. None: all images have one size.
         ``encoder``: folder of the autoencoder whose latents the pixels are; empty: they are pixels.
         ``notes``: lines about the source that its reader should see, such as captions of no image.
         ``groups``: number of the video that each clip was cut from, int64 ``[samples]``. All clips of a video are held

@@ -29,9 +29,10 @@ def checked_buckets(buckets: Sequence[Sequence[int]]) -> tuple[ImageSize, ...]:
 
 
 def nearest_bucket(buckets: Sequence[ImageSize], own: ImageSize) -> ImageSize:
-    """Return the one of ``buckets`` to which an image of size ``own`` is scaled.
+    """Return the size among ``buckets`` to which an image of size ``own`` is scaled.
 
-    It is that with the nearest ratio of the sides, and of several the one with the nearest number of pixels.
+    It is the size with the most similar ratio of height to width. Among sizes of equal ratio it is the one with the
+    most similar number of pixels.
     """
 
     def distance(bucket: ImageSize) -> tuple[float, float]:
@@ -52,7 +53,10 @@ def filled_up(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def real_pixels(shape: Sequence[int], size: Sequence[int]) -> np.ndarray:
-    """Return which pixels are of an image of ``size`` in an array of ``shape`` ``[channels, height, width]``."""
+    """Return a mask of the pixels that belong to an image and not to padding, bool ``[channels, height, width]``.
+
+    ``shape``: shape of the padded array. ``size``: height and width of the image, which is in the upper left corner.
+    """
     real = np.zeros(shape, bool)
     real[:, : size[0], : size[1]] = True
     return real

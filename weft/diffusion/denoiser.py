@@ -136,7 +136,8 @@ class Denoiser:
     def positions(self, batch: int, patches: Sequence[int] | None = None) -> T:
         """Return the indices of all patches, or of ``patches``, for each image: ``[batch, patches]``.
 
-        An index is that of the same row and column in an image of the largest size, by which the model knows places.
+        The indices are those of patches at the same row and column of an image of the largest size. The model computes
+        positions from these indices.
         """
         numbers = range(self.settings.patches) if patches is None else patches
         device = self.model.conditioning.time_in.device
@@ -180,9 +181,9 @@ class Denoiser:
 def seeing_by(
     blocks: Sequence[DiffusionBlock], attend: AttendPatches | None
 ) -> Iterator[None]:
-    """Return a context in which ``attend`` computes the self-attention of ``blocks``.
+    """Return a context in which a given function computes the self-attention of ``blocks``.
 
-    None: the model's own attention.
+    ``attend``: function that computes it; None: the model's own attention.
     """
     if attend is None:
         yield

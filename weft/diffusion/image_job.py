@@ -176,7 +176,10 @@ def bucket_notes(pictures: PictureSet, settings: DiffusionSettings) -> tuple[str
 
 
 def encoder_file(pictures: PictureSet) -> Mapping[str, bytes]:
-    """Return the file that says of which autoencoder ``pictures`` are latents; none if they are pixels."""
+    """Return the file in which a checkpoint records the autoencoder of ``pictures``, as contents by file name.
+
+    The result is empty if ``pictures`` are pixels and not latents.
+    """
     if not pictures.encoder:
         return {}
     from weft.diffusion.latent_pictures import autoencoder_file

@@ -81,7 +81,10 @@ def encoded_pictures(pictures: PictureSet, folder: str) -> PictureSet:
 
 
 def autoencoder_file(folder: str) -> dict[str, bytes]:
-    """Return the file by which a checkpoint remembers the autoencoder in ``folder``, by its name; none without one."""
+    """Return the file in which a checkpoint records the autoencoder in ``folder``, as contents by file name.
+
+    The file has the path of the folder and a digest of the weights. The result is empty if ``folder`` is "".
+    """
     if not folder:
         return {}
     about = {"folder": folder, "weights": autoencoder_digest(folder)}
@@ -91,9 +94,11 @@ def autoencoder_file(folder: str) -> dict[str, bytes]:
 def remembered_autoencoder(
     files: Mapping[str, bytes], folder: str = ""
 ) -> Autoencoder | None:
-    """Return the autoencoder behind which the model with the ``files`` of a checkpoint works; None if it has none.
+    """Open the autoencoder whose latents the model of a checkpoint makes; return None if the model makes pixels.
 
-    ``folder``: where it is now; empty: where it was. Raises :class:`WeftError` if it is not there, or is another one.
+    ``files``: contents of the checkpoint's files by name. ``folder``: folder of the autoencoder; empty: the folder that
+    the checkpoint records. Raises :class:`WeftError` if the folder has no autoencoder or another one, and
+    :class:`UsageError` if ``folder`` is given for a model of pixels.
     """
     if AUTOENCODER_FILE not in files:
         if folder:

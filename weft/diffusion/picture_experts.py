@@ -61,9 +61,9 @@ class JoinedDenoiser:
     """Experts combined to one denoiser, which is called like a :class:`weft.diffusion.denoiser.Denoiser`.
 
     Its prediction is the sum of the experts' predictions, weighted by how probable each expert's cluster is for the
-    noised image. If the experts' predictions and these probabilities are exact, so is the sum. For the best prediction
-    is a mean over all images that the noised one can stem from, and such a mean is the weighted sum of means over
-    clusters.
+    noised image. The sum is exact if the experts' predictions and these probabilities are exact. The reason: the best
+    prediction is a mean over all images from which the noised image can come. This mean is the weighted sum of the
+    means over clusters.
 
     Attributes:
         ``experts``: a denoiser for each cluster; None for one that is lost.

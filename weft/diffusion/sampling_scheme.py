@@ -15,10 +15,10 @@ class SamplingSettings(Section):
 
 
 class SamplingScheme:
-    """Base class of schemes for sampling over ranks: they decide which rank computes which tokens, with keys of which
-    age.
+    """Base class of schemes for sampling over ranks.
 
-    ``settings``: the technique's settings, as ``--table NAME:KEY=VALUE`` gives them.
+    A scheme decides which rank computes which tokens, and in which earlier step the keys were computed that these
+    tokens attend to. ``settings``: the technique's settings, as ``--table NAME:KEY=VALUE`` gives them.
     """
 
     def __init__(self, settings: Section) -> None:

@@ -17,8 +17,9 @@ class TileMix:
     """Cuts the tiles of ``grid`` from a large image, joins them again, and guides them by a small image.
 
     The small image consists of every ``scale``-th pixel of the large one along each axis, so that its noise has the
-    right variance. It corrects squares of ``scale`` x ``scale`` pixels. The correction is the difference between both
-    predictions for the pixel that square and small image share, in which the noise cancels out.
+    right variance. Each of its pixels corrects a square of ``scale`` x ``scale`` pixels of the large image. The
+    correction is the prediction for the pixel of the small image, minus the tile's prediction for the same pixel. The
+    same noise is in both predictions, so that it cancels out.
 
     ``values``: number of values of a token; ``patch``: height and width of a patch in pixels. Raises
     :class:`UsageError` if tiles begin within a square.

@@ -72,9 +72,10 @@ def _model_facts(shape: ModelShape) -> dict[str, Any]:
 
 
 def disagreement(own: Mapping[str, str], hello: Head) -> str:
-    """Return why a client cannot take part in a run whose facts are ``own``; an empty text if it can.
+    """Return why a client cannot take part in a run; an empty text if it can.
 
-    ``hello``: the client's first message, with its own facts (:func:`agreed_facts`).
+    ``own``: the server's facts, which are digests of settings that must be equal (:func:`agreed_facts`). ``hello``: the
+    client's first message, with the client's facts.
     """
     theirs = hello.get("facts")
     if not isinstance(theirs, dict):

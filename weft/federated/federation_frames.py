@@ -152,7 +152,7 @@ def _cohort(secure: Any) -> CohortShare | None:
 
 
 def answer_head(answer: WorkAnswer) -> Head:
-    """Return the head of a frame with an update."""
+    """Return the JSON head of the frame in which a client sends ``answer``, its update."""
     return {
         "kind": "update", "token": answer.order.token, "version": answer.order.version, "steps": answer.steps,
         "seconds": answer.seconds, "rates": answer.rates, "loss": answer.loss, "samples": answer.samples,
@@ -162,7 +162,7 @@ def answer_head(answer: WorkAnswer) -> Head:
 
 @dataclass(frozen=True)
 class AnswerNumbers:
-    """The numbers in the head of an update.
+    """Values in the head of a frame with a client's update: version of the model, counts, duration and loss.
 
     The fields have the same names and meanings as those of :class:`WorkAnswer`.
     """
@@ -177,7 +177,11 @@ class AnswerNumbers:
 
 
 def read_numbers(head: Head) -> AnswerNumbers:
-    """Return the numbers of an update. Raises :class:`WeftError` if one is missing or out of range."""
+    """Read version, number of steps, duration, learning rates, loss and number of samples of a client's update.
+
+    ``head``: JSON head of the frame with the update. A missing loss is NaN. Raises :class:`WeftError` if another value
+    is missing or out of range.
+    """
     loss = head.get("loss")
     return AnswerNumbers(
         whole_number(head, "version"), whole_number(head, "steps"), number_under(head, "seconds"),

@@ -165,9 +165,9 @@ class EstimatedUpdate:
 class FreshUpdates:
     """Replaces stale updates by estimates of the updates that their clients would send now.
 
-    Whether estimates help is seen when the client's next update comes: it is compared with what the last samples give
-    for the model with which that update began. If stale updates have been closer to it than estimates, over all of a
-    client's comparisons, the client gets no more estimates.
+    The estimates are checked when the client's next update comes. Two vectors are compared with this update: the
+    client's last stale update, and the estimate that its synthetic samples give for the model from which the new update
+    began. If the stale updates are closer, summed over all comparisons of a client, its updates are no longer replaced.
 
     Attributes:
         ``errors``: by client, pairs of L1 distances to the true update: of the stale update and of the estimate.

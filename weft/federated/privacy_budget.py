@@ -69,7 +69,8 @@ class PrivacyBudget:
 
     Attributes:
         ``clip``: largest norm of a client's difference.
-        ``multiplier``: standard deviation of the noise, as a multiple of one client's largest part in a change.
+        ``multiplier``: standard deviation of the noise, as a multiple of ``clip`` times the largest weight of a client
+            in a change.
         ``delta``: delta of the (epsilon, delta) guarantee.
         ``seed``: seed of the noise, for tests; None draws it from the system's random numbers.
         ``taken``: number of changes that each client has taken part in.

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class TrafficCount:
     """Counts the bytes of tensors that a simulated federation sends; names and headers are not counted.
 
-    Clients receive the model and the policy's further vectors. They send the difference and, with control variates, a
-    second one of the same size. ``parameters``: the model.
+    Clients receive the model and the policy's further vectors. They send the difference of their parameters and, with
+    control variates, the change of their control variate, which has the same size. ``parameters``: the model.
 
     Attributes:
         ``down``: bytes that the server has sent so far.

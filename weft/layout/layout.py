@@ -258,9 +258,8 @@ class Layout(Section):
     lsh_residual: bool = Field(
         False,
         description=(
-            "If lsh is above 0: a token's result is the experts' result for the mean of "
-            "similar tokens plus the token's difference from this mean. Otherwise all of them"
-            " get the same result."
+            "If lsh is above 0: a token's result is the experts' result for the mean of similar tokens plus the "
+            "token's difference from this mean. If false, all similar tokens get the same result."
         ),
     )
     placement: Literal["static", "sharded", "moving"] = Field(

@@ -19,9 +19,8 @@ class Adapter(Section):
     kind: Literal["lora", "dora", "qlora"] = Field(
         "lora",
         description=(
-            "Type of adapter. 'lora': two thin matrices beside each weight; 'dora': the same,"
-            " and the norm of each row of the weight is trained as well; 'qlora': as 'lora', "
-            "with the frozen weights kept in four bits."
+            "Type of adapter. 'lora': two thin matrices beside each weight; 'dora': as 'lora', but the norm of each "
+            "row of the weight is trained as well; 'qlora': as 'lora', with the frozen weights kept in four bits."
         ),
     )
     rank: PositiveInt = Field(

@@ -132,7 +132,8 @@ class Control(Section):
         description="Steps of each environment between two updates of the policy, with method = 'ppo'.",
     )
     epochs: PositiveInt = Field(
-        4, description="Number of passes of method = 'ppo' over the same steps."
+        4,
+        description="Number of passes of method = 'ppo' over the collected steps, before new steps are collected.",
     )
     minibatch: PositiveInt = Field(
         256, description="Transitions in each update, over all ranks together."

@@ -215,10 +215,9 @@ class Chat(Section):
     reasoning: Literal["template", "split", "keep"] = Field(
         "template",
         description=(
-            "What happens to the reasoning of earlier turns, which many templates leave out. "
-            "'template': it is not learned; 'split': a conversation becomes several samples, "
-            "so that each turn's reasoning is learned in one; 'keep': one sample contains the"
-            " reasoning of all turns."
+            "What happens to the assistant's reasoning in earlier turns. Many chat templates leave this reasoning "
+            "out. 'template': it is not learned; 'split': a conversation becomes several samples, so that each "
+            "turn's reasoning is learned in one; 'keep': one sample contains the reasoning of all turns."
         ),
     )
 

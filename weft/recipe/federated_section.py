@@ -102,8 +102,8 @@ class Federated(FederatedTravel):
     aggregator: Literal["here", "process"] = Field(
         "here",
         description=(
-            "Where the aggregators of 'fan_in' run: in the server's process ('here'), or in a separate one "
-            "that reads updates from shared memory ('process'), which needs fan_in = 3 or more."
+            "Where the aggregators of 'fan_in' run: in the server's process ('here'), or in a separate process that "
+            "reads updates from shared memory ('process'). 'process' needs fan_in = 3 or more."
         ),
     )
     fresh: Literal["none", "inversion"] = Field(

@@ -282,9 +282,9 @@ class ModelShape(Section):
     residual: Literal["standard", "ladder"] = Field(
         "standard",
         description=(
-            "Input of attention and feed-forward networks. 'standard': the sum of all earlier outputs; "
-            "'ladder': the sum without the latest output, which ranks of layout.tp can then exchange "
-            "meanwhile (Ladder Residual)."
+            "Input of attention and feed-forward networks. 'standard': the sum of all earlier outputs; 'ladder': the "
+            "sum without the latest output, so that the ranks of layout.tp can exchange this output while they "
+            "compute (Ladder Residual)."
         ),
     )
     ladder_from: int = Field(
@@ -323,8 +323,7 @@ class ModelShape(Section):
         0,
         ge=0,
         description=(
-            "Latent attention: width of the rotated part of each key, which all heads share; 0: "
-            "half of head_dim."
+            "Latent attention: width of the rotated part of each key. All heads share this part. 0: half of head_dim."
         ),
     )
     value_dim: int = Field(

@@ -29,9 +29,8 @@ class Resilience(HostSection):
         1,
         ge=0,
         description=(
-            "Steps between two copies of each rank's state into another rank's memory, from "
-            "which the others go on after a loss. 0: no copies; they go on from the last "
-            "checkpoint."
+            "Number of steps after which each rank's state is copied into another rank's memory. After the loss of a "
+            "rank the others continue from these copies. 0: no copies; the others continue from the last checkpoint."
         ),
     )
     detect: float = Field(
@@ -54,12 +53,11 @@ class Resilience(HostSection):
     aggregate: str = Field(
         "mean",
         description=(
-            "How gradients of data parallel ranks (layout.dp) are combined. All rules except "
-            "'mean' tolerate ranks that send wrong values: 'trimmed-mean' drops the extremes "
-            "of each element, 'krum' takes the gradient nearest to the others, 'multi-krum' "
-            "the mean of several such, 'bulyan' a trimmed mean of several such, "
-            "'geometric-median' the point with the least distance to all, 'flag' the mean in "
-            "the directions that most share."
+            "How gradients of data parallel ranks (layout.dp) are combined. All rules except 'mean' tolerate ranks "
+            "that send wrong values: 'trimmed-mean' drops the extremes of each element, 'krum' takes the gradient "
+            "nearest to the others; 'multi-krum' takes the mean of the several nearest gradients; 'bulyan' takes a "
+            "trimmed mean of such gradients; 'geometric-median' takes the point with the least sum of distances to "
+            "all gradients; 'flag' takes the mean in the directions that most gradients share."
         ),
     )
     faulty: int = Field(

@@ -47,9 +47,9 @@ class RolloutRole(Section):
     invariant: bool = Field(
         False,
         description=(
-            "Whether generation and training compute the same log-probabilities to the last bit, which "
-            "makes both slower. For a dense model on one CPU per rank, with the ranks of training "
-            "writing."
+            "Whether generation and training compute the same log-probabilities to the last bit, which makes both "
+            "slower. It needs a dense model on one CPU for each rank, and the ranks of training must write the "
+            "answers themselves."
         ),
     )
 

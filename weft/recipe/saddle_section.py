@@ -28,7 +28,10 @@ class Saddle(HostSection):
 
     problem: str = Field(
         "bilinear",
-        description="The objective, which some parameters minimise and others maximise.",
+        description=(
+            "The objective that some parameters minimise and others maximise: a bilinear function with quadratic "
+            "terms ('bilinear'), or that of a generative adversarial network ('gan')."
+        ),
     )
     method: str = Field(
         "masha1",

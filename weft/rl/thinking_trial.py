@@ -30,10 +30,10 @@ def time_thinking(
     prompt: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Measure the seconds in which a model writes its texts as ``how`` says: their number, tokens and share of keys
-    read.
+    """Measure the seconds in which a model writes its texts.
 
-    The time of the prompt, which has ``prompt`` tokens, is not included. ``clock``: returns the time in seconds.
+    ``how``: number of texts, tokens of each text, and share of the keys that attention reads. ``prompt``: number of
+    tokens of the prompt. The time to read the prompt is not included. ``clock``: returns the time in seconds.
     """
     engine = Engine(model, cache_policy=sparse_policy(how.share))
     ids = [(7 * i + 3) % model.shape.vocab for i in range(prompt)]

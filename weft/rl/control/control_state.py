@@ -17,7 +17,10 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class NoTiers:
-    """Stands in for the tiers of a training state, because all tensors of a control run are always in memory."""
+    """Placeholder for the tiers of a training state, which are the kinds of memory that hold its tensors.
+
+    A control run needs no choice of tiers, because all its tensors are always in memory.
+    """
 
     staging: Path | None = None
 

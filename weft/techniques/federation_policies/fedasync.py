@@ -20,8 +20,8 @@ class FedAsyncSettings(Section):
     unbiased: bool = Field(
         False,
         description=(
-            "Whether an update of a slow client, which sends fewer of them, counts more. Then clients "
-            "count as 'weights' says; otherwise fast clients count more."
+            "Whether an update of a slow client counts more than that of a fast one, so that in the long run clients "
+            "count as 'weights' says. If false, fast clients count more, because they send more updates."
         ),
     )
 

@@ -41,8 +41,8 @@ class GanSettings(Section):
     penalty: NonNegativeFloat = Field(
         0.1,
         description=(
-            "Weight w of the critic's penalty, w/2 times the sum of its squared weights, which is subtracted "
-            "from the objective that it maximises."
+            "Weight w of a penalty on the critic: w/2 times the sum of the critic's squared weights is subtracted "
+            "from the objective that the critic maximises."
         ),
     )
 

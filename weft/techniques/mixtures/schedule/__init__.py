@@ -37,8 +37,8 @@ class ScheduleSettings(Section):
     mix_schedule: tuple[MixPoint, ...] = Field(
         (),
         description=(
-            "Weights of the sources over the run, such as [{ at = 0, weights = [9, 1] }, { at = 0.8, weights = [1, 1] "
-            "}]."
+            "Weights of the sources over the run, such as [{ at = 0, weights = [9, 1] }, { at = 0.8, weights = [1, "
+            "1] }]. 'at' is the moment of an entry: a whole number is a step, another number a share of the run."
         ),
     )
     mix_between: Literal["linear", "stepped"] = Field(

@@ -44,8 +44,8 @@ class GaLoreSettings(Section):
     refresh: PositiveInt = Field(
         200,
         description=(
-            "Steps between two computations of the directions onto which gradients are projected "
-            "('rank' of them for each matrix)."
+            "Number of steps after which the directions onto which gradients are projected are computed anew. Each "
+            "matrix has 'rank' directions."
         ),
     )
     scale: PositiveFloat = Field(
