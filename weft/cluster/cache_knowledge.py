@@ -25,8 +25,8 @@ class CacheKnowledge:
 
     @property
     def usage(self) -> int:
-        """Virtual usage of the cache in blocks: the blocks that requests own, and those that waiting requests will
-        need.
+        """Virtual usage of the cache in blocks: the number of blocks that requests own, plus the number that waiting
+        requests will need.
         """
         sent = sum(blocks for _, blocks in self._recent)
         return max(0, self._said + sent - self._freed)

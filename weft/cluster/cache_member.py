@@ -72,8 +72,8 @@ class CacheMember:
             self._outbox.put({"kind": "drain", "move": move})
 
     def load(self) -> EngineLoad:
-        """Return the load of the stock: blocks in memory, the number for which there is room, and what memory and files
-        have given.
+        """Return the load of the stock: numbers of blocks in memory, of blocks for which memory has room, and of blocks
+        that memory and files have given and taken.
         """
         memory = self.stock.memory
         blocks = len(memory)

@@ -106,7 +106,7 @@ class EngineLink:
         )
 
     def view(self, request: AnswerRequest) -> EngineView:
-        """Return what a dispatch policy may know of the engine when an engine is chosen for ``request``."""
+        """Return the state of the engine, as a dispatch policy gets it to choose an engine for ``request``."""
         usage = self.cache.usage
         if any(flight.priority < 0 for flight in self.flights.values()):
             usage += round(self.headroom * self.blocks)
@@ -121,8 +121,8 @@ class EngineLink:
         )
 
     def ledger(self) -> EngineLedger:
-        """Return what is known of the engine when loans of cache blocks are chosen, such as its free blocks. With a
-        loan an engine keeps cache blocks of a text in the memory of another engine.
+        """Return the engine's free blocks, texts and other numbers from which loans are chosen. With a loan an engine
+        keeps cache blocks of a text in the cache of another engine.
         """
         load = self.beat.load
         free = lendable_blocks(self.blocks) - load.used - load.lent
@@ -181,8 +181,8 @@ class EngineLink:
             self.cache.free(-(-flight.length // self.about.block))
 
     def remember(self, request: AnswerRequest, written: Sequence[int]) -> None:
-        """Note which cache blocks the engine will hold: those of the prompt of ``request`` and of the tokens
-        ``written`` after it.
+        """Note that the engine will hold the cache blocks of the prompt of ``request`` and of the tokens ``written``
+        after it.
         """
         self.cache.remember(self._keys(request, [*request.ids, *written]))
 

@@ -128,8 +128,9 @@ class EngineRouter:
     ``model``: the model that every engine must have; an engine with another one is refused. ``policy`` chooses the
     engine for each request. ``say`` prints a line. ``patience``: seconds that an answer waits for an engine when it has
     lost its own. ``headroom``: share of a cache that counts as used while its engine has urgent answers. ``balances``:
-    whether answers move to other engines to balance memory. ``name``: what another router that is started for the same
-    engines says of this one. ``roles`` chooses the engines' roles anew as the load drifts; None: they stay as they are.
+    whether answers move to other engines to balance memory. ``name``: description of this router, for the error line of
+    another router that is started for the same engines. ``roles`` chooses the engines' roles anew as the load drifts;
+    None: they stay as they are.
     """
 
     def __init__(
@@ -518,7 +519,9 @@ class EngineRouter:
                 self._move(flight, target, after_first=False)
 
     def role_question(self) -> RoleQuestion | None:
-        """Return what must be known to choose the engines' roles, or None if no engine has measured its steps yet."""
+        """Return recent requests, step times and other facts from which the engines' roles are chosen; None if no
+        engine has measured its steps yet.
+        """
         with self._lock:
             able = self._able()
             rates = [link.beat.rates for link in able if link.beat.rates]

@@ -71,9 +71,9 @@ class KeptAnswers:
     def take(
         self, key: str, answer: int, request: AnswerRequest
     ) -> tuple[Generation, list[TokenMessage]] | None:
-        """Return the answer to ``request`` that is kept under ``key``, and messages with its tokens beyond those that
-        the request already has. ``answer``: number of the answer in the messages. Return None if no such answer is
-        kept, if it has failed, or if it lacks log-probabilities that the request wants.
+        """Return the answer to ``request`` that is kept under ``key``, and messages with all its tokens that
+        ``request`` does not have yet. ``answer``: number of the answer in the messages. Return None if no such answer
+        is kept, if it has failed, or if it lacks log-probabilities that the request wants.
         """
         kept = self._kept.pop(key, None)
         if kept is None:

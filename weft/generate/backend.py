@@ -14,7 +14,8 @@ from weft.generate.workflow import Workflow
 
 
 class AnswerRequest(NamedTuple):
-    """One prompt with what is asked for after it; the fields are the arguments of :meth:`Engine.submit` in their order.
+    """A prompt, and settings of the answers to generate after it. The fields are the arguments of :meth:`Engine.submit`
+    in their order.
 
     Attributes:
         ``ids``: token ids of the prompt.
@@ -148,8 +149,8 @@ class EngineLoad(NamedTuple):
         ``role``: 1 if the engine only computes prompts, 2 if it only goes on with answers that others have begun, 3 if
             it only keeps blocks for the others; or 0.
         ``looked``: blocks for which requests have looked outside the engine's cache when they began.
-        ``sources``: what each place of cache blocks outside the cache has given and taken, as values of
-            :class:`weft.generate.block_source.SourceUsage`.
+        ``sources``: for each place outside the cache that keeps cache blocks, such as host memory, how many blocks and
+            bytes it has given and taken: values of :class:`weft.generate.block_source.SourceUsage`.
     """
 
     running: int

@@ -100,8 +100,9 @@ class BlockFiles:
         return True
 
     def keys(self) -> set[bytes]:
-        """Return the keys of the blocks that wait to be written or had files when these were last listed, and of those
-        that were written since. Files of other processes come with the next listing.
+        """Return the keys of three groups of blocks: blocks that wait to be written, blocks that had files when the
+        folder was last listed, and blocks that were written since. Files of other processes are found at the next
+        listing.
         """
         with self._lock:
             return {*self._known, *self._waiting}

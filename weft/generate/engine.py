@@ -85,8 +85,8 @@ class LoanParty(Protocol):
     """
 
     def settle(self) -> None:
-        """Do what is due between two steps of the engine: offer free blocks to others, or end loans that are no longer
-        needed.
+        """Offer free blocks to other engines, or end loans that are no longer needed. The engine calls this between two
+        steps.
         """
 
     def give_up(self, lender: BlockLender) -> None:
@@ -410,8 +410,8 @@ class Engine:
         return self.scheduler.pool.blocks * self.reader.size
 
     def report_to(self, warn: Callable[[str], None]) -> None:
-        """Print the lines about an engine over several ranks with ``warn``: those of measurements at the start now, and
-        later changes when they happen. An engine on one rank has none.
+        """Use ``warn`` to print lines about the ranks of an engine over several ranks: now the lines about measurements
+        at the start, and later a line for each change. An engine on one rank has no such lines.
         """
         if isinstance(self.reader, Leader):
             self.reader.report = warn
@@ -498,8 +498,8 @@ class Engine:
     def weights_changed(self, version: int, fingerprint: str = "") -> list[Written]:
         """Let everything that is computed from now on come from the weights that the model has now.
 
-        Requests that run go on: their texts stay, and all their keys and values are computed again. The
-        log-probabilities of what follows are thus those of the new weights for the whole text, as if another engine had
+        Requests that run go on: their texts stay, and all their keys and values are computed again. All later tokens
+        thus have the log-probabilities that the new weights give them after the whole text, as if another engine had
         been asked to go on with it. No cached block of earlier weights is used again, inside the engine or outside.
         Which weights have written which tokens is in :attr:`weft.generate.request.Generation.versions`.
 
@@ -551,8 +551,8 @@ class Engine:
         return bool(step.work)
 
     def prepare(self) -> None:
-        """Do what is due before a step is planned: settle loans and blocks outside the cache, and let the drafter
-        guess.
+        """Prepare the planning of a step: lend or fetch back cache blocks as is due, store and load blocks outside the
+        cache, and let the drafter guess.
         """
         scheduler = self.scheduler
         self.settle()
@@ -675,7 +675,7 @@ def wanted_rows(request: Request, tokens: int) -> WantedRows:
 
 
 def kinship(work: tuple[Request, int]) -> tuple[int, int]:
-    """Return the key by which the requests of a step are sorted: the number of new tokens, then that of computed
+    """Return the key by which the requests of a step are sorted: the number of new tokens, then the number of computed
     tokens. Texts of about equal length thus attend together. ``work``: a request and the number of its tokens in the
     step.
     """

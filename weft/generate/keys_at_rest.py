@@ -52,7 +52,7 @@ class RestingKeys:
 
     Attributes:
         ``folders``: a folder for each file, best each on a disk of its own.
-        ``size``: GB of each file; None: what the texts need, or :data:`FILE_GB`.
+        ``size``: GB of each file; None: as much as the texts need, or :data:`FILE_GB` if this is not known.
         ``cached``: GB of the files that are read through the page cache; None: :data:`CACHED_SHARE` of the memory that
             is free at the start.
         ``rate``: tokens per second of the longest text for which the disks must be fast enough; 0: any speed will do.
@@ -516,9 +516,9 @@ def rest_keys(
     """Let the keys and values of old tokens of ``engine`` rest in files, and wait until the processes that own the
     files are ready. ``texts``: number of texts that are written at the same time. ``tokens``: largest number of tokens
     of a text. ``given``: whether the engine's own cache keeps its size; if not, it is made as large as the newest
-    blocks of ``texts`` texts need. ``say`` prints a line. ``start``: function that starts a process; None: as usual.
-    Raises :class:`UsageError` for a model whose keys cannot rest and for disks that are too slow, and
-    :class:`WeftError` for folders that cannot be used.
+    blocks of ``texts`` texts need. ``say`` prints a line. ``start``: function that starts a process; None: the process
+    is a new Python interpreter. Raises :class:`UsageError` for a model whose keys cannot rest and for disks that are
+    too slow, and :class:`WeftError` for folders that cannot be used.
     """
     reader = check_lending(engine)
     layout = layout_of(engine.block_form(), reader.size)

@@ -236,7 +236,8 @@ def join_memories(
     cache: OutsideCache, endpoint: Endpoint, secret: str
 ) -> PeerBlocks | None:
     """Let other engines read the host memory in which ``cache`` keeps blocks, and let ``cache`` read theirs. Return the
-    source that reads them, which must be told their addresses. Return None if ``cache`` keeps nothing in host memory.
+    object that reads the other engines' memories; it must be told the engines' addresses. Return None if ``cache``
+    keeps nothing in host memory.
 
     ``secret``: known to all engines that may read. ``endpoint``: where this engine is reached.
     """
@@ -253,9 +254,9 @@ def join_memories(
 def attach_caches(
     engine: Engine, weights: str, channel: Channel, warn: Callable[[str], None]
 ) -> CacheEngines:
-    """Let ``engine`` keep its blocks at cache engines too, and fetch from these what its own memory and that of other
-    engines lack. Return the source that does so, which must be told the cache engines' addresses. Called in the
-    engine's thread.
+    """Let ``engine`` keep copies of its blocks at cache engines too, and fetch from them the blocks that neither its
+    own host memory nor other engines have. Return the object that does so; it must be told the cache engines'
+    addresses. Called in the engine's thread.
 
     ``weights``: fingerprint of the model. ``channel``: channel by which the cache engines are dialled. ``warn``: shows
     the user a line. Raises :class:`UsageError` if the model has no blocks that could be kept.

@@ -172,7 +172,7 @@ def study_paths(
     Args:
         ``model``: the model, trained with ``model.small_ffn``.
         ``ids``: tokens of a text that the model has not learned.
-        ``budgets``: largest costs of a path, as shares of that of all big modules.
+        ``budgets``: largest costs of a path, as shares of the cost of all big modules.
         ``seq``: tokens of a piece of the text.
         ``seed``: seed of random paths and routers.
         ``say``: called with a line about the progress.

@@ -22,8 +22,8 @@ T = torch.Tensor
 
 class Branch(NamedTuple):
     """A draft of a request for which cache blocks have been taken, so that the step computes it. ``path``: the guessed
-    tokens behind the request's text. ``table``: numbers of the text's blocks, followed by those of the blocks for keys
-    and values of ``path``.
+    tokens behind the request's text. ``table``: numbers of the text's cache blocks, followed by the numbers of the
+    blocks for keys and values of ``path``.
     """
 
     path: Sequence[int]

@@ -42,8 +42,8 @@ class StageTokens:
             answers.add(written)
 
     def mean(self, stage: str) -> tuple[float, float]:
-        """Return two means of ``stage``: tokens of a prompt, and tokens of an answer. For an unknown stage, return
-        those over all stages.
+        """Return two means of ``stage``: tokens of a prompt, and tokens of an answer. For an unknown stage, return the
+        means over all stages.
         """
         prompts, answers = self._stages.get(stage, self._all)
         return prompts.value, answers.value

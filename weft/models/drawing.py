@@ -11,7 +11,8 @@ _draws: ContextVar[torch.Tensor | None] = ContextVar("draws", default=None)
 
 @contextmanager
 def drawing(draws: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Return a context in which modules derive what they drop from the random bits ``draws``.
+    """Return a context in which modules apply dropout, and derive from the random bits ``draws`` which elements are
+    dropped.
 
     ``draws``: a sequence with one tensor of bits of the tokens (:func:`weft.models.dropout.token_draws`), or an empty
     sequence. If it is empty, nothing is dropped.

@@ -535,7 +535,8 @@ class Mixture(Module):
                 self.weight("shared_gate")
 
     def early(self, x: T, whole: T, seen: RouterPass | None) -> EarlyMixture:
-        """Begin what can run before attention: routing, if the router reads attention's input, and weight transfers.
+        """Begin the work that can run before attention: routing, if the router reads attention's input, and transfers
+        of weights.
 
         The transfers fetch copies of other ranks' experts. ``x``: attention's input ``[batch, seq/tp, embed]``;
         ``whole``: the same input gathered over ``tp``; ``seen``: where the router records its counts.
@@ -562,7 +563,7 @@ class Mixture(Module):
         return result_of(self.steps(x, seen, early))
 
     def steps(self, x: T, seen: RouterPass | None, early: EarlyMixture | None) -> Steps:
-        """Run as a generator what :meth:`forward` computes, so that the caller can run other work during transfers. The
+        """Compute the same as :meth:`forward`, as a generator. The caller can run other work whenever it yields. The
         generator returns the result.
 
         The arguments are those of :meth:`forward`. The generator yields before rows are sent to experts, and then while

@@ -159,8 +159,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def answer_tokens(batch: Batch, mesh: Mesh) -> AnswerTokens:
-    """Return what policy losses need to know about the tokens of the answers in ``batch`` that this rank of ``mesh``
-    holds.
+    """Return the labels, answers and other numbers of the tokens of ``batch`` that this rank of ``mesh`` holds, as
+    policy losses need them.
     """
     assert batch.rollout is not None and batch.documents is not None
     documents = len(batch.cu_seqlens)

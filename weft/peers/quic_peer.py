@@ -61,7 +61,7 @@ class ConnectedPeer(NamedTuple):
 
     Attributes:
         ``id``: public key of the peer.
-        ``name``: what the peer calls itself.
+        ``name``: name that the peer has given itself.
         ``direct``: address to which packets go; None if they go over the relay.
         ``milliseconds``: duration of a round trip.
     """

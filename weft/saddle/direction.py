@@ -14,8 +14,8 @@ class Direction:
 
     Attributes:
         ``compressor``: the compressor of the values.
-        ``residuals``: what compression has lost so far, by sender and name of the tensor, to be added to the next
-            message; None: it is not added.
+        ``residuals``: the errors of compression that are added to the next message (error feedback), by sender and name
+            of the tensor; None: no error feedback.
     """
 
     compressor: Compressor

@@ -10,11 +10,11 @@ Formula = Callable[[Sequence[float]], float]
 
 
 class JudgedPolicy:
-    """A kind of decision that an expression makes, with a simulator that judges it. The expression gives a number for
-    each choice, and the choice with the smallest number is made.
+    """A kind of decision that a searched expression makes, with a simulator that judges expressions. The expression
+    gives a number for each choice, and the choice with the smallest number is made.
 
     Attributes:
-        ``features``: the names that an expression may use, with what each of them means.
+        ``features``: meaning of each name that an expression may use, by name.
         ``baselines``: expressions of known policies, by name. The search begins with them.
         ``greedy``: name of the baseline that Weft uses by default.
         ``unit``: unit of the cost, for people.

@@ -322,9 +322,9 @@ class PlacementWatch:
     The load changes with time. A placement is better if its goodput, the requests per second within all limits, is
     clearly higher.
 
-    ``search``: finds and simulates other placements. ``current``: the placement in use. ``margin``: by which share of
-    the present goodput that of another placement must be higher. ``windows``: how many calls of :meth:`look` in a row
-    must find this, so that a short peak changes nothing.
+    ``search``: finds and simulates other placements. ``current``: the placement in use. ``margin``: fraction by which
+    the goodput of another placement must exceed the goodput of the present one. ``windows``: how many calls of
+    :meth:`look` in a row must find this, so that a short peak changes nothing.
     """
 
     def __init__(

@@ -82,8 +82,8 @@ def take_idle(
     given: Mapping[str, Any], declared: Collection[str], more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Split the request ``given`` into the fields to be read, and the names of fields that do not change the answer.
-    ``declared``: names of the fields that are read. ``more``: fields that are accepted beside those that every request
-    may have without effect; each is given with its only accepted value. Raises ValueError for another value of such a
+    ``declared``: names of the fields that are read. ``more``: further fields that are accepted without effect, beyond
+    those of every request; each is given with its only accepted value. Raises ValueError for another value of such a
     field. Unknown fields are among the fields to be read, where they are refused later. Fields with the value None are
     left out.
     """

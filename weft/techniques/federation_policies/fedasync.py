@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FedAsyncSettings(Section):
-    """Settings of FedAsync, which a recipe gives beside those of ``[federated]``."""
+    """Settings of FedAsync, which a recipe gives in the section ``[federated]``: how updates of slow clients count."""
 
     unbiased: bool = Field(
         False,

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class FedBuffSettings(Section):
-    """Settings of FedBuff, which a recipe gives beside those of ``[federated]``."""
+    """Settings of FedBuff, which a recipe gives in the section ``[federated]``: size of the buffer, and how updates of
+    slow clients count.
+    """
 
     buffer: PositiveInt = Field(
         3,

@@ -29,8 +29,8 @@ T = torch.Tensor
 
 class DispatchClock:
     """Times one pass on this rank, from the dispatch of tokens to the combination of the experts' results, in forward
-    and backward. ``times``: where the seconds are noted, as those of the option ``number``; ``x``: the tokens before
-    dispatch, whose gradient ends backward.
+    and backward. ``times``: object that takes the measured seconds; ``number``: index of the dispatch option that the
+    pass uses; ``x``: the tokens before dispatch. The backward pass ends when their gradient is computed.
     """
 
     def __init__(self, times: OptionTimes, number: int, x: T) -> None:
@@ -62,10 +62,10 @@ class DispatchClock:
 class TimedDispatch(Adaptive):
     """Dispatcher that times each :class:`Option` in some passes, and takes the one that is fastest on its slowest rank.
 
-    A pass is timed from the dispatch of its rows until their results are back, the experts' work included, and in
-    backward from the results' gradients to those of the tokens. All ranks try the same option in the same pass. They
-    agree on times after each turn of trials, and after each 50 passes, so that other passes cost no message. The chosen
-    option depends on the machine, so that two runs are equal only up to rounding.
+    Forward is timed from the dispatch of rows until their results are back, the experts' work included. Backward is
+    timed from the gradients of the results to the gradients of the tokens. All ranks try the same option in the same
+    pass. They agree on times after each turn of trials, and after each 50 passes, so that other passes cost no message.
+    The chosen option depends on the machine, so that two runs are equal only up to rounding.
     """
 
     def __init__(self, ranks: ExpertRanks) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     ),
 )
 class DeepSpeed(SourceFormat):
-    """Reads DeepSpeed's checkpoints: those of ZeRO, and universal ones."""
+    """Reads DeepSpeed's checkpoints: the partitions that ZeRO writes, and universal checkpoints."""
 
     patterns = ("*_optim_states.pt", "mp_rank_*_model_states.pt", "zero/*/fp32.pt")
     place = 30

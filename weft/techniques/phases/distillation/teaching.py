@@ -37,8 +37,8 @@ class SoftTargets:
     Attributes:
         ``outputs``: output of each teacher for the labelled tokens of the pass.
         ``share``: weight of the teachers in the loss; the rest is the cross entropy with the labels.
-        ``average``: the setting
-        ``loss.teacher_average``: what is averaged over the teachers, such as their probabilities.
+        ``average``: value of ``loss.teacher_average``, which names the quantity that is averaged over the teachers,
+            such as their probabilities.
         ``position``: number of tokens whose loss has been computed.
     """
 
