@@ -103,7 +103,7 @@ _attention = (
     "How new tokens attend to cached keys and values: native, by a kernel that is compiled "
     "here (CPU); paged, by one of Triton (GPU); gathered, by PyTorch on a copy; fixed, share by share of the "
     "keys with one fixed maximum; measured, by the fastest of these for each shape, as measured here once, "
-    "or with remeasured again. The usually fastest one if left out."
+    "or with remeasured again. If not given: the one that is usually fastest."
 )
 Attention = Annotated[
     str,
@@ -155,7 +155,7 @@ NeuronsIn = Annotated[
 ]
 _neurons = (
     "With --neurons-in: the share of the feed-forwards' weights for which memory has room, with the "
-    "gates or the predictor; half if left out."
+    "gates or the predictor; half if not given."
 )
 Neurons = Annotated[
     float | None,

@@ -40,7 +40,7 @@ _name = "The engine's name for the router and in metrics; by default host and pr
 _role = (
     "prefill: compute prompts, and let other engines go on after the first token; decode: go on with answers that "
     "others have begun; cache: compute nothing, and keep cache blocks for all engines, in as many GB as --host-cache "
-    "says or in --share of the free memory, and in --cache-folder; left out: prefill and decode."
+    "says or in --share of the free memory, and in --cache-folder. If not given: prefill and decode."
 )
 _redial = (
     "Seconds for which the engine tries to join again when its router is "

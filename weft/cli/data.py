@@ -538,7 +538,7 @@ def asymptote_command(
     return 0
 
 
-_sizes = "Height and width to which images are scaled, e.g. 32,32; left out: they must be of one size."
+_sizes = "Height and width to which images are scaled, e.g. 32,32. If not given: all must have one size."
 _widths = (
     "Channels at each resolution; from one to the next height and width are halved."
 )

@@ -11,7 +11,7 @@ from weft.cli.arguments import Ema, ModelName, Seed, Spread
 from weft.cli.console import warn
 from weft.errors import UsageError
 
-_class = "Names or numbers of the classes that samples are to be of, in turn; none: no class; left out: all classes."
+_class = "Names or numbers of the samples' classes, used in turn; none: no class; if not given: all classes in turn."
 _prompt = "What the samples are to show, for a model that reads texts; several are taken in turn."
 _guidance = "Scale of classifier-free guidance; 1: none."
 _stale = (
@@ -23,13 +23,13 @@ _table = (
     "video-infinity:padding=8, dualparal:frames=8,context=5, asgdiffusion:scale=2, exact."
 )
 _split = "With --guidance: predictions with and without condition on two groups of ranks, each of the size of --layout."
-_frames = "Frames of a video; left out: as many as the model was trained on."
+_frames = "Frames of a video; if not given: as many as the model was trained on."
 _top = (
     "For a set of experts: number of the likeliest experts that count in each image at each step; 0: all. If "
     "not set: as in training."
 )
-_autoencoder = "Where the autoencoder is whose latents the model makes; left out: where it was in training."
-_size = "Height and width of the images, for a model that has learned several sizes; left out: the largest."
+_autoencoder = "Folder of the autoencoder whose latents the model makes; if not given: where it was in training."
+_size = "Height and width of the images, for a model that has learned several sizes; if not given: the largest."
 _svg = "Draw the table that is run, simulated with layers that all take equally long."
 
 

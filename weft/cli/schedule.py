@@ -18,7 +18,7 @@ def schedule_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="A schedule, e.g. 1f1b; left out: list all."
+            metavar="NAME", help="A schedule, e.g. 1f1b; if not given: list all."
         ),
     ] = None,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline ranks, P.")] = 4,

@@ -25,10 +25,10 @@ class SamplerCorrection(Section):
         ),
     )
     low: NonNegativeFloat | None = Field(
-        None, description="Smallest weight of a token; left out: no limit."
+        None, description="Smallest weight of a token. If not set: no limit."
     )
     high: PositiveFloat | None = Field(
-        None, description="Largest weight of a token; left out: no limit."
+        None, description="Largest weight of a token. If not set: no limit."
     )
     action: Literal["clip", "zero"] = Field(
         "clip",
