@@ -88,7 +88,8 @@ def test_blocks_are_kept_for_all_and_bytes_are_those_of_the_formula(caches: int)
         assert stored >= BLOCKS
         assert sum(usage.stored_bytes for usage in usages) == stored * BYTES
         assert sum(usage.fetched_bytes for usage in usages) == BLOCKS * BYTES
-        assert all(usage.stored for usage in usages)  # by their keys, to each its part
+        # by their keys, which are drawn anew for each service: seldom one of three gets none, never one gets all
+        assert sum(usage.stored > 0 for usage in usages) >= min(caches, 2)
         loads = cluster.router.loads()
         assert [loads[f"c{i}"].role for i in range(caches)] == [3] * caches
         until(lambda: sum(cluster.router.loads()[f"c{i}"].used for i in range(caches)) == stored)  # fmt: skip

@@ -18,7 +18,8 @@ from weft.prove.equality import Difference, compare_with_one_device, run_layout
 from weft.prove.pool import ProcessPool
 from weft.recipe import ModelShape, Train, build_recipe
 from weft.shapes.diffusion_shape import DiffusionSettings
-from weft.shapes.parameters import parameter_count, parameters
+from weft.shapes.foreign_names import projection_name
+from weft.shapes.parameters import is_target, parameter_count, parameters
 from weft.train.setup import prepare
 
 
@@ -75,6 +76,26 @@ def test_a_layout_trains_as_one_device_does(
     world = build_recipe(values).layout.world
     proof = pool.run(world, difference, values)[0]
     assert proof is not None and proof.ok, proof
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"zero": 3, "dp": 3}])
+def test_adapters_of_both_attentions_train_as_on_one_device(
+    pool: ProcessPool, pictures: str, layout: dict[str, Any]
+) -> None:
+    values = picture_recipe(
+        pictures, {"zero": False, **OF_TEXT}, layout=layout, adapter={"rank": 3}
+    )
+    world = build_recipe(values).layout.world
+    proof = pool.run(world, difference, values)[0]
+    assert proof is not None and proof.ok, proof
+
+
+def test_projections_of_cross_attention_are_called_as_those_of_attention() -> None:
+    paths = [f"blocks.3.{side}.wq" for side in ("attention", "cross_attention")]
+    assert [projection_name(path) for path in paths] == ["q_proj"] * 2
+    assert is_target("q_proj", paths[1]) and is_target("wq", paths[1])
+    assert projection_name("blocks.3.modulation.table") == "table"
 
 
 @pytest.mark.parametrize(

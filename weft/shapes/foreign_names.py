@@ -209,9 +209,12 @@ ADAPTED = {
 def projection_name(path: str) -> str:
     """Return the last part of Hugging Face's name of a weight: the name of its projection, such as ``q_proj``.
 
-    ``path``: Weft's name of the weight, such as ``blocks.3.attention.wq``.
+    ``path``: Weft's name of the weight, such as ``blocks.3.attention.wq``. Projections of cross-attention are called as
+    those of attention. A weight that language models do not have keeps the last part of Weft's name.
     """
-    return HUGGING_FACE[".".join(path.split(".")[-2:])].split(".")[-2]
+    inside = ".".join(path.split(".")[-2:])
+    theirs = HUGGING_FACE.get(inside.removeprefix("cross_"))
+    return theirs.split(".")[-2] if theirs else path.rpartition(".")[2]
 
 
 #: Prefixes that wrappers add to a name, and the beginning of a name in a layer.
