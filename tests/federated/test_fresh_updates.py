@@ -150,3 +150,14 @@ def test_an_inversion_gives_the_update_back() -> None:
     assert off < 0.2 * sum(float(t.abs().sum()) for t in stale.values())
     assert float(dummies.inputs.min()) >= 0 and float(dummies.inputs.max()) <= 1
     assert np.isfinite(dummies.logits.numpy()).all()
+
+
+def test_a_run_that_goes_on_with_fresh_updates_learns_anew() -> None:
+    """What began before is left as it came, because nobody has kept the model with which it began."""
+    fresh = FreshUpdates(nn.Linear(6, 3).double(), 1, 0.3, 0.0, 1.0, iterations=1)
+    earlier = {"models": [], "estimated": {"c": [1, {}, {}]}, "errors": {}, "given_up": []}  # fmt: skip
+    for state in ({}, earlier):
+        fresh.load_state_dict(state)
+        old, now = models()
+        update = ClientUpdate("c", 1, 1, 8, difference(old, now))
+        assert fresh.refreshed(update, 5, now) is update

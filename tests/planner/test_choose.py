@@ -9,10 +9,14 @@ import torch.distributed as dist
 
 from tests.conftest import Command
 from tests.started import Started
+from weft.checkpoint.weights import shape_named
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.parallel.build import check_fits
 from weft.planner.choose import choose_layout
+from weft.planner.engine_constants import ENGINES
+from weft.planner.job import read_job
+from weft.planner.layout_search import Pin
 from weft.planner.machine import Cluster, local_cluster
 from weft.recipe import Recipe, build_recipe, load_recipe
 
@@ -94,6 +98,37 @@ def test_what_rests_where_stays(memory: dict[str, str]) -> None:
         f"memory.{kind}={place}" for kind, place in memory.items() if place == "file"
     ]
     assert [word for word in choice.overrides if word.startswith("memory.")] == said
+
+
+def test_parts_of_what_rests_on_the_host_stay_on_a_cpu() -> None:
+    """They are for a device whose memory is the host's too, where nothing is planned for either."""
+    memory = {"weights": "host", "tiles": 2, "embedding": "rows"}
+    recipe = build_recipe(recipe_of().model_dump() | {"memory": memory})
+    model = recipe.model.model_copy(update={"vocab": 257, "tied": False})
+    choice = choose_layout(recipe, model, local_cluster("CPU", 4e9, 2, 2)).recipe
+    assert choice.memory == recipe.memory
+    check_fits(model, choice.layout, choice.train, choice.optimizer, choice.memory)
+
+
+def test_a_plan_leaves_out_what_the_recipe_refuses(tmp_path: Path) -> None:
+    slow = tmp_path / "cluster.toml"
+    slow.write_text('device = "RTX 4090"\nmemory = 80\ncount = 4\n')
+    file = tmp_path / "recipe.toml"
+    shape = (
+        "[model]\nlayers = 32\nembed = 4096\nffn = 14336\nheads = 32\nkv_heads = 8\n"
+    )
+    sizes = "[data]\nseq_len = 2048\n[train]\nbatch = 8\ndtype = 'bfloat16'\n"
+    found = {}
+    for more in ("", "compile = true\n", "[optimizer]\nkind = 'adafactor'\n"):
+        file.write_text(shape + sizes + more)
+        job = read_job(
+            str(file), str(slow), None, None, None, None, "weft", ["tp=4"], 1.0, shape_named
+        )  # fmt: skip
+        found[more] = job.search(ENGINES["weft"]).plans
+    plain, compiled, whole = found.values()
+    assert plain.overlap.any() and whole.overlap.any() and not compiled.overlap.any()
+    assert [pin.field for pin in job.pins] == ["tp", "tiles", "embedding"]
+    assert Pin.parse("tiles=1") == Pin("tiles", "=", 0)  # whole, as in [memory]
 
 
 def test_unknown_devices_count_as_the_nearest_in_memory() -> None:

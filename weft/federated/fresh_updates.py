@@ -210,6 +210,10 @@ class FreshUpdates:
         self._judge(update)
         if staleness < max(1, self._after) or update.client in self.given_up:
             return update
+        if (
+            update.version not in self._models
+        ):  # begun before this run made updates fresh
+            return update
         latest = KnownUpdate(self._models[update.version], update.difference, update.steps)  # fmt: skip
         known = sorted(
             [*self._known.get(update.client, []), latest],
@@ -280,7 +284,12 @@ class FreshUpdates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned.
+
+        The state of a run that did not make updates fresh, or of an earlier form, is left out: all is learned anew.
+        """
+        if "known" not in state:
+            return
         self._models = {version: dict(model) for version, model in state["models"]}
         self._estimated = {
             client: EstimatedUpdate(version, stale, DummyData(*data))

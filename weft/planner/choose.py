@@ -46,17 +46,29 @@ def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
         for kind, place in places.items()
         if place == FILE or (place and on_host)
     ]
-    if train.compile or recipe.model.residual == "ladder":
-        pins.append(Pin("overlap", "=", 0))
-    if not _updates_in_parts(recipe):
-        pins += [Pin("tiles", "=", 0), Pin("embedding", "=", 0)]
-    if recipe.memory.tiles > 1:
-        pins.append(Pin("tiles", "=", recipe.memory.tiles))
-    if recipe.memory.embedding == "rows":
-        pins.append(Pin("embedding", "=", 1))
+    pins += unusable(recipe)
+    tiles, rows = recipe.memory.tiles, recipe.memory.embedding == "rows"
+    if any(pin.field == "weights" for pin in pins):
+        pins += [Pin("tiles", "=", tiles)] if tiles > 1 else []
+        pins += [Pin("embedding", "=", 1)] if rows else []
+    elif tiles > 1 or rows:
+        # they rest in the memory that is the device's too; what their rules refuse stays out
+        pins += [Pin("overlap", "=", 0), Pin("secondary", "=", 0)]
+        given = any(pin.field == "recompute" for pin in pins)
+        pins += [] if given else [Pin("recompute", "=", 0)]
     # for pipelines, with a copy of the state in memory
     if recipe.optimizer.post_validation:
         pins += [Pin("pp", ">=", 2), *(Pin(kind, "<=", HOST) for kind in AWAY)]
+    return pins
+
+
+def unusable(recipe: Recipe) -> list[Pin]:
+    """Return demands that leave out what the planner may add to a layout and the rules refuse with ``recipe``."""
+    ladder = recipe.model.residual == "ladder"
+    whole = recipe.train.compile or ladder or recipe.model.kind
+    pins = [Pin("overlap", "=", 0)] if whole else []
+    if not _updates_in_parts(recipe):
+        pins += [Pin("tiles", "=", 0), Pin("embedding", "=", 0)]
     return pins
 
 
@@ -91,7 +103,7 @@ def choose_layout(
         raise UsageError(
             f"no layout for {cluster.count} ranks: {error}; or name one: --layout dp=N"
         ) from None
-    finals = finalists(searched, 5, vocabulary=True)
+    finals = finalists(searched, 5, vocabulary=not recipe.model.kind)
     return choice_of(
         recipe, finals, f"of {len(searched.order):,} that fit {cluster.count} ranks"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, nearest
+from weft.planner.choose import unusable
 from weft.planner.engine_constants import ENGINES, EngineConstants
 from weft.planner.explain import (
     exchange_words,
@@ -121,6 +122,7 @@ def read_job(
             f"--engine {engine!r} is not known; {nearest(engine, ENGINES)}"
         )
     name = model if model in SHAPES else str(find_recipe(model) or model)
+    limits: list[Pin] = []
     if Path(name).suffix == ".toml":
         own = load_recipe(name)
         own.need_model()
@@ -129,6 +131,7 @@ def read_job(
                 f"{model} makes images, whose patches only the data know; compare layouts with weft verify, and plan "
                 "samples with weft plan RUN --sample STEPS"
             )
+        limits = unusable(own)
         batch, seq = batch or own.train.batch, seq or own.data.seq_len
         precision = precision or {"bfloat16": "bf16"}.get(own.train.dtype, "fp32")
     precision = precision or "bf16"
@@ -146,7 +149,7 @@ def read_job(
     subject = load_model(name, shape_named)
     if subject.recipe.get("optimizer", {}).get("post_validation"):
         pins = [*pins, "pp>=2"]
-    demanded = tuple(Pin.parse(text) for text in pins)
+    demanded = (*map(Pin.parse, pins), *limits)
     job = PlanJob(
         name, subject, load_cluster(cluster, gpus), engine, batch, seq, precision, demanded, hottest
     )  # fmt: skip

@@ -90,7 +90,12 @@ class Pin:
             )
         if not names and not value.isdigit():
             raise UsageError(f"--pin {text!r}: {value!r} is not a number")
-        return cls(field, sign, names.index(value) if names else int(value))
+        number = names.index(value) if names else int(value)
+        if (
+            field == "tiles" and number == 1
+        ):  # a weight that is whole, as memory.tiles says it
+            number = 0
+        return cls(field, sign, number)
 
     def holds(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
         return {
