@@ -125,9 +125,17 @@ def test_a_layout_trains_on_several_sizes_as_one_device_does(
     assert proof is not None and proof.ok, proof
 
 
+def test_a_size_that_no_image_gets_is_said(several: str) -> None:
+    (note,) = read_pictures(several, buckets=[*BUCKETS, [64, 2]]).notes
+    assert "no image gets the size 64 x 2," in note
+    assert not read_pictures(several, buckets=BUCKETS).notes
+
+
 def test_wrong_buckets_are_one_line(several: str) -> None:
-    with pytest.raises(UsageError, match="should be heights and widths"):
-        read_pictures(several, buckets=[[4]])
+    wrong: Any
+    for wrong in ([[4]], [4, 4], 5, "4,4", [["4", 4]], [[4, 0]], [[4.5, 4]], [None]):
+        with pytest.raises(UsageError, match="should be heights and widths"):
+            read_pictures(several, buckets=wrong)
     with pytest.raises(UsageError, match="leave one out"):
         read_pictures(several, size=(4, 4), buckets=BUCKETS)
     with pytest.raises(UsageError, match="the digits have one"):
@@ -165,6 +173,12 @@ micro_batch = 4
         code, _, err = command(*sample, "--size", "6,4", *table, "--out", drawn)
         assert code == 0, err
         assert torch.load(drawn / "samples.pt").shape == (2, 1, 6, 4)
-    for size, words in {"7,4": "of up to 6,6", "8,8": "of up to 6,6", "x": "height and width"}.items():  # fmt: skip
+    wrong = {
+        "7,4": "of up to 6,6",
+        "8,8": "of up to 6,6",
+        "x": "whole numbers",
+        "6": "height and",
+    }
+    for size, words in wrong.items():
         code, _, err = command(*sample, "--size", size, "--out", tmp_path / "no")
         assert code == 2 and words in err and err.count("\n") == 1, err

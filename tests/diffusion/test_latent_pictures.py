@@ -5,25 +5,33 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.conftest import Command
+from weft.data.picture_part import PictureClusters, cluster_part
 from weft.data.pictures import PictureSet
+from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.latent_pictures import (
+    autoencoder_file,
     encoded_pictures,
+    remembered_autoencoder,
     small_autoencoder,
     train_autoencoder,
 )
 from weft.errors import UsageError, WeftError
+from weft.layout.mesh import Mesh
 from weft.models.autoencoder import (
     WEIGHTS,
     autoencoder_settings,
     open_autoencoder,
     save_autoencoder,
 )
+from weft.parallel.build import parallelize
+from weft.recipe import ModelShape, Train
 
 RECORDED = Path(__file__).parents[2] / "bench/results/diffusers_peer.json"
 
@@ -88,6 +96,68 @@ def test_images_that_cannot_be_encoded_are_one_line(tmp_path: Path) -> None:
         encoded_pictures(pictures(), str(tmp_path))
     with pytest.raises(UsageError, match="an autoencoder is AutoencoderKL"):
         autoencoder_settings({"_class_name": "AutoencoderDC"})
+    for key, value in {
+        "block_out_channels": [1 << 30], "down_block_types": 5,
+        "up_block_types": [["x"]], "scaling_factor": 0, "shift_factor": float("nan"),
+    }.items():  # fmt: skip
+        with pytest.raises(UsageError, match=f"config.json.*{key}"):
+            autoencoder_settings({"_class_name": "AutoencoderKL", key: value})
+    # weights that are none, a configuration that is none, and sizes for which there is no memory
+    config, weights = Path(folder) / "config.json", Path(folder) / WEIGHTS
+    whole = json.loads(config.read_text())
+    config.write_text(json.dumps(whole | {"block_out_channels": [1 << 12, 1 << 16]}))
+    with pytest.raises(WeftError, match="do not fit its config"):
+        open_autoencoder(folder)
+    config.write_text("[]")
+    with pytest.raises(WeftError, match="cannot be read as an autoencoder"):
+        open_autoencoder(folder)
+    config.write_text(json.dumps(whole))
+    weights.write_bytes(b"no weights at all")
+    with pytest.raises(WeftError, match="cannot be read as an autoencoder"):
+        open_autoencoder(folder)
+
+
+def test_another_scale_is_another_autoencoder(tmp_path: Path) -> None:
+    """Scale and shift are in the configuration alone, so that a digest of the weights does not tell them."""
+    folder = save_autoencoder(small_autoencoder(pictures(), 2, (4, 8)), tmp_path / "v")
+    files = autoencoder_file(str(folder))
+    assert remembered_autoencoder(files) is not None
+    config = folder / "config.json"
+    text = config.read_text().replace('"scaling_factor": 1.0', '"scaling_factor": 2.0')
+    config.write_text(text)
+    with pytest.raises(WeftError, match=r"scaling_factor = 2.0, and had 1.0"):
+        remembered_autoencoder(files)
+
+
+def test_a_cluster_of_latents_keeps_its_autoencoder(tmp_path: Path) -> None:
+    """Else its expert would write latents as if they were pixels."""
+    folder = str(save_autoencoder(small_autoencoder(pictures(), 2, (4, 8)), tmp_path / "v"))  # fmt: skip
+    latents = encoded_pictures(pictures(), folder)
+    clusters = PictureClusters(np.arange(6) % 2, 2, latents.fingerprint)
+    assert cluster_part(latents, clusters, 1).encoder == latents.encoder == folder
+
+
+def test_an_autoencoder_without_widths_is_one_line() -> None:
+    with pytest.raises(UsageError, match="--widths has no channels"):
+        small_autoencoder(pictures(), 2, ())
+
+
+@pytest.mark.soak
+def test_training_that_cannot_go_on_is_one_line() -> None:
+    model = small_autoencoder(pictures(), 2, (12, 8))  # which 8 groups do not divide
+    with pytest.raises(WeftError, match="give a --rate below"):
+        train_autoencoder(model, pictures(), 20, 1e30)
+
+
+def test_a_size_of_images_behind_an_autoencoder_is_in_pixels(tmp_path: Path) -> None:
+    settings = {"size": [4, 4], "channels": 2, "patch": 2, "classes": 2}
+    shape = ModelShape(kind="diffusion", layers=1, embed=8, heads=1, ffn=8, settings=settings)  # fmt: skip
+    model: Any = parallelize(shape, Mesh.single(), Train()).model
+    behind = small_autoencoder(pictures(), 2, (4, 8))
+    denoiser = Denoiser(model, autoencoder=behind).sized((8, 4))
+    assert denoiser.settings.size == (4, 2) and denoiser.pixel_size == (8, 4)
+    with pytest.raises(UsageError, match="of up to 8,8 pixels, in patches of 4"):
+        denoiser = Denoiser(model, autoencoder=behind).sized((8, 6))
 
 
 RECIPE = """

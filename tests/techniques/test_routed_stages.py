@@ -39,14 +39,14 @@ def routed(
     ("layout", "sync", "change"),
     [
         ("island=2,pp=2", NOLOCO, {}),
-        pytest.param("island=3,pp=2", NOLOCO, {}, marks=pytest.mark.slow),
-        pytest.param("island=2,pp=3", NOLOCO, {"model__layers": 3}, marks=pytest.mark.slow),
-        pytest.param("island=2,pp=2,dp=2", NOLOCO, {"train__batch": 16}, marks=pytest.mark.slow),
+        pytest.param("island=3,pp=2", NOLOCO, {}, marks=pytest.mark.soak),
+        pytest.param("island=2,pp=3", NOLOCO, {"model__layers": 3}, marks=pytest.mark.soak),
+        pytest.param("island=2,pp=2,dp=2", NOLOCO, {"train__batch": 16}, marks=pytest.mark.soak),
         pytest.param("island=3,pp=2,schedule=gpipe", NOLOCO | {"update": "nesterov"}, {}, marks=pytest.mark.soak),
         pytest.param("island=2,pp=2,schedule=zb-h1", NOLOCO, {"model__tied": True}, marks=pytest.mark.soak),
         pytest.param("island=2,pp=2,tp=2", NOLOCO, {"model__dropout": 0.1}, marks=pytest.mark.soak),
         # islands that sum gradients in every step stay alike, so that they are one device whatever the routes
-        pytest.param("island=2,pp=2", {"routes": "random"}, {}, marks=pytest.mark.slow),
+        pytest.param("island=2,pp=2", {"routes": "random"}, {}, marks=pytest.mark.soak),
     ],
 )  # fmt: skip
 def test_routes_are_what_one_process_simulates(

@@ -587,8 +587,11 @@ def autoencoder_command(
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """Return the numbers above 0 in ``text``, with commas between. Raises :class:`UsageError` for other text."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
+    """Return the numbers above 0 in ``text``, with commas between; none in an empty text.
+
+    Raises :class:`UsageError` for other text.
+    """
+    words = [word.strip() for word in text.split(",")] if text else []
     if not all(word.isdecimal() and len(word) < 6 and int(word) for word in words):
         raise UsageError(f"{option} {text} should be whole numbers with commas between, such as 16,32")  # fmt: skip
     return [*map(int, words)]

@@ -68,6 +68,7 @@ def sample_command(
     """Make images or videos with a diffusion transformer that a run has trained, and write them into a folder."""
     import torch
 
+    from weft.cli.data import whole_numbers
     from weft.diffusion.denoiser import open_denoiser
     from weft.diffusion.parallel_sample import (
         TableSampling,
@@ -84,6 +85,7 @@ def sample_command(
     from weft.train.expert_set import read_expert_set, refuse_beside_experts
 
     spread = Layout.parse(layout or "")
+    sides = whole_numbers("--size", size)
     named = table_of_options(spread, stale, table)
     ranks = named.ranks * (1 + split)
     if svg is not None:
@@ -111,7 +113,7 @@ def sample_command(
         return code
     with in_sampling_rank(ranks, device) as own:
         denoiser = open_denoiser(checkpoint, own, warn, ema, autoencoder)
-        denoiser = denoiser.sized(read_size(size)) if size else denoiser
+        denoiser = denoiser.sized(sides) if sides else denoiser
         conditions = asked_conditions(
             denoiser.settings, count, classes, denoiser.class_names, prompt or ()
         )
@@ -140,11 +142,3 @@ def sample_command(
             file=sys.stderr,
         )
     return 0
-
-
-def read_size(text: str) -> list[int]:
-    """Return the numbers in ``text``, height and width. Raises :class:`UsageError` for other text."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and len(word) < 6 for word in words):
-        raise UsageError(f"--size {text} should be height and width, such as 8,6")
-    return [*map(int, words)]

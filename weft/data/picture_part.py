@@ -125,6 +125,7 @@ def cluster_part(
         classes=pictures.classes,
         groups=None if groups is None else groups[numbers],
         captions=tuple(said[i] for i in numbers) if said else (),
+        encoder=pictures.encoder,
         whole=pictures,
         numbers=numbers,
         cluster=cluster,

@@ -16,7 +16,13 @@ import xxhash
 from weft.cache import digest
 from weft.data.broken_files import readable, worded
 from weft.data.order import choose_held_out
-from weft.data.size_buckets import ImageSize, checked_buckets, filled_up, nearest_bucket
+from weft.data.size_buckets import (
+    ImageSize,
+    checked_buckets,
+    filled_up,
+    nearest_bucket,
+    unused_buckets,
+)
 from weft.errors import UsageError, WeftError
 
 #: Path of the digits that come with scikit-learn.
@@ -149,7 +155,10 @@ def read_pictures(
             ".tar file"
         )
     pictures = _picture_set(named, size, colours, sizes)
-    return replace(pictures, notes=lone_captions(place, ENDINGS))
+    notes = lone_captions(place, ENDINGS)
+    if pictures.sizes is not None:
+        notes = (*notes, *unused_buckets(sizes, pictures.sizes))
+    return replace(pictures, notes=notes)
 
 
 def lone_captions(place: Path, endings: Sequence[str]) -> tuple[str, ...]:

@@ -20,12 +20,28 @@ class ImageSize(NamedTuple):
 
 def checked_buckets(buckets: Sequence[Sequence[int]]) -> tuple[ImageSize, ...]:
     """Return the sizes ``buckets``. Raises :class:`UsageError` unless each is a height and a width."""
-    if not all(len(each) == 2 and min(each) >= 1 for each in buckets):
+    if not (isinstance(buckets, list | tuple) and all(map(_is_size, buckets))):
         raise UsageError(
-            f"data.settings.buckets = {[[*each] for each in buckets]} should be heights and widths, such as "
-            "[[32, 32], [24, 40]]"
+            f"data.settings.buckets = {buckets!r} should be heights and widths, such as [[32, 32], [24, 40]]"
         )
     return tuple(ImageSize(*each) for each in buckets)
+
+
+def _is_size(each: object) -> bool:
+    """Return whether ``each`` is a height and a width."""
+    sides = each if isinstance(each, list | tuple) else ()
+    return len(sides) == 2 and all(type(side) is int and side >= 1 for side in sides)
+
+
+def unused_buckets(buckets: Sequence[ImageSize], sizes: np.ndarray) -> tuple[str, ...]:
+    """Return a line about those of ``buckets`` that no image gets, given the ``sizes`` of all ``[samples, 2]``."""
+    used = {(height, width) for height, width in sizes.tolist()}
+    unused = [f"{b.height} x {b.width}" for b in dict.fromkeys(buckets) if b not in used]  # fmt: skip
+    if not unused:
+        return ()
+    return (
+        f"data.settings.buckets: no image gets the size {', '.join(unused)}, so that the model learns none of it",
+    )
 
 
 def nearest_bucket(buckets: Sequence[ImageSize], own: ImageSize) -> ImageSize:

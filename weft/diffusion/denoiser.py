@@ -72,10 +72,14 @@ class Denoiser:
         return (self.settings.channels, *self.settings.size)
 
     @property
+    def factor(self) -> int:
+        """Pixels along a side of an image for one of those that the model makes; 1 without an autoencoder."""
+        return self.autoencoder.settings.factor if self.autoencoder else 1
+
+    @property
     def pixel_size(self) -> tuple[int, ...]:
         """Height and width of an image, or frames, height and width of a video, in pixels."""
-        factor = self.autoencoder.settings.factor if self.autoencoder else 1
-        return tuple(side * factor for side in self.settings.size)
+        return tuple(side * self.factor for side in self.settings.size)
 
     def pixels(self, images: T) -> T:
         """Return the pixels of sampled ``images`` ``[images, channels, (frames,) height, width]``, on the CPU."""
@@ -112,17 +116,18 @@ class Denoiser:
         return self.final(x, signals)
 
     def sized(self, size: Sequence[int]) -> Denoiser:
-        """Return the same denoiser for images of ``size``, height and width, of at most those of training.
+        """Return the same denoiser for images of ``size``, height and width in pixels, of at most those of training.
 
         Raises :class:`UsageError` for another size.
         """
-        most, patch = self.settings.size, self.settings.patch
+        most, factor = self.pixel_size, self.factor
+        patch = self.settings.patch * factor
         if len(size) != 2 or len(most) != 2:
             raise UsageError(
                 f"--size {','.join(map(str, size))} should be height and width of an image, such as 8,6"
             )
         if any(
-            side > limit or side < 1 or side % patch
+            side > limit or side < 1 or (side % patch and side != limit)
             for side, limit in zip(size, most, strict=True)
         ):
             raise UsageError(
@@ -130,7 +135,8 @@ class Denoiser:
                 f"of {patch}"
             )
         other = Denoiser(self.model, self.class_names, self.autoencoder)
-        other.settings = self.settings.model_copy(update={"size": tuple(size)})
+        sides = tuple(side // factor for side in size)
+        other.settings = self.settings.model_copy(update={"size": sides})
         return other
 
     def positions(self, batch: int, patches: Sequence[int] | None = None) -> T:

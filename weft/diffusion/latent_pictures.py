@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import gcd, isfinite
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,8 @@ def autoencoder_file(folder: str) -> dict[str, bytes]:
     """
     if not folder:
         return {}
-    about = {"folder": folder, "weights": autoencoder_digest(folder)}
+    settings = open_autoencoder(folder).settings.model_dump(mode="json")
+    about = {"folder": folder, "weights": autoencoder_digest(folder), "settings": settings}  # fmt: skip
     return {AUTOENCODER_FILE: json.dumps(about).encode()}
 
 
@@ -108,14 +110,23 @@ def remembered_autoencoder(
     where = folder or about["folder"]
     if not (Path(where).expanduser() / WEIGHTS).is_file():
         raise WeftError(
-            f"the model makes latents of the autoencoder in {where}, which is not there; say where it is with "
-            "--autoencoder FOLDER"
+            f"the model makes latents of the autoencoder in {where}, which is not there; put it there, or say where "
+            "it is with weft sample --autoencoder FOLDER"
         )
     if autoencoder_digest(where) != about["weights"]:
         raise WeftError(
             f"{where} has another autoencoder than the one whose latents the model has learned; give that one"
         )
-    return open_autoencoder(where)
+    model = open_autoencoder(where)
+    settings = model.settings.model_dump(mode="json")
+    # scale and shift of the latents are in config.json alone
+    for key, value in about.get("settings", {}).items():
+        if settings.get(key) != value:
+            raise WeftError(
+                f"{where}: its config.json has {key} = {settings.get(key)}, and had {value} when the model learned its "
+                "latents; put that back"
+            )
+    return model
 
 
 def small_autoencoder(
@@ -126,9 +137,11 @@ def small_autoencoder(
     ``latents``: values of a latent pixel; ``widths``: channels at each resolution, each half of the one before;
     ``seed``: seed of the weights.
     """
+    if not widths:
+        raise UsageError("--widths has no channels; give those of each resolution, such as 16,32")  # fmt: skip
     config = {
         "_class_name": "AutoencoderKL", "in_channels": pictures.pixels.shape[1], "latent_channels": latents,
-        "block_out_channels": widths, "norm_num_groups": min(8, *widths), "scaling_factor": 1.0, "shift_factor": 0.0,
+        "block_out_channels": widths, "norm_num_groups": gcd(8, *widths), "scaling_factor": 1.0, "shift_factor": 0.0,
     }  # fmt: skip
     settings = autoencoder_settings(config)
     sides = pictures.pixels.shape[2:]
@@ -148,7 +161,8 @@ def train_autoencoder(
 
     Afterwards its latents have the mean 0 and the variance 1, by scale and shift. ``steps``: optimizer steps with
     :data:`BATCH` images each; ``rate``: the highest learning rate of AdamW, which falls by a cosine; ``seed``: seed of
-    order and draws; ``passed``: called with step and squared error. Returns the settings with scale and shift.
+    order and draws; ``passed``: called with step and squared error. Returns the settings with scale and shift. Raises
+    :class:`WeftError` if the error is no finite number.
     """
     draws = torch.Generator().manual_seed(seed)
     pixels = torch.from_numpy(pictures.pixels)
@@ -165,8 +179,12 @@ def train_autoencoder(
         (error + DIVERGENCE * divergence).backward()
         optimizer.step()
         schedule.step()
+        if not isfinite(now := error.item()):
+            raise WeftError(
+                f"the squared error was {now} in step {step + 1}: nothing was written; give a --rate below {rate:g}"
+            )
         if passed is not None:
-            passed(step + 1, error.item())
+            passed(step + 1, now)
     means = in_batches(lambda x: model.moments(x).chunk(2, 1)[0], pixels)
     update = {"shift_factor": float(means.mean()), "scaling_factor": 1 / max(1e-6, float(means.std()))}  # fmt: skip
     model.settings = model.settings.model_copy(update=update)

@@ -35,7 +35,13 @@ def picture_questions(
     The images begin with the same noise each time, and show all classes in turn, or captions of the data. ``real``: the
     images to score against. ``recorder``: gets a record of kind "pictures".
     """
-    denoiser, judge = Denoiser(model), PictureJudge(real)
+    behind = None
+    if real.encoder:
+        from weft.models.autoencoder import open_autoencoder
+
+        # now, as its folder may be moved while the model learns
+        behind = open_autoencoder(real.encoder)
+    denoiser, judge = Denoiser(model, autoencoder=behind), PictureJudge(real)
     settings = model.settings
     classes = settings.classes
     labels = np.arange(COUNT) % len(real.classes)
@@ -56,24 +62,9 @@ def picture_questions(
         images = sample(denoiser, denoiser.process, denoiser.shape, request, classes)
         pixels = images.float().cpu().numpy()
         scores = judge.score(pixels, labels)
-        shown = shown_pixels(pixels[:SHOWN], real.encoder)
+        shown = denoiser.pixels(images[:SHOWN]).numpy()
         grid = base64.b64encode(png_bytes(image_grid(shown))).decode()
         recorder.log("pictures", **scores._asdict(), grid=grid)
         return Answered(COUNT, round(scores.accuracy * COUNT), None)
 
     return {"images": AskedQuestions(every, ask)}
-
-
-def shown_pixels(images: np.ndarray, encoder: str) -> np.ndarray:
-    """Return ``images`` ``[images, channels, ...]`` as pixels: decoded by the autoencoder in the folder ``encoder``.
-
-    Without one they are pixels.
-    """
-    if not encoder:
-        return images
-    from weft.diffusion.latent_pictures import in_batches
-    from weft.models.autoencoder import open_autoencoder
-
-    model = open_autoencoder(encoder)
-    decoded: np.ndarray = in_batches(model.decoded, torch.from_numpy(images)).numpy()
-    return decoded

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,8 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 NORM_EPS = 1e-6
 #: Names of the products of attention in older files.
 OLD_NAMES = {"query.": "to_q.", "key.": "to_k.", "value.": "to_v.", "proj_attn.": "to_out.0."}  # fmt: skip
+#: Kinds of blocks that a configuration lists, one for each resolution.
+BLOCKS = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}  # fmt: skip
 #: Settings of diffusers' class that have no other value here, or only say what others have been trained with.
 FIXED = {"act_fn": "silu", "latents_mean": None, "latents_std": None}
 
@@ -37,27 +39,33 @@ class AutoencoderSettings(Section):
     """Sizes of an autoencoder, as diffusers' ``config.json`` names them."""
 
     in_channels: PositiveInt = Field(
-        3, description="Number of values (channels) of a pixel of an image."
+        3, le=1 << 16, description="Number of values (channels) of a pixel of an image."
     )
     latent_channels: PositiveInt = Field(
-        4, description="Number of values (channels) of a latent."
+        4, le=1 << 16, description="Number of values (channels) of a latent."
     )
-    block_out_channels: tuple[PositiveInt, ...] = Field(
+    block_out_channels: tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...] = Field(
         (64,),
         min_length=1,
         description="Channels at each resolution; from one to the next it is halved.",
     )
     layers_per_block: PositiveInt = Field(
-        1, description="Residual blocks at each resolution; the decoder has one more."
+        1,
+        le=64,
+        description="Residual blocks at each resolution; the decoder has one more.",
     )
     norm_num_groups: PositiveInt = Field(
         32, description="Number of groups of channels in each group norm."
     )
     scaling_factor: float = Field(
-        0.18215, description="Factor of latents, after 'shift_factor' was taken off."
+        0.18215,
+        gt=0,
+        allow_inf_nan=False,
+        description="Factor of latents, after 'shift_factor' was taken off.",
     )
     shift_factor: float | None = Field(
         None,
+        allow_inf_nan=False,
         description="Number that is subtracted from latents before they are scaled; if not set: 0.",
     )
     use_quant_conv: bool = Field(
@@ -278,9 +286,13 @@ def autoencoder_settings(config: Mapping[str, Any]) -> AutoencoderSettings:
         raise UsageError(f"config.json is of {name}, and an autoencoder is {CLASS_NAME}")  # fmt: skip
     if config.get("out_channels", config.get("in_channels")) != config.get("in_channels"):  # fmt: skip
         raise UsageError("config.json has other out_channels than in_channels, which must be alike")  # fmt: skip
-    kinds = {*config.get("down_block_types", ()), *config.get("up_block_types", ())}
-    if strange := sorted(kinds - {"DownEncoderBlock2D", "UpDecoderBlock2D"}):
-        raise UsageError(f"config.json has blocks {strange[0]}, which cannot be opened")
+    for key, block in BLOCKS.items():
+        kinds = config.get(key, ())
+        kinds = kinds if isinstance(kinds, list | tuple) else [kinds]
+        if strange := [kind for kind in kinds if kind != block]:
+            raise UsageError(
+                f"config.json has blocks {strange[0]!r} in {key}, and only {block} can be opened"
+            )
     for key, value in FIXED.items():
         if config.get(key, value) != value:
             raise UsageError(f"config.json has {key} = {config[key]!r}, and only {value!r} can be opened")  # fmt: skip
@@ -299,8 +311,7 @@ def autoencoder_config(settings: AutoencoderSettings) -> dict[str, Any]:
     stages = len(settings.block_out_channels)
     return {
         "_class_name": CLASS_NAME, **settings.model_dump(mode="json"), "out_channels": settings.in_channels,
-        "down_block_types": ["DownEncoderBlock2D"] * stages, "up_block_types": ["UpDecoderBlock2D"] * stages,
-        "act_fn": "silu",
+        **{key: [block] * stages for key, block in BLOCKS.items()}, "act_fn": "silu",
     }  # fmt: skip
 
 
@@ -310,15 +321,20 @@ def open_autoencoder(folder: str | Path) -> Autoencoder:
     Raises :class:`UsageError` if its configuration is not supported, and :class:`WeftError` if its files cannot be
     read.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     place = Path(folder).expanduser()
     try:
         config = json.loads((place / "config.json").read_text())
         tensors = load_file(place / WEIGHTS)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise WeftError(f"{place} cannot be read as an autoencoder of diffusers: {error}") from None  # fmt: skip
-    model = Autoencoder(autoencoder_settings(config))
+    if not isinstance(config, dict):
+        raise WeftError(f"{place} cannot be read as an autoencoder of diffusers: config.json is no object")  # fmt: skip
+    # sizes that the weights do not have take no memory
+    with torch.device("meta"):
+        model = Autoencoder(autoencoder_settings(config))
     wanted = model.state_dict()
     values = {}
     for name, tensor in tensors.items():
@@ -332,7 +348,9 @@ def open_autoencoder(folder: str | Path) -> Autoencoder:
     ]
     if wrong:
         raise WeftError(f"{place}: its weights do not fit its config.json, the first is {wrong[0]}")  # fmt: skip
-    model.load_state_dict(values)
+    # copies, as the file may change
+    whole = {name: value.float().clone() for name, value in values.items()}
+    model.load_state_dict(whole, assign=True)
     return model.eval().requires_grad_(False)
 
 
