@@ -71,9 +71,10 @@ class KeptAnswers:
     def take(
         self, key: str, answer: int, request: AnswerRequest
     ) -> tuple[Generation, list[TokenMessage]] | None:
-        """Return the answer to ``request`` that is kept under ``key``, and messages with all its tokens that
-        ``request`` does not have yet. ``answer``: number of the answer in the messages. Return None if no such answer
-        is kept, if it has failed, or if it lacks log-probabilities that the request wants.
+        """Remove the answer to ``request`` that is kept under ``key``, and return it with messages of all tokens that
+        ``request`` does not have yet. ``answer``: number by which the messages name the answer.
+
+        Return None if no such answer is kept, if it has failed, or if it lacks log-probabilities that it wants.
         """
         kept = self._kept.pop(key, None)
         if kept is None:

@@ -504,8 +504,9 @@ class Engine:
         Which weights have written which tokens is in :attr:`weft.generate.request.Generation.versions`.
 
         Between :meth:`drain` and this call the weights may be changed in place. ``version``: number of the new weights.
-        ``fingerprint``: a hash of the new weights, without which blocks outside the engine's cache are neither kept nor
-        used any more; "": it is not known. Raises :class:`UsageError` for an engine over two processes.
+        ``fingerprint``: a hash of the new weights. If it is "" (not known), the engine no longer stores blocks outside
+        its own cache, nor uses those that are there. Returns the tokens of the passes that were under way. Raises
+        :class:`UsageError` for an engine over two processes.
         """
         if self.phases is not None:
             raise UsageError(

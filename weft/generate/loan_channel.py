@@ -146,8 +146,8 @@ class RemoteLender:
         return int(answer.head["loan"])
 
     def fetch(self, loan: int) -> T:
-        """Return the contents of the cache blocks that lie at the lender as the loan number ``loan``, uint8 ``[blocks,
-        bytes]``. Raises :class:`LenderLost` if the lender does not answer.
+        """Return the cache blocks that this engine stored in the lender's memory under the number ``loan``, uint8
+        ``[blocks, bytes]``. Raises :class:`LenderLost` if the lender does not answer.
         """
         head, payload = self._call({"do": "fetch", "loan": loan})
         self.sent += len(payload)

@@ -57,7 +57,8 @@ class TokenSums:
 
     Attributes:
         ``links``: connections between the ranks.
-        ``measured``: seconds of each all-reduce by the size of the sum, with ``auto`` once :meth:`measure` has run.
+        ``measured``: for each size of a sum, the seconds that each all-reduce took. :meth:`measure` fills it if
+            ``word`` is ``auto``.
     """
 
     def __init__(self, group: dist.ProcessGroup, word: str) -> None:

@@ -324,6 +324,7 @@ PICTURES: Case = {
 VIDEOS: Case = PICTURES | {
     "data.path": str(FOLDER / "videos"),
     "data.settings.frames": 3,
+    "data.settings.every": 1,
 }
 
 #: Beginnings of the names of settings that are not drawn for images, which have no tokens. Of ``model`` only

@@ -102,7 +102,8 @@ class Federated(FederatedTravel):
     aggregator: Literal["here", "process"] = Field(
         "here",
         description=(
-            "Where the aggregators of 'fan_in' run: in the server's process ('here'), or in a separate process that "
+            "Where the aggregators run, each of which adds up 'fan_in' updates: in the server's process ('here'), or "
+            "in a separate process that "
             "reads updates from shared memory ('process'). 'process' needs fan_in = 3 or more."
         ),
     )

@@ -379,7 +379,8 @@ class ModelShape(Section):
         description="Rescale each token's expert weights so that they add up to 1.",
     )
     router_scale: PositiveFloat = Field(
-        1.0, description="Factor by which all expert weights are multiplied."
+        1.0,
+        description="Factor on the router's weights, by which outputs of a token's experts are multiplied.",
     )
     router_groups: PositiveInt = Field(
         1,

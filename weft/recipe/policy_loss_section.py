@@ -113,11 +113,17 @@ class PolicyLoss(Section):
     )
     vespo_positive: tuple[PositiveFloat, PositiveFloat] = Field(
         (2.0, 3.0),
-        description="Exponent and decay rate, two numbers, of form = 'vespo' where the advantage is not negative.",
+        description=(
+            "Two numbers k and c for form = 'vespo' where the advantage is not negative: an answer with importance "
+            "ratio W is weighted by W^k x exp(c x (1 - W))."
+        ),
     )
     vespo_negative: tuple[PositiveFloat, PositiveFloat] = Field(
         (3.0, 2.0),
-        description="Exponent and decay rate, two numbers, of form = 'vespo' where the advantage is negative.",
+        description=(
+            "Two numbers k and c for form = 'vespo' where the advantage is negative: an answer with importance ratio W "
+            "is weighted by W^k x exp(c x (1 - W))."
+        ),
     )
     off_policy: PositiveFloat | None = Field(
         None,

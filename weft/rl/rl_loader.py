@@ -419,7 +419,9 @@ class RlLoader:
     # --- evaluation ---
 
     def questions(self) -> dict[str, AskedQuestions]:
-        """Return, for each task with rewards by name, a function that evaluates the model on held-out questions."""
+        """Return a dictionary from the title of each task that gives rewards to a function that evaluates the model on
+        the task's held-out questions.
+        """
         return {
             settings.title: AskedQuestions(settings.every, partial(self.ask, task))
             for task, settings in enumerate(self.job.rewarded)

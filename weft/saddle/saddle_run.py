@@ -54,7 +54,9 @@ def saddle_facts(recipe: Recipe) -> dict[str, Any]:
 def saddle_job(
     recipe: Recipe, mesh: Mesh, out: Path | None = None, resume: str | None = None
 ) -> Outcome:
-    """Search until the recipe's rounds are over or a signal arrives, measure the result, and save. Collective.
+    """Search for a saddle point of the recipe's min-max problem, measure the result, and save. Collective.
+
+    The search ends when the recipe's rounds are over or a signal arrives.
 
     ``out``: the folder to create; ``resume``: the run or checkpoint to continue. Raises :class:`WeftError` if the
     parameters are no longer finite.

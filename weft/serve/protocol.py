@@ -215,7 +215,10 @@ class WorkflowStage(RequestFields):
     deadline_ms: float | None = Field(None, ge=-LONGEST_JOB, le=LONGEST_JOB)
 
     def begun(self, now: float) -> Workflow:
-        """Return the workflow of a request that came at the time ``now``, in seconds of ``time.monotonic``."""
+        """Return what the scheduler has to know about the job of several requests to which this request belongs.
+
+        ``now``: time at which the request came, in seconds of ``time.monotonic``; its deadline counts from then.
+        """
         return Workflow.of_frame(self.model_dump(), now)
 
 

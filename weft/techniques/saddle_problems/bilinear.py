@@ -40,8 +40,8 @@ class BilinearSettings(Section):
     spread: NonNegativeFloat = Field(
         0.25,
         description=(
-            "Factor s in the matrix of each device, common + s x own: 'common' is a random matrix that all devices "
-            "share, 'own' a random matrix of the device. 0: all devices have the same matrix."
+            "Factor s in the matrix of the game on each device, common + s x own: 'common' is a random matrix that all "
+            "devices share, 'own' a random matrix of the device. 0: all devices have the same matrix."
         ),
     )
 

@@ -19,7 +19,10 @@ class CountdownSettings(Section):
     """Settings of the task of writing an arithmetic expression of given numbers that has a given value."""
 
     numbers: int = Field(
-        3, ge=2, le=6, description="How many numbers each question gives."
+        3,
+        ge=2,
+        le=6,
+        description="How many numbers each question gives, from which the answer has to form a target.",
     )
     largest: int = Field(
         20, ge=2, le=1000, description="Largest number that a question gives."

@@ -18,8 +18,8 @@ class RegexSettings(Section):
     pattern: str = Field(
         "",
         description=(
-            "Regular expression that the whole answer is to match, without blanks around it; '.' "
-            "matches line ends, too."
+            "Regular expression that must match the whole answer, of which blanks at both ends are removed first. "
+            "'.' also matches line ends."
         ),
     )
 

@@ -27,10 +27,11 @@ from weft.registry import register
     ),
 )
 class TokenWeave(Overlap):
-    """Cuts the tokens of every row into halves: while one half travels, the other is computed. The later half attends
-    to the keys of the earlier one. The paper fuses the reduction with the residual sum and the norm. Here
-    :mod:`weft.layout.boundary` does the same: tokens are summed and scattered, each rank of ``tp`` adds and normalises
-    its own tokens, and they are gathered.
+    """Overlaps the sums over the ranks of ``tp`` with computation: the tokens of every row are cut into halves, and one
+    half is computed while the other is summed. The later half attends to the keys of the earlier one.
+
+    The paper has one fused kernel for the sum, the residual and the norm. :mod:`weft.layout.boundary` takes three
+    steps: a reduce-scatter of the tokens, residual and norm of each rank's own tokens, and an all-gather.
     """
 
     def __call__(self, tokens: PassTokens) -> Weave:

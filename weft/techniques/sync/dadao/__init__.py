@@ -30,8 +30,8 @@ class DADAOSettings(Section):
     stride: PositiveFloat = Field(
         1.0,
         description=(
-            "Factor on DADAO's step size, where 1 is the step of the local optimizer. With SGD at rate lr it "
-            "corresponds to the DADAO paper's constants for a largest curvature of 1 / (4 x stride x lr)."
+            "DADAO's step size as a multiple of the local optimizer's step; 1: the same step. The constants of the "
+            "DADAO paper for a largest curvature L are those of SGD at rate lr with stride = 1 / (4 x L x lr)."
         ),
     )
     exchanges: float = Field(
