@@ -210,9 +210,8 @@ class FreshUpdates:
         self._judge(update)
         if staleness < max(1, self._after) or update.client in self.given_up:
             return update
-        if (
-            update.version not in self._models
-        ):  # begun before this run made updates fresh
+        # begun before this run made updates fresh
+        if update.version not in self._models:
             return update
         latest = KnownUpdate(self._models[update.version], update.difference, update.steps)  # fmt: skip
         known = sorted(
