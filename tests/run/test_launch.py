@@ -409,6 +409,8 @@ def test_errors_of_other_ranks_are_secondary() -> None:
     assert not is_secondary(
         ValueError("gloo/ is in this text, but it is no runtime error")
     )
+    # what gloo says of a second wait on a connection, once the first has ended
+    assert is_secondary(RuntimeError("Application timeout caused pair closure"))
     assert not is_secondary(WeftError("Connection closed by peer"))
 
 
