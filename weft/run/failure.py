@@ -22,7 +22,10 @@ from weft.errors import WeftError
 from weft.plugins import PluginError
 
 # How gloo, NCCL and the rendezvous store put it that *another* rank is gone or late.
-_PEER_LOST = r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|pair closure|Connection (refused|closed)|ProcessGroup"
+_PEER_LOST = (
+    r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|pair closure|"
+    r"Connection (refused|closed)|ProcessGroup"
+)
 
 
 class Grade(IntEnum):
