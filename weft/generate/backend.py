@@ -119,7 +119,7 @@ class NoEngine(WeftError):
 
 @dataclass(frozen=True)
 class BackendFacts:
-    """The numbers against which requests are checked.
+    """What a server must know of the model and of its engines to refuse impossible requests before they start.
 
     ``vocab``: number of token ids of the model. ``embed``: elements of an embedding. ``cache``: tokens that the cache
     of an engine holds. ``searches``: whether beam searches are possible. ``scores``: whether the model is a reward
@@ -146,8 +146,8 @@ class EngineLoad(NamedTuple):
         ``draining``: 1 if the engine takes no new requests, else 0.
         ``borrowed``: cache blocks of other engines that hold tokens of this engine's requests.
         ``lent``: cache blocks of this engine that hold tokens of other engines' requests.
-        ``role``: 1 if the engine only computes prompts, 2 if it only goes on with answers that others have begun, 3 if
-            it only keeps blocks for the others; or 0.
+        ``role``: 0 if the engine does all kinds of work; 1 if it only computes prompts; 2 if it only goes on with
+            answers that other engines have begun; 3 if it only keeps cache blocks for the other engines.
         ``looked``: blocks for which requests have looked outside the engine's cache when they began.
         ``sources``: for each place outside the cache that keeps cache blocks, such as host memory, how many blocks and
             bytes it has given and taken: values of :class:`weft.generate.block_source.SourceUsage`.
@@ -191,7 +191,7 @@ class AnswerState(Protocol):
 
     @property
     def score(self) -> float:
-        """Mean log-probability of the generated tokens."""
+        """Mean log-probability of the answer's generated tokens, by which several answers to a prompt are compared."""
 
 
 class AnswerEvents(Protocol):
@@ -219,7 +219,9 @@ class Backend(Protocol):
 
     @property
     def facts(self) -> BackendFacts:
-        """The numbers against which requests are checked at this moment, such as the size of the cache."""
+        """Properties of the model and its engines at this moment, such as the size of the cache, by which the server
+        checks a request before it starts.
+        """
 
     @property
     def failure(self) -> Exception | None:
@@ -260,7 +262,9 @@ class Backend(Protocol):
         """
 
     def cut_answers(self) -> int:
-        """End all unfinished answers with :class:`ServerEnding`; return their number."""
+        """End all unfinished answers at once: whoever waits for one gets :class:`ServerEnding`. Return the number of
+        these answers. Called when the server shuts down.
+        """
 
     def close(self) -> None:
         """End the work; blocks until the threads of the backend have ended."""

@@ -23,7 +23,9 @@ LENGTH_PENALTY = 0.2
 
 @dataclass(eq=False)
 class Beam(Request):
-    """An unfinished text of a beam search. ``log_probability``: sum of the log-probabilities of its tokens."""
+    """An unfinished text of a beam search, as a request to the engine. ``log_probability``: sum of the
+    log-probabilities of its tokens.
+    """
 
     log_probability: float = 0.0
 
@@ -94,7 +96,7 @@ class Search:
             self.engine.scheduler.add(beam)
 
     def end(self) -> None:
-        """Drop all unfinished beams and free their cache blocks."""
+        """Drop all unfinished beams and free their cache blocks, because the search is complete or cancelled."""
         for beam in self.beams:
             self.engine.scheduler.remove(beam)
         self.beams.clear()

@@ -41,8 +41,8 @@ class RatedAnswer(NamedTuple):
 def answer_start(
     tokenizer: Tokenizer, ids: Sequence[int], thoughts: Thoughts | None
 ) -> int | None:
-    """Return the index in ``ids`` of the first token behind the reasoning of a text; None if the reasoning does not
-    end.
+    """Return the index of the token of a text at which the answer begins, behind the reasoning; None if the reasoning
+    does not end. ``ids``: token ids of the text.
 
     ``thoughts``: the tags of reasoning; None: the text has none.
     """

@@ -27,7 +27,8 @@ CONNECT_S, ANSWER_S, NEWS_S, AGAIN_S = 2.0, 5.0, 0.25, 1.0
 
 class BlockStock(Protocol):
     """Interface of a store of cache blocks (keys and values of tokens) that other engines read, and into which they may
-    put blocks."""
+    put blocks.
+    """
 
     def keys(self) -> set[bytes]:
         """Return the keys of all blocks that the store has now."""
@@ -200,7 +201,7 @@ class PeerBlocks:
         """Do nothing: other engines keep the blocks that they have computed, and accept none from here."""
 
     def close(self) -> None:
-        """Close the connections to all engines."""
+        """Close the connections to all other engines, so that no more blocks are read from them."""
         self.meet([])
 
     def _all(self) -> list[BlockPeer]:

@@ -33,7 +33,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of blocks without an owner."""
+        """Number of blocks without an owner, which :meth:`take` can give to a text."""
         return self.blocks - len(self.owners)
 
     def take(self, key: bytes | None = None) -> int:
@@ -65,8 +65,8 @@ class BlockPool:
             self.owners[block] = self.owners.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one owner from each of ``blocks``, a request's block table or the end of one. Blocks without an owner
-        may be reused, those at the end of the list first.
+        """Remove one owner from each of ``blocks``, which are numbers of blocks in the order of a request's table.
+        Blocks without an owner may be reused, those at the end of the list first.
         """
         for block in reversed(blocks):
             if block < 0:

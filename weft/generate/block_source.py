@@ -163,7 +163,9 @@ class TieredBlocks:
         return self._reader.submit(self._collect, keys)
 
     def store(self, key: bytes, contents: Contents) -> None:
-        """Store a block in every source that accepts it."""
+        """Store a block in every source that accepts it. ``contents``: bytes of the block, which is found under ``key``
+        later.
+        """
         for source in self.sources:
             self._store(source, key, contents)
 
@@ -173,7 +175,7 @@ class TieredBlocks:
             return [*self._usages.values()]
 
     def close(self) -> None:
-        """Close all sources."""
+        """Close all sources, which stores what waits to be written and frees their memory."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         for source in self.sources:
             source.close()

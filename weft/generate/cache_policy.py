@@ -108,7 +108,9 @@ def cache_policy_of(word: str) -> CachePolicy | None:
 
 
 def share_of(argument: str) -> float | None:
-    """Return the share in ``argument``, a number above 0 and at most 1; None if it is no such number."""
+    """Return the fraction that the text ``argument`` states, such as 0.25 for "0.25"; None if the text is not a number
+    above 0 and at most 1. Cache policies parse their arguments with it.
+    """
     try:
         share = float(argument)
     except ValueError:

@@ -127,7 +127,7 @@ class CachePeer:
         return True
 
     def close(self) -> None:
-        """Stop sending and reading blocks, and close the connections."""
+        """Stop sending and reading blocks, and close the connections to the cache engine."""
         with self._wake:
             self._ended = True
             self._wake.notify()

@@ -27,13 +27,13 @@ class SpanGroup(NamedTuple):
     A packed row joins the tokens of several texts; a span is the part of one text.
 
     Attributes:
-        ``model``: one of the models that share the module, that of the group's first span.
+        ``model``: the model of the group's first span; the models of all its spans have the module in common.
         ``rows``: indices in the packed row of the group's tokens; a slice if the group has all tokens.
         ``reading``: the spans, with indices in the group's row, and the places of their tokens in the cache.
         ``adapters``: the adapter of each span, or None.
         ``documents``: indices in the group's row at which the spans end, after a leading 0.
-        ``wanted``: indices, among the rows of logits that the whole pass returns, of the rows that belong to this
-            group's tokens.
+        ``wanted``: indices of the rows of logits that belong to this group's tokens, among all rows of logits that the
+            pass returns.
         ``only``: for each of the rows ``wanted``, the index in the group's row of the token from which it is computed.
         ``rope``: cosines and sines of the tokens' positions.
     """

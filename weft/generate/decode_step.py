@@ -59,8 +59,9 @@ def decode_obstacle(model: Transformer, pages: Sequence[LayerPages]) -> str:
 
 
 def decode_requests(step: ScheduledStep) -> list[Request]:
-    """Return the requests of ``step`` if each of them computes exactly one new token, has no drafts, adapter or other
-    texts to attend to, and wants only the logits of that token. Otherwise return an empty list.
+    """Return the requests of ``step`` if it is a pure decode step, else an empty list. In a decode step each request
+    computes exactly one new token and wants only the logits of this token. No request has drafts or an adapter, or
+    attends to other texts.
     """
     requests = list(step.work)
     for request in requests:
@@ -80,8 +81,9 @@ def padded_count(count: int, least: int = 1) -> int:
 
 
 class RecordedStep:
-    """A decode step of up to ``rows`` texts with tables of up to ``blocks`` blocks, ready to be computed again and
-    again.
+    """A decode step whose tensors stay at fixed addresses, so that a CUDA graph of it can be repeated with other texts.
+    It has room for ``rows`` texts with tables of up to ``blocks`` cache blocks each. ``record``: function that takes
+    the pass and returns one that repeats it.
 
     ``scratch``: number of a cache block that no text has. Rows without a text write there.
     """

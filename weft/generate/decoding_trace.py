@@ -12,7 +12,8 @@ def trace_decoding(
     model: Transformer, batch: int, prompt: int, steps: int, folder: Path
 ) -> Path:
     """Write a Chrome trace of ``steps`` decoding steps to ``folder``, and return its file. ``batch`` texts are written,
-    after random prompts of ``prompt`` tokens. The steps of the prompts and of the first tokens are left out.
+    after random prompts of ``prompt`` tokens. The trace does not have the steps that read the prompts and write the
+    first tokens.
     """
     engine = Engine(model, budget=max(512, batch), limit=batch)
     texts = [

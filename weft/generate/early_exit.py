@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class EarlyText(NamedTuple):
-    """Which rows of early logits belong to a request.
+    """Rows of early logits that belong to one request. Early logits are computed from the output of a layer in the
+    middle of the model.
 
     ``first``: index of the row of logits behind the request's last token; the rows behind the tokens of ``path``
     follow. ``path``: the tokens that a drafter has guessed for the request, and that this pass checks.

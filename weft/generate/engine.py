@@ -185,15 +185,15 @@ class PolicyUsage(NamedTuple):
 
 
 class StepTaker(Protocol):
-    """Interface of an object that takes an engine's steps in place of the engine itself, for example with two
-    processes.
+    """Interface of an object that takes an engine's steps in place of the engine itself. An example is
+    :class:`weft.generate.split_phases.SplitPhases`, which reads prompts in a second process.
     """
 
     def step(self) -> list[Written]:
         """Compute one step of the engine; return the tokens that it has given, as :meth:`Engine.step` does."""
 
     def close(self) -> None:
-        """End the processes that take part in the steps."""
+        """End the other processes that take part in the engine's steps."""
 
 
 class Engine:
@@ -410,8 +410,8 @@ class Engine:
         return self.scheduler.pool.blocks * self.reader.size
 
     def report_to(self, warn: Callable[[str], None]) -> None:
-        """Use ``warn`` to print lines about the ranks of an engine over several ranks: now the lines about measurements
-        at the start, and later a line for each change. An engine on one rank has no such lines.
+        """Print lines about measurements of the ranks with ``warn``: now those from the start, and later a line after
+        each new measurement. An engine on one rank has no such lines.
         """
         if isinstance(self.reader, Leader):
             self.reader.report = warn
@@ -420,8 +420,8 @@ class Engine:
 
     @torch.inference_mode()
     def record_steps(self) -> None:
-        """Record the CUDA graphs of steps with up to as many requests as a step may have, if graphs are used, so that
-        no request waits for them.
+        """Record the CUDA graphs of decode steps for all numbers of requests now, if graphs are used. Otherwise the
+        first request that needs a graph would wait while it is recorded.
         """
         if isinstance(self.reader, PagedReader) and self.reader.decoding is not None:
             self.probe()
@@ -499,9 +499,9 @@ class Engine:
         """Let everything that is computed from now on come from the weights that the model has now.
 
         Requests that run go on: their texts stay, and all their keys and values are computed again. All later tokens
-        thus have the log-probabilities that the new weights give them after the whole text, as if another engine had
-        been asked to go on with it. No cached block of earlier weights is used again, inside the engine or outside.
-        Which weights have written which tokens is in :attr:`weft.generate.request.Generation.versions`.
+        thus have the log-probabilities that the new weights give them after the whole text. No cached block of earlier
+        weights is used again, inside the engine or outside. Which weights have written which tokens is in
+        :attr:`weft.generate.request.Generation.versions`.
 
         Between :meth:`drain` and this call the weights may be changed in place. ``version``: number of the new weights.
         ``fingerprint``: a hash of the new weights. If it is "" (not known), the engine no longer stores blocks outside
@@ -632,8 +632,8 @@ class Engine:
             pass
 
     def travel_summary(self) -> str:
-        """Return a line for the user about the tokens and results that have travelled between the ranks for experts; ""
-        if they were not counted.
+        """Return a line for the user about an engine whose experts are on several ranks: how many rows of tokens and
+        results each layer has sent between ranks. "" if they were not counted.
         """
         return self.reader.summary() if isinstance(self.reader, Leader) else ""
 
@@ -664,8 +664,8 @@ class Engine:
 
 
 def wanted_rows(request: Request, tokens: int) -> WantedRows:
-    """Return which rows of logits ``request`` needs from a forward pass over its next ``tokens`` tokens: rows that
-    score the prompt, and rows from which tokens are sampled.
+    """Return which rows of logits ``request`` needs from a forward pass over its next ``tokens`` tokens. Some rows
+    score the prompt; from the others tokens are sampled.
     """
     drawn = (
         1 + sum(len(branch.path) for branch in request.branches)

@@ -57,7 +57,7 @@ class EngineThread:
 
     @property
     def ended(self) -> bool:
-        """Whether the engine takes no further steps."""
+        """Whether the engine takes no further steps, because its thread was closed or the engine has failed."""
         return self.failure is not None or self._closed
 
     def call(self, action: Callable[[], R]) -> "Future[R]":
@@ -71,7 +71,7 @@ class EngineThread:
         return future
 
     def close(self) -> None:
-        """End the thread after the engine's current step."""
+        """End the thread after the engine's current step. Requests that have not ended stay without an answer."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -124,7 +124,7 @@ class EngineThread:
         }
 
     def end(self, generations: Sequence[Generation]) -> None:
-        """Stop those of ``generations`` that have not ended."""
+        """Cancel all of ``generations`` that have not ended."""
         for generation in generations:
             self.tells.pop(generation, None)
             if not generation.finished:
@@ -152,7 +152,7 @@ class EngineThread:
         return RunningSearch(search, best)
 
     def end_search(self, search: Search) -> None:
-        """Stop a beam search, if it has not ended."""
+        """Cancel the beam search ``search``, if it has not ended."""
         self.searches.pop(search, None)
         search.end()
 

@@ -47,9 +47,10 @@ class JoinedText:
 
 
 class ExpertEngine(Engine):
-    """An engine whose logits are those of several models (experts) together; it runs the first of ``experts`` itself.
+    """An engine that mixes the predictions of several models (experts) to draw each token. It runs the first of
+    ``experts`` itself, and has an engine of its own for each other one.
 
-    The other arguments are those of :class:`weft.generate.engine.Engine`.
+    The other arguments are as for :class:`weft.generate.engine.Engine`.
     """
 
     def __init__(

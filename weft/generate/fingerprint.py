@@ -23,8 +23,8 @@ APART = {"origin", "init_std", "balance_loss", "z_loss", "bias_rate", "balance"}
 
 
 def open_for_reading(where: Where, ema: bool = False) -> Pretrained:
-    """Open the model at ``where`` without building it. ``ema``: read the moving averages of the parameters instead of
-    the parameters.
+    """Open the model at ``where``, a folder or a place in a storage, to read its weights without building the model.
+    ``ema``: read the moving averages of the parameters instead of the parameters.
 
     Raises :class:`WeftError` for a configuration without weights.
     """

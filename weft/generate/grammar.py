@@ -82,7 +82,7 @@ class Grammar:
         """Advance by the tokens ``written``, which are the beginning of a text. Return False if the grammar does not
         allow them.
 
-        The limit of time for a text counts them as it did when they were written.
+        These tokens count towards the limit of computing time for a text as they did when they were written.
         """
         began = thread_time()
         accepted = int(self._matcher.try_consume_tokens(list(written)))
@@ -90,7 +90,7 @@ class Grammar:
         return accepted == len(written)
 
     def copy(self) -> "Grammar":
-        """Return an independent grammar in the same state."""
+        """Return an independent grammar in the same state, for a second text that goes on from the same tokens."""
         return Grammar(
             self._matcher.deep_copy(), self._vocab, self.ends, self.source, self._left
         )

@@ -121,8 +121,8 @@ class Thread:
 
     @property
     def seen(self) -> list[PrefixView]:
-        """The pieces of text to which a piece behind this text attends, in order: first those to which this text's last
-        piece attends, then that last piece.
+        """The pieces of text to which the next piece of this text is to attend, in order. They are all pieces to which
+        this text's last piece attends, followed by this last piece.
         """
         return [
             *self.pieces[-1].context,

@@ -71,7 +71,7 @@ class KeyLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a cache block."""
+        """Number of bytes of a cache block, over all layers."""
         return bytes_of(self.layers, self.size)
 
     def piece(self, layer: int) -> int:
@@ -82,9 +82,9 @@ class KeyLayout:
         return self.tokens * each.shape[-1] * each.dtype.itemsize
 
     def rows(self, layer: int) -> int:
-        """Return how many contiguous sequences of vectors an extent (a piece of the file of fixed size) holds for
-        ``layer``: for each key/value head one of keys and one of values, or only one if the layer caches latent
-        vectors.
+        """Return how many contiguous sequences of vectors an extent holds for ``layer``. An extent is one of the equal
+        pieces of the file. For each key/value head it has a sequence of keys and one of values, or a single one if
+        the layer caches latent vectors.
         """
         each = self.layers[layer]
         return len(each.heads) * each.parts
@@ -97,8 +97,8 @@ class KeyLayout:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """For each layer, the offset in bytes of its keys and values from the beginning of an extent, a piece of the
-        file of fixed size; after the last layer, the size of an extent.
+        """For each layer, the offset in bytes at which its keys and values begin in an extent, one of the equal pieces
+        of the file. A last entry is the size of an extent.
         """
         starts = [0]
         for layer in range(len(self.layers)):

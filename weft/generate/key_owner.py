@@ -180,10 +180,10 @@ def run_owner(pipe: int) -> None:
 
 
 def serve_keys(pipe: PipeEnd) -> None:
-    """Execute the requests of an engine's process that come through ``pipe``, until it is closed: write runs of cache
-    blocks to the file, compute attention to them, return them. A message is a JSON object, followed by a message of
-    bytes if the object says so. The first request describes the file; the answer to it is an error in words, or the
-    file's warning and the speed of the disk.
+    """Execute requests of an engine's process until ``pipe``, through which they come, is closed. A request asks to
+    write cache blocks to the file, to compute attention to them, or to return them. A message is a JSON object,
+    followed by a message of bytes if the object says so. The first request describes the file; the answer to it is
+    an error in words, or the file's warning and the speed of the disk.
     """
     with suppress(EOFError, OSError):
         about = json.loads(pipe.recv_bytes())

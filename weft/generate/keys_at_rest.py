@@ -107,17 +107,18 @@ class RunPlace(NamedTuple):
 
 
 class KeyOwner:
-    """Starts a process that owns a file in ``folder`` with keys and values of this engine's old tokens, and speaks with
-    it. Cache blocks that were written together form a loan, whose number names them in later calls. ``layout``: where
-    keys and values lie in the file. ``extents``: number of equal pieces (extents) into which the file is divided.
-    ``cached``: how many of them are read through the page cache. ``measured``: whether the disk's speed is measured.
-    ``start``: function that starts the process. Raises :class:`WeftError` if the file cannot be made.
+    """Starts a process that owns a file in ``folder`` with keys and values of this engine's old tokens, and sends
+    requests to this process. Cache blocks that were written together form a loan, whose number names them in later
+    calls. ``layout``: where keys and values lie in the file. ``extents``: number of equal pieces (extents) into
+    which the file is divided. ``cached``: how many of them are read through the page cache. ``measured``: whether
+    the disk's speed is measured. ``start``: function that starts the process. Raises :class:`WeftError` if the file
+    cannot be made.
 
     Attributes:
         ``note``: the file's warning, or "".
         ``rate``: bytes that the disk reads in a second; 0 if it was not measured.
         ``lost``: whether the process has ended or does not answer; it is never asked again.
-        ``fate``: how it was lost, in words; "" before.
+        ``fate``: how the process was lost, in words; "" while it answers.
         ``moved``: bytes of queries and partial attentions so far.
         ``sent``: bytes of cache blocks so far.
         ``asks``: number of messages with queries so far; one message has the queries of one layer.
@@ -263,7 +264,7 @@ class KeyOwner:
         return counts
 
     def close(self) -> None:
-        """End the process; its file then vanishes."""
+        """End the process. The operating system then deletes its file."""
         self._bury(OSError())
 
     def is_last(self, loan: int) -> bool:
@@ -425,8 +426,8 @@ class KeysAtRest:
                     break
 
     def relieve(self) -> bool:
-        """Free cache blocks of the engine when none is free: move full blocks of the text that has most of them to a
-        file, even if they do not fill a run of the file. Return whether any block was moved.
+        """Free cache blocks of the engine when none is free. Full blocks of the text that has most of them are moved to
+        a file, even if they do not fill a run of the file (:class:`KeyLayout`). Return whether any block was moved.
         """
         longest = self.borrower.longest
         own = self.borrower.own_blocks(longest)[: self.layout.blocks] if longest else []
@@ -568,8 +569,8 @@ def rest_keys(
 
 
 def hold_adapters(engine: Engine) -> None:
-    """Enlarge the cache of ``engine`` by as many blocks as all its adapters need, so that they take none of the room
-    for texts.
+    """Enlarge the cache of ``engine`` by as many blocks as all its adapters need, so that adapters take no blocks from
+    texts.
     """
     scheduler = engine.scheduler
     scheduler.pool.blocks += sum(map(len, scheduler.adapter_keys.values()))

@@ -57,7 +57,9 @@ class LayerStream:
         self.sent[layer] = end
 
     def send_all(self, end: int) -> None:
-        """Call :meth:`send` for all layers."""
+        """Call :meth:`send` for all layers, to send what earlier calls have not sent of the text's first ``end``
+        tokens.
+        """
         for layer in range(len(self.pages)):
             self.send(layer, end)
 

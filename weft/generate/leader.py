@@ -538,8 +538,8 @@ class Leader(RankReader):
             self.report(self.measure_sums(self.tickets.give(("measure_sums",))))
 
     def summary(self) -> str:
-        """Return a line for the user about the tokens and results that have travelled between the ranks for experts; ""
-        if they were not counted.
+        """Return a line for the user about experts on several ranks: how many rows of tokens and results each layer has
+        sent between ranks. "" if they were not counted.
         """
         return self.decode.summary() if self.decode else ""
 

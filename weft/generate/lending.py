@@ -81,8 +81,8 @@ class Loan(NamedTuple):
 
 
 def check_lending(engine: Engine) -> PagedReader:
-    """Return the reader of ``engine``, whose cache has memory from now on. Raises :class:`UsageError` if its blocks
-    cannot be lent.
+    """Return the reader of ``engine``, after its cache has been allocated. Raises :class:`UsageError` if the blocks of
+    this engine cannot be lent to other engines.
     """
     reader = engine.reader
     if not isinstance(reader, PagedReader) or reader.alike:
@@ -241,7 +241,7 @@ class LoanOffice:
                 self._offered += ended.table
 
     def drop_all(self, borrower: str) -> None:
-        """End all loans of a ``borrower`` that is gone."""
+        """End all loans to the engine named ``borrower``, which is gone, and free their blocks."""
         for loan in [
             loan for loan, of in [*self.loans.items()] if of.borrower == borrower
         ]:
@@ -266,12 +266,12 @@ class Borrower:
         engine.loans.append(self)
 
     def room(self) -> int:
-        """Return how many blocks all lenders together offer now."""
+        """Return how many cache blocks all lenders together offer now to this engine."""
         return sum(lender.room() for lender in self.lenders())
 
     def own_blocks(self, request: Request) -> list[int]:
-        """Return the numbers of the blocks of ``request`` that can be moved to a lender: its first full blocks in this
-        engine's cache, up to the first block that another request also owns.
+        """Return the numbers of the blocks of ``request`` that can be moved to a lender. They are its first full blocks
+        in this engine's cache, before the first block that another request owns, too.
         """
         pool = self.engine.scheduler.pool
         away = sum(block < 0 for block in request.table)

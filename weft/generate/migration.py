@@ -121,7 +121,7 @@ class Departure:
 
     @property
     def streams(self) -> bool:
-        """Whether blocks are sent layer by layer."""
+        """Whether :meth:`stream` has begun to send blocks layer by layer."""
         return self._stream is not None
 
     def drop(self) -> None:
@@ -152,8 +152,8 @@ class Departure:
         sent yet. This engine then forgets the request, which belongs to whoever gets the frame.
 
         Other answers to the same prompt stay here, and can be moved on their own. Raises :class:`WeftError`, and keeps
-        the request, in four cases: the request has ended; a step with it is under way; the engine's weights have
-        changed since the move began; or another engine holds blocks of the request.
+        the request, if it has ended, if a step with it is under way, or if another engine holds blocks of it. The same
+        happens if the engine's weights have changed since the move began.
         """
         request, scheduler = self.request, self.engine.scheduler
         if request.finished:

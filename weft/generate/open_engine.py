@@ -72,7 +72,8 @@ class EngineOptions:
         ``invariant``: whether log-probabilities do not depend on other requests.
         ``draft``: name of the drafter, or of a small model; "": none.
         ``ahead``: number of likely tokens from which a small model continues while drafts are checked.
-        ``early_layer``: layer of the model that predicts such tokens; 0: the small model does.
+        ``early_layer``: number of layers of the model after which it predicts these likely tokens; 0: the small model
+            predicts them.
         ``plugins``: modules that register techniques.
         ``layout``: text of the layout.
         ``resident``: room for the models in memory, as :meth:`Room.parse` reads it; "": all have room.
@@ -137,12 +138,14 @@ class EngineOptions:
 
     @property
     def spread(self) -> Layout:
-        """Layout of the ranks over which the model is cut. Raises :class:`UsageError` if the option's text is none."""
+        """Layout of the ranks over which the model is cut. Raises :class:`UsageError` if the text of the option
+        ``--layout`` describes no layout.
+        """
         return Layout.parse(self.layout)
 
     @property
     def most(self) -> int:
-        """Largest number of answers at the same time: those that are written and those that wait."""
+        """Largest number of answers that may be written or wait at the same time."""
         return self.requests + self.waiting
 
     def check(self) -> None:

@@ -137,8 +137,8 @@ class OutsideCache:
         return KeptUsage(self.looked, sources)
 
     def weights_changed(self, version: int, fingerprint: str) -> None:
-        """Find and keep blocks of the weights with the hash ``fingerprint`` from now on; "": of none. ``version``:
-        number of these weights.
+        """Find and keep only blocks that were computed with the new weights from now on. ``fingerprint``: hash of these
+        weights; "": it is not known, so that no blocks are found or kept. ``version``: number of the weights.
         """
         self._full = []
         self._version = version if fingerprint else None

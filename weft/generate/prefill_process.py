@@ -189,7 +189,7 @@ class PrefillProcess:
         return self._logits[:rows].clone()  # the next pass overwrites them
 
     def close(self) -> None:
-        """End the process that reads prompts."""
+        """End the process that reads prompts, without starting another one."""
         self.ready = False
         self._pipe.close()
         process, self._process = self._process, None

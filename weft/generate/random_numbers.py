@@ -21,7 +21,7 @@ def uniform_number(seed: int, position: int, draw: int = 0) -> float:
 
 
 class TokenNumbers:
-    """The random numbers of the token at ``position`` of a text that is sampled with ``seed``: those of
+    """The random numbers of the token at ``position`` of a text that is sampled with ``seed``: the numbers of
     :func:`uniform_number` for ``draw`` 0, 1, and so on.
     """
 

@@ -299,8 +299,9 @@ class PagedReader:
 
     @torch.inference_mode()
     def reserve(self, blocks: int) -> None:
-        """Prepare the caches for ``blocks`` blocks at once. This is done only in the host's memory, where unused blocks
-        take none, and if decode steps are recorded, because these must be recorded again whenever the cache grows.
+        """Prepare the caches for ``blocks`` blocks at once. This is done in two cases only: for a cache in the host's
+        memory, where unused blocks take no memory; and if decode steps are recorded, as each growth of the cache
+        makes the recordings useless.
         """
         if self.decoding is None and self.model.mesh.device.type != "cpu":
             return

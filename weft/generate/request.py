@@ -63,9 +63,9 @@ class Request:
         ``priority``: requests with a smaller one begin first and lose their cache blocks last.
         ``computed``: number of leading tokens whose keys and values are in the cache.
         ``table``: numbers of the cache blocks of these tokens, in order.
-        ``keys``: hash keys by which other requests find the text's cache blocks: first the root key
-            (:func:`weft.generate.keys.root_key`), from which the others derive, then one for each full block. Empty
-            before the request is started.
+        ``keys``: hash keys by which other requests find the text's cache blocks. The first is the root key
+            (:func:`weft.generate.keys.root_key`), from which the rest derive: one key for each full block. Empty before
+            the request is started.
         ``shelf``: numbers of the cache blocks that hold the adapter.
         ``hits``: number of the text's first tokens that were in the cache already when the request last began.
         ``drafts``: guessed continuations, to be computed beside the next token.
@@ -235,7 +235,7 @@ class Generation(Request):
 
     @property
     def written(self) -> list[int]:
-        """The token ids after the prompt."""
+        """Token ids that were written after the prompt, a new list."""
         return self.ids[self.prompt :]
 
     @property

@@ -89,8 +89,8 @@ class Residency:
         """Return the next change of the models in memory, or None if there is none now.
 
         A change names a model whose requests are to be admitted, and the models that must leave memory for it. The
-        named model counts as being read from now on. In one case it is in memory already, and no model leaves: it had
-        been chosen to leave for another model and so took no new requests, but nobody waits for that other model any
+        named model counts as being read from now on. In one case it is in memory already, and no model leaves. It had
+        been chosen to leave for another model, and so took no new requests. Now nobody waits for that other model any
         more. The caller then only admits the model's waiting requests.
 
         ``now``: present time, in seconds of the clock by which requests were noted.

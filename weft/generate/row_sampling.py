@@ -125,7 +125,9 @@ def portions(rows: Sequence[int], device: torch.device) -> Iterator[Sequence[int
 
 
 def index_of(rows: Sequence[int], device: torch.device) -> T:
-    """Return the numbers ``rows`` as a tensor on ``device``."""
+    """Return the row numbers ``rows`` as an int64 tensor ``[rows]`` on ``device``, to index logits with. The copy to a
+    GPU is only queued.
+    """
     return queued_copy(rows, device)
 
 
@@ -360,8 +362,8 @@ def draw_rows(weights: T, numbers: T) -> T:
 
 
 def first_above(ends: T, wanted: T) -> T:
-    """Return the first index in each row of rising numbers ``ends`` ``[rows, n]`` whose number exceeds ``wanted``
-    ``[rows]``; if none does, the first index of the largest number.
+    """Return for each row the first index at which ``ends`` ``[rows, n]``, numbers that rise along the row, exceeds
+    ``wanted`` ``[rows]``. If no number does, the result is the first index of the row's largest number.
     """
     above = torch.searchsorted(ends, wanted[:, None], right=True)
     last = torch.searchsorted(ends, ends[:, -1:].contiguous())

@@ -102,7 +102,7 @@ class SplitPhases:
         return written
 
     def close(self) -> None:
-        """End the process that reads prompts."""
+        """End the process that reads prompts; this process goes on with the texts."""
         self.process.close()
 
     # Prefill.

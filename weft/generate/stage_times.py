@@ -17,7 +17,7 @@ class RunningMean:
     count: int = 0
 
     def add(self, value: float) -> None:
-        """Update the mean by a further ``value``."""
+        """Include a further ``value`` in the mean."""
         self.count += 1
         self.value += (value - self.value) * max(1 / self.count, FRESH)
 

@@ -67,8 +67,8 @@ def as_rank(layout: Layout, device: str) -> Iterator[str]:
 @contextmanager
 def as_engine(layout: Layout, device: str) -> Iterator[str]:
     """Return a context in which this process is an engine or one of its ranks, as with :func:`as_rank`. The context's
-    value is the process's own device. With a layout of one rank, each process that torchrun or Slurm has started is an
-    engine of its own, with its own GPU and an equal share of the host's cores.
+    value is the process's own device. If the layout has one rank, each process that torchrun or Slurm has started is
+    an engine of its own. It has its own GPU and an equal share of the host's cores.
     """
     with as_rank(layout, device) as own:
         if layout.world == 1 and in_ranks():

@@ -36,8 +36,8 @@ class TextOptions:
         ``paths``: whether the model forks its text (Multiverse).
         ``length_penalty``: exponent of the length penalty of beam search; None: the default.
         ``prune``: by how much a beam's score may be below the best one; 0: beams are not pruned.
-        ``think``: word of ``--think``. :data:`NO_REASONING`: texts without reasoning; a number such as "8": this number
-            of texts, each with reasoning; "": the chat template decides whether the model reasons.
+        ``think``: value of ``--think``. A number such as "8" asks for so many texts, each with reasoning;
+            :data:`NO_REASONING` asks for texts without reasoning. With "" the chat template decides.
         ``verifier``: name of the reward model that chooses an answer; "": none.
     """
 

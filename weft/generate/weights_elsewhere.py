@@ -140,8 +140,9 @@ def _check_folder(option: str, folder: str) -> None:
 
 
 def lift_of(parts: Sequence[Resting]) -> Callable[..., None] | None:
-    """Return a function of a model and its values that moves the weights of all ``parts`` out of the model; None if
-    there are no parts.
+    """Return a function that moves the weights of all ``parts`` out of a model when it is opened; None if there are no
+    parts. The function is called with the model, whose parameters have no values yet, and a function that reads the
+    values of a parameter.
     """
 
     def lift(model: Transformer, values: Values) -> None:

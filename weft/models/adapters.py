@@ -207,7 +207,9 @@ def row_norms(weight: T) -> T:
 
 @torch.no_grad()
 def merged_parameters(model: nn.Module) -> dict[str, T]:
-    """Return the parameters of a model on one device, by name, with adapters merged into the weights."""
+    """Return the parameters of a model on one device, by name. Adapters are merged into the weights and have no entries
+    of their own.
+    """
     weights = {
         n: p.detach()
         for n, p in model.named_parameters()

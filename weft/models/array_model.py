@@ -33,8 +33,9 @@ def flattened(arrays: Mapping[str, T], shapes: ArrayShapes) -> T:
 
 
 class FlatArrays(nn.Module):
-    """Wraps the module ``net`` for arrays with names: it gives ``net`` all inputs of a row as one vector, and cuts the
-    vector that ``net`` returns into the outputs. ``inputs``, ``outputs``: shapes of the arrays by name.
+    """Wraps the module ``net``, a map of vectors, as a map of arrays with names. The inputs of a row are joined to one
+    vector, and the vector that ``net`` returns is cut into the outputs. ``inputs``, ``outputs``: shapes of the
+    arrays by name.
     """
 
     def __init__(

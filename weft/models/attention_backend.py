@@ -98,9 +98,9 @@ class AttentionBackend:
             width]``: the pieces of work, one for each call.
         ``group_rows``: function of the texts of a decode step, the cache, the window, and a tensor like the queries:
             the one piece of work. Nothing is copied from or to the host.
-        ``attend``: function of the queries of all new tokens ``[tokens, heads, width]``, the cache, a piece of work,
-            the window, and the results' tensor ``[tokens, heads, value elements]``: writes the piece's results into
-            that tensor.
+        ``attend``: function that computes a piece of work and writes its results. Its arguments are the queries of all
+            new tokens ``[tokens, heads, width]``, the cache, the piece, the window, and the tensor for the results,
+            ``[tokens, heads, value elements]``.
         ``needs``: what a model and a machine need for it, in words.
     """
 

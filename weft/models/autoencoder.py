@@ -36,7 +36,9 @@ FIXED = {"act_fn": "silu", "latents_mean": None, "latents_std": None}
 
 
 class AutoencoderSettings(Section):
-    """Sizes of an autoencoder, as diffusers' ``config.json`` names them."""
+    """Sizes of an autoencoder, which maps images to smaller latents and back. The fields have the names of diffusers'
+    ``config.json``.
+    """
 
     in_channels: PositiveInt = Field(
         3, le=1 << 16, description="Number of values (channels) of a pixel of an image."
@@ -238,7 +240,9 @@ class PixelCoder(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """An autoencoder of images. ``settings``: its sizes."""
+    """An autoencoder, which maps images to smaller latents and back, so that a diffusion model can learn latents.
+    ``settings``: its sizes.
+    """
 
     def __init__(self, settings: AutoencoderSettings) -> None:
         super().__init__()
@@ -269,7 +273,9 @@ class Autoencoder(nn.Module):
         return (mean - (self.settings.shift_factor or 0.0)) * self.settings.scaling_factor  # fmt: skip
 
     def decoded(self, latents: T) -> T:
-        """Return the pixels of ``latents``, the reverse of :meth:`encoded`."""
+        """Return the pixels ``[images, channels, height, width]``, about from -1 to 1, of ``latents`` ``[images, latent
+        channels, ...]``. This is the reverse of :meth:`encoded`.
+        """
         x = latents / self.settings.scaling_factor + (self.settings.shift_factor or 0.0)
         if self.settings.use_post_quant_conv:
             x = self.post_quant_conv(x)

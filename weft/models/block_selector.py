@@ -98,8 +98,9 @@ class BlockSelector:
         return blocks
 
     def loaded(self, pages: SelectedPages, blocks: Sequence[int]) -> None:
-        """Note that the blocks number ``blocks`` of the cache ``pages`` have got other contents as a whole: by a copy,
-        or from outside the cache.
+        """Note that whole blocks of the cache ``pages`` have got other contents, by a copy or from outside the cache. A
+        selector that keeps data of each block updates it here; by default nothing is done. ``blocks``: numbers of
+        the blocks.
         """
 
     def count(self, every: int, chosen: int, read: int) -> None:

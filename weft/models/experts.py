@@ -322,7 +322,7 @@ def gradient(grad: T, x: T, counts: T, out: T) -> None:
 
 
 def add_gradient(parameter: T, gradient: T) -> None:
-    """Add ``gradient`` to ``parameter.grad``."""
+    """Add ``gradient`` to ``parameter.grad``; a gradient that is None becomes ``gradient`` itself."""
     parameter.grad = (
         gradient if parameter.grad is None else parameter.grad.add_(gradient)
     )

@@ -70,7 +70,7 @@ class FixedSums:
 
     @property
     def lse(self) -> T:
-        """The log-sum-exps of all queries' scores, ``[kv_heads, rows]``."""
+        """Log-sum-exps of the scores of all queries over the keys so far, ``[kv_heads, rows]``."""
         assert self._highest is not None
         return (self._weights.log() + self._highest).squeeze(-1)
 

@@ -38,7 +38,7 @@ class ImmediateTape(Tape):
     """
 
     def append(self, call: Callable[[], None]) -> None:
-        """Run ``call`` at once."""
+        """Run ``call`` at once, in place of keeping it for later."""
         call()
 
 

@@ -40,13 +40,13 @@ _running: ContextVar[GraphPart | None] = ContextVar("part", default=None)
 
 
 def current_part() -> GraphPart | None:
-    """Return the :class:`GraphPart` that is running; None outside :func:`running`."""
+    """Return the :class:`GraphPart` to which the present computation belongs; None outside :func:`running`."""
     return _running.get()
 
 
 @contextmanager
 def running(part: GraphPart) -> Iterator[None]:
-    """Return a context whose computations belong to ``part``."""
+    """Return a context whose computations belong to ``part``: :func:`current_part` returns it there."""
     token = _running.set(part)
     try:
         yield

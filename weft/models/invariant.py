@@ -39,5 +39,7 @@ def invariant(on: bool = True) -> Iterator[None]:
 
 
 def is_invariant() -> bool:
-    """Return whether the code runs inside the context :func:`invariant`."""
+    """Return whether the code runs inside the context :func:`invariant`, where the results of a token must not depend
+    on its batch.
+    """
     return _on.get()

@@ -118,8 +118,8 @@ def packed_stream(x: Stream, mesh: Mesh) -> T:
 def ladder_stream(x: Stream, width: int, mesh: Mesh) -> LadderStream:
     """Return the residual stream as a :class:`LadderStream`, the form that a layer of Ladder Residual reads.
 
-    ``x``: a :class:`LadderStream`, which is returned as it is; the tensor ``[batch, seq/tp, 2 * embed]`` that
-    :func:`packed_stream` has made of it; or a plain stream ``[batch, seq/tp, embed]``. ``width``: the model's
+    ``x`` has one of three forms: a :class:`LadderStream`, which is returned as it is; the tensor ``[batch, seq/tp, 2 *
+    embed]`` that :func:`packed_stream` returns; or a plain stream ``[batch, seq/tp, embed]``. ``width``: the model's
     ``embed``, by which the two tensors are told apart.
     """
     if not isinstance(x, torch.Tensor):

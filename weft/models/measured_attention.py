@@ -112,8 +112,9 @@ def _read_times(file: Path) -> dict[str, ShapeTimes]:
 
 
 class CallShape(NamedTuple):
-    """What the time of an attention call depends on: the numbers of texts and keys, rounded up to powers of two, the
-    sizes of heads and cache blocks, and the type.
+    """Properties on which the time of an attention call depends: numbers of texts and of keys, sizes of heads and of
+    cache blocks, and the type. The two numbers are rounded up to powers of two. Calls of one shape share a measured
+    time.
     """
 
     texts: int

@@ -46,7 +46,7 @@ class TokenBatch(NamedTuple):
 
 
 def batch_tokens(spans: Sequence[Span]) -> TokenBatch:
-    """Return the new tokens of ``spans`` as one batch."""
+    """Return the new tokens of ``spans``, one span per text, as the batch for one call of the kernel."""
     blocks = max(len(span.table) for span in spans)
     tokens = [
         (row, text, span.past + row - span.first)

@@ -136,7 +136,9 @@ class Pages:
     written: Callable[[], None] | None = None
 
     def loaded(self, blocks: Sequence[int]) -> None:
-        """Note that the blocks number ``blocks`` have got other contents as a whole, from outside the cache."""
+        """Note that whole blocks have got other contents from outside the cache, such as from host memory. By default
+        nothing is done. ``blocks``: numbers of the blocks.
+        """
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -92,8 +92,9 @@ class PolicyFigures:
 
 def clipped_value_losses(values: T, old: T, returns: T, most: float | None) -> T:
     """Return half the squared error of a critic at each token, ``[tokens]`` (Schulman et al. 2017, PPO). ``values``:
-    the critic's predictions; ``old``: its predictions when the answers were sampled; ``returns``: the right values; all
-    ``[tokens]``. ``most``: how far a value may move from ``old`` before its loss no longer falls; None: any distance.
+    the critic's predictions; ``old``: its predictions when the answers were sampled; ``returns``: the values that
+    the critic should have predicted; all ``[tokens]``. ``most``: how far a value may move from ``old`` before its
+    loss no longer falls; None: any distance.
     """
     errors = (values - returns).square()
     if most is not None:
@@ -326,7 +327,8 @@ class PolicyObjective(TokenObjective):
         return (decays + k * log_w - decays * log_w.exp()).exp()
 
     def corrections(self, old: T, tokens: AnswerTokens) -> tuple[T, T]:
-        """Return the weight of each token by the correction of the sampler, and which tokens it touches: ``[tokens]``.
+        """Return two tensors ``[tokens]``: weights that correct for the difference between the sampler's and the
+        trainer's probabilities, and whether a weight was outside its limits. Without a correction all weights are 1.
 
         ``old``: log-probabilities under the trainer before the update, ``[tokens]``.
         """

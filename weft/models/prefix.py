@@ -29,7 +29,7 @@ class StretchOwners(NamedTuple):
 
     @property
     def own(self) -> list[int]:
-        """Indices of the stretches that this rank holds, ascending."""
+        """Indices, in the row, of the stretches of tokens that this rank holds, ascending."""
         return [s for s, who in enumerate(self.owner) if who == self.rank]
 
 

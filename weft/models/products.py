@@ -61,7 +61,7 @@ class Packed(nn.Module):
             self.weight = mkldnn._reorder_linear_weight(self.weight, None)
 
     def forward(self, x: T) -> T:
-        """Multiply ``x`` ``[..., in]`` with the weight: ``[..., out]``."""
+        """Multiply ``x`` ``[..., in]`` with the packed weight: return ``[..., out]``."""
         if self.packed:
             return mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
         return times(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
@@ -125,9 +125,9 @@ def has_kernel_of_bytes(part: int | None = None) -> bool:
 
     ``part``: elements of a row that the kernel multiplies at once, None: all.
 
-    Without VNNI, oneDNN adds pairs of products in 16 bits, and PyTorch does not know whether a virtual machine hides
-    VNNI. On a CPU with AMX, oneDNN gave other bits from 519 elements on, where a sum of unsigned bytes can pass 2^24:
-    as if the sum became float32 before the part of the 128 is subtracted. This function therefore tries such products.
+    The function tries products whose exact results are known, because the CPU's properties do not tell. Without VNNI,
+    oneDNN adds pairs of products in 16 bits, and a virtual machine may hide VNNI from PyTorch. On a CPU with AMX,
+    oneDNN rounded sums that can pass 2^24, from 519 elements of a row on.
     """
     drawn = torch.Generator().manual_seed(0)
     try:
@@ -185,7 +185,9 @@ class Int8(nn.Module):
         self.first, self.second = torch.tensor(128.5), torch.tensor(1.5)
 
     def forward(self, x: T) -> T:
-        """Multiply ``x`` ``[..., in]`` with the weight: ``[..., out]``."""
+        """Multiply ``x`` ``[..., in]`` with the weight of 8-bit integers: return ``[..., out]`` in the type of
+        ``x``.
+        """
         rows = x.flatten(0, -2).float()
         largest = torch.linalg.vector_norm(
             rows, float("inf"), -1, keepdim=True
@@ -220,7 +222,7 @@ class Int4(nn.Module):
         self.nbytes = self.codes.nbytes + self.scales.nbytes
 
     def forward(self, x: T) -> T:
-        """Multiply ``x`` ``[..., in]`` with the weight: ``[..., out]``."""
+        """Multiply ``x`` ``[..., in]`` with the weight in four bits: return ``[..., out]``."""
         rows = x.flatten(0, -2).bfloat16()
         return (
             aten._weight_int4pack_mm_for_cpu(rows, self.codes, GROUP, self.scales)
@@ -275,12 +277,12 @@ def read_only(
 ) -> int:
     """Convert the weights of ``model`` for generation only, to the form ``word``. Returns their size in bytes.
 
-    ``word``: ``float``, ``bfloat16``, ``int8``, ``int4``, or ``sparse:SHARE``, for which that share of each weight is
-    set to zero first, the elements of smallest magnitude, but not of the output layer. ``forming``: function that
-    converts one weight (:data:`Forming`). The converted weights are those of attention, dense feed-forwards and the
-    output layer; the embedding stays, except that with ``bfloat16`` all parameters get this type. Weights that have
-    been converted before stay as they are. Returns 0 if nothing is converted. Raises :class:`UsageError` if the model
-    or the device does not support the form.
+    ``word``: ``float``, ``bfloat16``, ``int8``, ``int4`` or ``sparse:SHARE``. With ``sparse:SHARE`` the elements of
+    smallest magnitude, this share of each weight, are set to zero first; the output layer keeps all elements.
+    ``forming``: function that converts one weight (:data:`Forming`). The converted weights are those of attention,
+    dense feed-forwards and the output layer; the embedding stays, except that with ``bfloat16`` all parameters get this
+    type. Weights that have been converted before stay as they are. Returns 0 if nothing is converted. Raises
+    :class:`UsageError` if the model or the device does not support the form.
     """
     sparse = read_sparse_word(word)
     if sparse is None and word not in FORMS:

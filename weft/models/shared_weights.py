@@ -178,7 +178,9 @@ def part_key(part: str, names: Iterable[str], digests: Digests) -> Hashable:
 
 
 def output_key(model: Transformer) -> tuple[int, int]:
-    """Return a key that is equal for models whose final norm and output layer are the same objects."""
+    """Return a key that is equal for models whose final norm and output layer are the same objects. Texts of these
+    models can get their logits from one call.
+    """
     if model.logits is not None:
         output: object = model.logits
     else:

@@ -35,7 +35,7 @@ class SparseMatrix(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of bitmap, values and offsets together."""
+        """Number of bytes of the bitmap, the values and the offsets together."""
         return self.bitmap.nbytes + self.values.nbytes + self.offsets.nbytes
 
 

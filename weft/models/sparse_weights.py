@@ -103,7 +103,7 @@ class Sparse(nn.Module):
         self.sizes = [ctypes.c_int64(n) for n in (self.out, self.matrix.columns)]
 
     def forward(self, x: T) -> T:
-        """Multiply ``x`` ``[..., in]`` with the weight: ``[..., out]``."""
+        """Multiply ``x`` ``[..., in]`` with the sparse weight: return ``[..., out]``."""
         rows = x.flatten(0, -2)
         rows = rows if rows.dtype == torch.float64 else rows.float()
         few = len(rows) <= FEW and rows.dtype == torch.float32

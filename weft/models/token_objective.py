@@ -40,7 +40,7 @@ class TokenObjective:
 
     @property
     def has_values(self) -> bool:
-        """Whether a critic's values are part of the loss."""
+        """Whether the loss includes the loss of a critic's values, so that :meth:`weigh_values` is called."""
         return False
 
     def weigh(self, nll: T, entropy: T, batch: Batch, mesh: Mesh) -> Weighed:

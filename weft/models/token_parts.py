@@ -113,7 +113,7 @@ class PassTokens:
 
     @property
     def whole(self) -> tuple[TokenPart, ...]:
-        """All tokens as a single part."""
+        """All tokens of the pass as a single part, in a tuple of one element."""
         return (TokenPart(0, self.rows, 0, self.tokens),)
 
     def row_parts(self, shares: Sequence[float]) -> tuple[TokenPart, ...]:
@@ -149,9 +149,9 @@ def even(count: int) -> tuple[float, ...]:
 
 
 def weaving(parts: Sequence[TokenPart]) -> Iterator[int]:
-    """Yield the indices of ``parts`` in the order of their turns: each part runs one turn behind the part before
-    (Domino, TokenWeave). With two parts, a part's reduction travels while the other part computes the first products of
-    attention or feed-forward. Its gather travels while the other part computes the last product.
+    """Yield the index of the part whose turn it is, turn after turn. Each part runs one turn behind the part before it
+    (Domino, TokenWeave). With two parts, a part's reduction travels while the other part computes the first products
+    of attention or feed-forward. Its gather travels while the other part computes the last product.
     """
     for ahead in range(1, len(parts)):
         yield from range(ahead)
@@ -160,9 +160,9 @@ def weaving(parts: Sequence[TokenPart]) -> Iterator[int]:
 
 
 def by_phase(parts: Sequence[TokenPart]) -> Iterator[int]:
-    """Yield the indices of ``parts`` in the order of their turns: all parts enter attention or a feed-forward, one
-    after the other, then each computes its products (T3). A part's reduction travels while the later parts compute, and
-    its gather while the earlier parts do.
+    """Yield the index of the part whose turn it is, turn after turn. First all parts enter attention or a feed-forward,
+    one after the other. Then each part computes its products (T3). A part's reduction travels while the later parts
+    compute, and its gather while the earlier parts do.
     """
     while True:
         yield from range(len(parts))
@@ -183,7 +183,9 @@ class LayerRunner(Protocol):
         seen: Any,
         enter: Enter | None,
     ) -> Any:
-        """Run layers as :meth:`weft.models.transformer.Transformer.run_blocks` does, with the same arguments."""
+        """Run the blocks ``layers`` of ``model`` on ``x`` ``[batch, seq/tp, embed]``, and return the output of the
+        last. The arguments after ``model`` are those of :meth:`weft.models.transformer.Transformer.run_blocks`.
+        """
 
 
 class Overlap:

@@ -221,7 +221,9 @@ class Attention(Projections):
 def attention_module(
     shape: ModelShape, mesh: Mesh, layer: int
 ) -> Attention | LatentAttention:
-    """Make the attention of the layer with index ``layer``."""
+    """Make the attention of the layer with index ``layer``: latent attention if ``shape`` has it, else grouped-query
+    attention.
+    """
     if not shape.kv_rank:
         return Attention(shape, mesh, layer)
     from weft.models.latent import LatentAttention
@@ -301,7 +303,9 @@ class Block(Module):
     def after_attention(
         self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
     ) -> tuple[T, EarlyMixture | None]:
-        """Return ``x`` plus the output of attention, and the work that the feed-forward has begun before attention."""
+        """Run the block's attention. Return ``x`` plus the output of attention, and the :class:`EarlyMixture` with the
+        work that the feed-forward has begun before attention, or None.
+        """
         normed = self.attention_norm(x)
         y = gather_tokens(normed, self.mesh)
         early = self.ffn.early(normed, y, seen)
@@ -558,8 +562,9 @@ class Transformer(Module):
         return output
 
     def learn_loads(self, loads: Sequence[int]) -> None:
-        """Update the routers of all mixtures after a training step. ``loads``: how many of the step's tokens were
-        routed to each expert on all ranks: first for the experts of the first mixture, then of the second, and so on.
+        """Update the routers of all mixtures after a training step. ``loads``: for each expert, how many of the step's
+        tokens on all ranks were routed to it. The experts of the first mixture come first, then those of the second,
+        and so on.
         """
         if not self.shape.mixtures:
             return

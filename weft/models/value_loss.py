@@ -47,9 +47,9 @@ def value_loss(normed: T, head: T, batch: Batch, of: TokenObjective, mesh: Mesh)
 def shared_value_loss(
     normed: T, head: T, batch: Batch, of: Objective | None, mesh: Mesh
 ) -> T:
-    """Return the loss of a critic that shares the policy's trunk. The arguments are those of :func:`value_loss`, except
-    that the loss is 0, with gradients of 0, if the batch has no sampled answers (as in supervised steps) or if ``of``
-    has no critic.
+    """Return the loss of a critic that shares the policy's trunk. The arguments are those of :func:`value_loss`. The
+    loss is 0, with gradients of 0, if ``of`` has no critic or the batch has no sampled answers, as in supervised
+    steps.
     """
     if batch.rollout is not None and isinstance(of, TokenObjective) and of.has_values:
         return value_loss(normed, head, batch, of, mesh)

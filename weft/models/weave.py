@@ -400,10 +400,10 @@ def part_inputs(
 
 def part_ends(ends: T, part: TokenPart) -> T:
     """Return the boundaries of texts within a part of a row: ascending indices ``[boundaries]``, counted from the
-    part's first token. They begin with 0 and end with the part's number of tokens.
+    part's first token. They begin with 0 and end with the part's number of tokens. The pass must have a single row.
 
-        ``ends``: the boundaries of texts in the whole row, which is a single one: the index of each text's first token,
-            and at last the number of all tokens. ``part``: the tokens of the row that the part has.
+    ``ends``: the boundaries of texts in the whole row: the index of each text's first token, and at last the number of
+    all tokens. ``part``: the tokens of the row that the part has.
     """
     return (ends.clamp(part.first, part.last) - part.first).unique()
 
