@@ -34,7 +34,9 @@ class Listener(Protocol):
 
 
 class StagedTiers(Protocol):
-    """Interface that :class:`Checkpoints` uses of a state's tiers (the kinds of memory in which it is kept)."""
+    """Interface of the tiers of a state (the kinds of memory in which the state is kept), as :class:`Checkpoints` uses
+    it.
+    """
 
     @property
     def staging(self) -> Path | None:

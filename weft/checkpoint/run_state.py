@@ -39,7 +39,9 @@ class Progress:
 
     @property
     def mixed(self) -> dict[str, Any]:
-        """Description of the mixture of the run's data sources, under the key ``mix``; empty if there is one source."""
+        """Description of the mixture of the run's data sources: a dict with the key ``mix``; an empty dict with one
+        source.
+        """
         return {"mix": self.loader["mix"]} if "mix" in self.loader else {}
 
     def to_json(self) -> dict[str, Any]:

@@ -25,7 +25,10 @@ T = torch.Tensor
 
 
 class DenoisingBlock:
-    """Wrapper of the model's transformer block ``block``, as samplers call it."""
+    """One transformer block of a diffusion model as a callable, whose attention can be replaced for a call.
+
+    Samplers that spread a sample over ranks use it. ``block``: the model's block.
+    """
 
     def __init__(self, block: DiffusionBlock) -> None:
         self.block = block
@@ -48,9 +51,9 @@ class Denoiser:
         ``model``: the model.
         ``settings``: its settings: size of the images, patches, classes.
         ``process``: the noise process with which the model was trained.
-        ``blocks``: the model's blocks, in order.
+        ``blocks``: the model's blocks as callables, in order.
         ``class_names``: names of its classes; empty if they are not known.
-        ``autoencoder``: the autoencoder whose latents it makes; None: it makes pixels.
+        ``autoencoder``: the autoencoder whose latents the model makes; None: the model makes pixels.
     """
 
     def __init__(
@@ -68,12 +71,14 @@ class Denoiser:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of an image: channels, frames if it is a video, height, width."""
+        """Shape of what the model makes, pixels or latents: channels, frames if it is a video, height, width."""
         return (self.settings.channels, *self.settings.size)
 
     @property
     def factor(self) -> int:
-        """Pixels along a side of an image for one of those that the model makes; 1 without an autoencoder."""
+        """Number of image pixels, along each side, for one pixel of the latents that the model makes; 1 without an
+        autoencoder.
+        """
         return self.autoencoder.settings.factor if self.autoencoder else 1
 
     @property
@@ -82,7 +87,9 @@ class Denoiser:
         return tuple(side * self.factor for side in self.settings.size)
 
     def pixels(self, images: T) -> T:
-        """Return the pixels of sampled ``images`` ``[images, channels, (frames,) height, width]``, on the CPU."""
+        """Return the pixels of sampled ``images`` ``[images, channels, (frames,) height, width]`` on the CPU; latents
+        are decoded.
+        """
         whole = images.float().cpu()
         if self.autoencoder is None:
             return whole
@@ -92,7 +99,9 @@ class Denoiser:
 
     @property
     def dropped(self) -> int:
-        """Number in place of a class number, which tells the model that an image has no condition."""
+        """Class number that stands for "no condition", as in classifier-free guidance: the number of the model's
+        classes.
+        """
         return self.settings.classes
 
     @property
@@ -116,9 +125,9 @@ class Denoiser:
         return self.final(x, signals)
 
     def sized(self, size: Sequence[int]) -> Denoiser:
-        """Return the same denoiser for images of ``size``, height and width in pixels, of at most those of training.
+        """Return the same denoiser for images of another size. ``size``: height and width in pixels.
 
-        Raises :class:`UsageError` for another size.
+        Raises :class:`UsageError` for a side that is larger than in training, or that patches do not divide.
         """
         most, factor = self.pixel_size, self.factor
         patch = self.settings.patch * factor

@@ -157,9 +157,9 @@ def prepare_images(recipe: Recipe) -> ImageJob:
 
 
 def bucket_notes(pictures: PictureSet, settings: DiffusionSettings) -> tuple[str, ...]:
-    """Return how many images have each size, where they have several.
+    """Return a line for the user that says how many images have each size; no line if all images have one size.
 
-    Raises :class:`UsageError` for one that patches do not divide.
+    Raises :class:`UsageError` for a size that is no multiple of the patch size.
     """
     if pictures.sizes is None:
         return ()

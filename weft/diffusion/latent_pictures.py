@@ -40,7 +40,7 @@ def autoencoder_digest(folder: str | Path) -> str:
 
 
 def in_batches(function: Callable[[T], T], x: T) -> T:
-    """Return ``function`` of ``x`` ``[images, ...]``, batch by batch, without gradients."""
+    """Apply ``function`` to ``x`` ``[images, ...]`` in batches, without gradients, and return the joined results."""
     count = max(1, MOST_VALUES // max(1, x[0].numel()) // 16)
     with torch.inference_mode():
         return torch.cat([function(part) for part in x.split(count)])

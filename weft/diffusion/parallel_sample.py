@@ -80,7 +80,7 @@ def table_of_options(layout: Layout, stale: int | None, table: str) -> NamedTabl
 def settings_with_frames(settings: DiffusionSettings, frames: int) -> DiffusionSettings:
     """Return ``settings`` for a video of ``frames`` frames; 0: as many as the model was trained on.
 
-    Raises :class:`UsageError` for frames of an image, and for a video that the model cannot make.
+    Raises :class:`UsageError` if ``frames`` is given for a model of images, or if the model cannot make so many frames.
     """
     if not frames:
         return settings

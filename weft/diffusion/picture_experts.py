@@ -38,8 +38,8 @@ def check_joinable(
 ) -> None:
     """Raise :class:`UsageError` if the predictions of two models cannot be combined.
 
-    ``name``, ``settings``: name and settings of one model. ``first``, ``of_first``: name and settings of the other.
-    They may differ in patches, positions and everything inside the model.
+    ``name``, ``settings``: name and settings of one model. ``first``, ``of_first``: name and settings of the other. The
+    two models may differ in patches, positions and everything inside the model.
     """
     for setting, words in SHARED.items():
         own, other = getattr(settings, setting), getattr(of_first, setting)

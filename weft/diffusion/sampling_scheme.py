@@ -32,8 +32,9 @@ class SamplingScheme:
         raise NotImplementedError
 
     def noise_blocks(self, shape: SamplingShape) -> int:
-        """Return how many tokens at the end of a block are the context of the next block, for coordinated noise.
+        """Return how many tokens at the end of a block the next block sees as its context, if the scheme uses
+        coordinated noise.
 
-        0: each token's noise is drawn for itself.
+        With 0, the noise of each token is drawn independently (:mod:`weft.diffusion.coordinated_noise`).
         """
         return 0

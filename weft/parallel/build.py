@@ -272,7 +272,7 @@ def untrained_values(shape: ModelShape, seed: int) -> Values:
 
 
 def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) -> None:
-    """Move a model's parameters from the meta device to ``device``, but allocate memory only for those in ``kept``.
+    """Move a model's parameters from the meta device to ``device``; allocate memory only for those named in ``kept``.
 
     ``kept``: names of parameters. Modules are moved one by one, as a model whose state rests in files may not fit in
     memory even for a moment.

@@ -34,7 +34,7 @@ ALONE = 1 << 20
 
 
 class Parcel:
-    """Parameters of a unit whose gradients are summed over replicas in one call.
+    """Parameters of a unit whose gradients are summed over replicas by one all-reduce.
 
     ``parameters``: at least one. Their gradients are complete once each has got one in the last pass of a step.
     """
@@ -47,7 +47,8 @@ class Parcel:
         self.joined: T | None = None
 
     def expect(self, last: bool) -> None:
-        """Prepare for a pass. A sum of an earlier step that was given up is waited for and dropped.
+        """Prepare for a pass. If the sum of an earlier step is still under way, because that step was given up, wait
+        for it and drop it.
 
         ``last``: whether this pass is the last of the step, after whose backward the gradients are complete and are
         summed.
@@ -76,7 +77,7 @@ class Parcel:
         self.work = dist.all_reduce(parameter.grad, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the sum, if one is under way, and leave its parts as the parameters' gradients."""
+        """Wait for the sum, if one is under way, and make its parts the gradients of the parameters."""
         work, self.work = self.work, None
         if work is None:
             return

@@ -196,7 +196,8 @@ class EmbeddingRows(PartUnit):
     def update(
         self, optimizer: Updater, grads: Mapping[str, T], lr: float, scale: float
     ) -> None:
-        """Update the rows that have a gradient: read them, update them, and write them back. Others miss the update.
+        """Update the rows that have a gradient: read them, update them, and write them back. All other rows miss the
+        update, which they get later if the update rule needs it (:meth:`catch_up`).
 
         ``grads``: gradients by parameter name, here of the table alone, which may be sparse. ``scale``: factor that
         multiplies the gradient. ``optimizer``: the update rule; ``lr``: learning rate.

@@ -132,7 +132,11 @@ class Unit:
         """Make the whole parameters ready for compute. In this class they always are."""
 
     def prefetched(self) -> Sequence[str]:
-        """Return the kinds of tensors that are fetched whole before the next gather. A subclass may fetch parts."""
+        """Return the kinds of tensors to fetch before the next gather, such as "weights"; :meth:`State.fetch` reads
+        them.
+
+        A subclass may instead start to read single rows itself, and return no kinds.
+        """
         return ("weights",)
 
     def release(self, drop: bool) -> None:

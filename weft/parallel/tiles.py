@@ -57,7 +57,9 @@ class WeightTile(TableUnit):
         )
 
     def rest(self) -> None:
-        """Forget the reduced gradients. The tile is not moved here: :class:`TiledWeight` has moved all its tiles."""
+        """Forget the reduced gradients. Unlike in other units nothing is moved here, because :class:`TiledWeight` moves
+        all tiles.
+        """
         self.reduced = {}
 
     @torch.no_grad()
@@ -115,8 +117,8 @@ class TiledWeight(PartUnit):
     """Unit of a weight that is cut in tiles (ranges of rows), which a matrix product gathers one by one.
 
     The weight itself is never gathered whole. ``named``: the weight, ``[out, in]``; ``tiles``: largest number of tiles
-    into which it is cut. In files tiles have whole pages, so that there may be fewer. The other arguments are those of
-    :class:`weft.parallel.units.TableUnit`.
+    into which it is cut. In a file each tile fills whole pages, so that there may be fewer tiles. The other arguments
+    are those of :class:`weft.parallel.units.TableUnit`.
 
     Attributes:
         ``pieces``: the tiles.

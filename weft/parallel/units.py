@@ -124,9 +124,9 @@ class TableUnit(Unit):
         return 0
 
     def keep(self, updated: bool) -> None:
-        """Keep the weights in memory after their next use, so that the use after it need not fetch them again.
+        """Keep the weights in memory between their next two uses, so that the second use need not fetch them again.
 
-        ``updated``: whether that later use is an update; if not, it is a gather.
+        ``updated``: whether the second use is an update; if not, it is a gather.
         """
         self.tiers.keep(self, "weights")
 

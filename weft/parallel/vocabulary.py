@@ -44,16 +44,13 @@ class OutputShard:
 
         Each rank holds a share of the embedding and of the output layer. The kinds of passes are:
 
-        "E": look up tokens in the embedding's share.
-        "S": logits and softmax of the output layer's share.
-        "C": the loss, from the statistics of all shares.
-        "T": weight gradient of the output layer's share.
-        "G": sum of the shares' parts of the input's gradient.
-        "D": gradient of the embedding's share.
+        "E": look up tokens in the embedding's share. "S": logits and softmax of the output layer's share. "C": the
+        loss, from the statistics of all shares. "T": weight gradient of the output layer's share. "G": sum of the
+        shares' parts of the input's gradient. "D": gradient of the embedding's share.
 
         ``batches``: one batch per microbatch. ``total``: returns the sum of the weights of the step's labels, by which
         the loss is divided. ``losses``: dict to which the loss of each microbatch is added, by the microbatch's index.
-        ``objective``: the loss of answers, if the recipe has one.
+        ``objective``: the loss to compute in place of cross entropy, such as a policy loss; None: cross entropy.
         """
         self.batches, self.total, self.losses = batches, total, losses
         self.objective = objective

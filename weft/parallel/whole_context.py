@@ -22,11 +22,12 @@ class TokenRuns:
     """Division of a step's new tokens among ranks: each rank computes a contiguous range of nearly equal length.
 
     Attributes:
-        ``spans``: the parts of the texts' new tokens that this rank computes, counted from its first token.
-        ``own``: indices, among the step's tokens, of this rank's tokens. ``first``: the first of these indices;
-            ``count``: their number.
-        ``owner``: the rank that computes each token; ``place``: index of each token among the tokens of all ranks.
-        ``slots``: slot in the cache of each of this rank's tokens; ``every``: the same for all tokens of the step.
+        ``spans``: for each text, the range of its new tokens that this rank computes; the ranges count from 0 at this
+            rank's first token.
+        ``own``: indices of this rank's tokens among all new tokens of the step, ``[count]``; ``first``: the smallest of
+            them; ``count``: their number.
+        ``owner``: rank that computes each new token of the step, ``[tokens]``; ``place``: the tokens' indices 0, 1, ...
+        ``slots``: position in the cache of each of this rank's tokens; ``every``: the same for all new tokens.
         ``blocks``: number of blocks that the cache must have.
     """
 

@@ -63,7 +63,11 @@ def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
 
 
 def unusable(recipe: Recipe) -> list[Pin]:
-    """Return demands that leave out what the planner may add to a layout and the rules refuse with ``recipe``."""
+    """Return demands that keep the planner from additions to the layout that the rules against conflicts refuse.
+
+    An example is the overlap of transfers along ``tp`` with computation, which does not go together with
+    ``train.compile``. ``recipe``: the recipe to plan for.
+    """
     ladder = recipe.model.residual == "ladder"
     whole = recipe.train.compile or ladder or recipe.model.kind
     pins = [Pin("overlap", "=", 0)] if whole else []

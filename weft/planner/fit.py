@@ -66,10 +66,7 @@ class Measurement:
 
     @property
     def form(self) -> tuple[float, ...]:
-        """Sizes by which runs count as of the same shape: layers, widths, experts and sequence length.
-
-        Runs of the same shape are held out together in cross-validation.
-        """
+        """Sizes that tell whether two runs have the same shape: layers, widths, experts and sequence length."""
         s = self.shape
         return (s.layers, s.embed, s.heads, s.ffn, s.experts, self.plan.seq)
 

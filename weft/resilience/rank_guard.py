@@ -65,8 +65,8 @@ class RankGuard(Watching):
             own.
         ``layout``: layout of the present view.
         ``groups``: the process groups that this rank has made.
-        ``kept``: model and state of the last view that built them, if the next view can go on with them.
-        ``edited``: whether the present view goes on with them.
+        ``kept``: model and state of the last view that built them, if the next view can go on with them; else None.
+        ``edited``: whether the present view goes on with the model and state in ``kept``.
         ``recovery``: copies in memory from which the present view continues; None if the view continues from a
             checkpoint, or begins the run.
         ``slow``: slow ranks and the reaction to them.

@@ -274,8 +274,9 @@ class ApiServer:
 
 
 def seed_for_key(key: str, tenant: str) -> int:
-    """Return the seed of a request that sets none and whose client has chosen ``key``: the same when the request comes
-    again. ``tenant``: whose request it is.
+    """Return the seed of sampling for a request that sets no seed but has an idempotency key. A repeated request gets
+    the same seed, and so the same answer. ``key``: the key that the client has chosen. ``tenant``: name of the client,
+    so that clients with the same key get different seeds.
     """
     said = json.dumps([key, tenant]).encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest()) >> 1

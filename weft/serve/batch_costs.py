@@ -49,7 +49,7 @@ class PassWork(NamedTuple):
     Attributes:
         ``step``: the six numbers of :func:`weft.generate.step_work.work_of`.
         ``chosen``: number of experts that its tokens choose, over all layers.
-        ``rows``: number of rows, one for each token and expert that it chooses.
+        ``rows``: number of rows that experts compute: one for each pair of a token and an expert that it chooses.
     """
 
     step: Sequence[float]
@@ -143,9 +143,10 @@ def _dot(rates: Sequence[float], numbers: Sequence[float]) -> float:
 
 class RingClock:
     """Predicts the time of passes whose experts are read into memory layer by layer. A layer's experts compute when
-    they have been read; their memory then serves the layer after the next two. ``costs``: the costs of a pass. A call
-    with a planned step returns the seconds of the step, which depend on the steps before. The attribute ``spent`` has
-    the seconds so far by cause: "mover" (waiting for experts), "products" and "attention".
+    they have been read. There is memory for the experts of :data:`RING` layers; the memory of a layer that has computed
+    is used again for a later layer. ``costs``: the costs of a pass. A call with a planned step returns the seconds of
+    the step, which depend on the steps before. The attribute ``spent`` has the seconds so far by cause: "mover"
+    (waiting for experts), "products" and "attention".
     """
 
     def __init__(self, costs: BatchCosts) -> None:

@@ -28,8 +28,8 @@ class CallPiece(NamedTuple):
 class AnswerEnd(NamedTuple):
     """The end of an answer.
 
-    ``text``, ``calls``: the rest of its text and of its tool calls, held back until it was clear which of both it is.
-    ``finish``: the finish reason to report.
+    ``text``: the rest of the answer's text. ``calls``: the last pieces of its tool calls. Both were held back until it
+    was clear whether they were text or a call. ``finish``: the finish reason to report.
     """
 
     text: str
@@ -46,8 +46,7 @@ class CallFinder:
         ``form``: how the model writes calls.
         ``streams``: whether the arguments of a call are returned in pieces as they come, as soon as its name is known.
             Otherwise a call is returned when it is complete.
-        ``names``: names of the tools that may be called; None: any name. What looks like a call with another name is
-            text.
+        ``names``: names of the tools that may be called; None: any name. A call with any other name counts as text.
         ``most``: largest number of calls; None: any number.
     """
 

@@ -44,11 +44,14 @@ VERSION = re.compile(rb" HTTP/([0-9]\.[0-9])$")
 
 
 class StrictBuffer(ReceiveBuffer):
-    """Input of a connection that accepts only heads that every program reads in the same way."""
+    """Receive buffer of an HTTP connection that refuses message heads which a proxy could parse differently.
+
+    Such heads would allow request smuggling.
+    """
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         """Return the lines of a message head up to the first empty line, or None if that line has not arrived. Raises
-        h11's error for a refused head.
+        h11's error for a head that :func:`check_head` refuses.
         """
         before = len(self)
         lines = super().maybe_extract_lines()
@@ -58,8 +61,8 @@ class StrictBuffer(ReceiveBuffer):
 
 
 def check_head(lines: list[bytearray], size: int) -> None:
-    """Check the ``lines`` of a message head of ``size`` bytes. Raises h11's error for a head that other programs may
-    read differently.
+    """Raise h11's error if a proxy could parse a message head differently, or if the head is too large. ``lines``: the
+    lines of the head. ``size``: its bytes.
     """
     if size > LARGEST_HEAD:
         raise h11.LocalProtocolError(

@@ -181,9 +181,9 @@ def table_rows(now: Snapshot, before: Snapshot | None) -> list[Sequence[str]]:
 
 
 def found_shares(rows: Sequence[EngineRow]) -> str:
-    """Return, for the user, which percentage of the blocks was found at each place outside the caches, such as ``host
-    40 %, files 12 %``. The blocks are those for which the engines in ``rows`` have looked outside their caches; "-" if
-    there are none.
+    """Return a text for the user with the percentage of blocks that was found at each place outside the caches, such as
+    ``host 40 %, files 12 %``. Only blocks count for which the engines in ``rows`` have looked outside their caches; "-"
+    if there are none.
     """
     looked, given = sum(row.looked for row in rows), Counter[str]()
     for row in rows:

@@ -127,8 +127,8 @@ def measure_load(
 
 @contextmanager
 def noting_work(engine: Engine) -> Iterator[list[list[float]]]:
-    """Return a context in which the work of each step that ``engine`` plans is noted. Its value is a list that grows by
-    six numbers per step (:func:`work_of`).
+    """Return a context in which the work of each step that ``engine`` plans is recorded. It yields a list that gets one
+    entry per step: six numbers that describe the work (:func:`work_of`).
     """
     work: list[list[float]] = []
     plan = engine.scheduler.plan

@@ -40,9 +40,9 @@ Embed = Callable[[str], Awaitable[torch.Tensor]]
 
 @dataclass(frozen=True)
 class ModelRule:
-    """A rule that says which texts the model named ``model`` answers. ``words``: texts with any of these words.
-    ``pattern``: texts in which this regular expression finds a match. ``examples``: texts that are near to one of these
-    in meaning.
+    """A rule that says which texts the model named ``model`` answers: those that match one of three conditions.
+    ``words``: the text has any of these words. ``pattern``: this regular expression finds a match in the text; "": no
+    such condition. ``examples``: the text is near to these texts in meaning.
     """
 
     model: str
@@ -180,8 +180,9 @@ class ModelChoice:
         self._reading = asyncio.Lock()
 
     async def choose(self, text: str) -> str:
-        """Return the name of the model that is to answer ``text``: that of the first rule that matches it, else that of
-        clearly the most similar examples, else the general model.
+        """Return the name of the model that is to answer ``text``. It is the model of the first rule whose words or
+        pattern match. Without one, it is the model to whose examples the text is clearly most similar. If none stands
+        out, it is the general model.
         """
         text = text[:LONGEST]
         for rule in self.settings.rules:

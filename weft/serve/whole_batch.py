@@ -146,9 +146,9 @@ def write_whole_batch(
     say: Callable[[str], None],
 ) -> list[str]:
     """Write the texts that ``asks`` describe, and return a list of them in the same order. ``experts``: the experts of
-    the engine's model, if they are read into memory layer by layer; None: they stay there. With ``experts`` the costs
-    of a few passes are measured first. They decide how many texts are written at a time, and in which order. ``say``:
-    called with a line of the predicted speed and, at the end, with a line of the measured one.
+    the engine's model, if they are read into memory layer by layer; None: all experts are in memory. With ``experts``
+    the costs of a few passes are measured first. They decide how many texts are written at a time, and in which order.
+    ``say``: called with a line of the predicted speed and, at the end, with a line of the measured one.
     """
     _fit_cache(engine)
     plan = None if experts is None else _planned(engine, asks, experts)

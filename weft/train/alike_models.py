@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class AlikeModels(NamedTuple):
-    """Opened models that share a tokenizer, so that a token id means the same token in all of them.
+    """Opened models whose tokenizers agree, so that a token id means the same token in all of them.
 
     ``models``: the models, in the order in which they were asked for. ``tokenizer``: the tokenizer of the first model.
     """

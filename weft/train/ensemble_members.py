@@ -32,13 +32,13 @@ ROWS = 8
 
 @dataclass(frozen=True)
 class EnsembleMembers:
-    """The members of an ensemble: trained models whose ids mean the same tokens.
+    """The members of an ensemble: trained models in which a token id means the same token.
 
     Attributes:
         ``names``: path or name by which the user gave each member.
         ``models``: the models, whole on one device.
-        ``tokenizer``: their tokenizer.
-        ``context``: number of tokens that all of them were trained to read.
+        ``tokenizer``: the tokenizer of the first member.
+        ``context``: context length in tokens for which all members were trained.
         ``average``: whether probabilities or logits are averaged.
         ``router``: computes each member's weight in each document, if the members are experts; None: all count alike.
     """
@@ -51,9 +51,10 @@ class EnsembleMembers:
     router: ExpertRouter | None = None
 
     def answered(self, task: OpenTask) -> list[Answered]:
-        """Evaluate ``task``, and return the result of the ensemble followed by the result of each member.
+        """Evaluate ``task`` by the ensemble and by each of its members; return the ensemble's result, then the
+        members'.
 
-        A single model has one result. Results that the task does not give are left out.
+        If there is only one member, the list has one result. A result is left out if ``task`` returns None for it.
         """
         asked = [partial(scores, model, None, model.mesh) for model in self.models]
         results = [task.answered(each) for each in asked]
@@ -97,12 +98,11 @@ def open_members(
 ) -> EnsembleMembers:
     """Open the models at ``places`` as the members of an ensemble; a single model is an ensemble of one.
 
-    A single place may also be a set of experts (:mod:`weft.train.expert_set`), whose router then weights the
-    members.
+    A single place may also be a set of experts (:mod:`weft.train.expert_set`), whose router then weights the members.
 
     ``device``, ``warn`` and ``ema`` are arguments of :func:`weft.checkpoint.model.open_model`. Raises
-    :class:`UsageError` for models with other tokens than the first one, and for a model that is given twice.
-    ``average``: whether the members' probabilities or logits are averaged.
+    :class:`UsageError` for a model whose tokens differ from those of the first one, and for a model that is given
+    twice. ``average``: whether the members' probabilities or logits are averaged.
     """
     router: ExpertRouter | None = None
     if len(places) == 1 and (experts := read_expert_set(places[0])) is not None:

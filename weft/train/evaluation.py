@@ -40,7 +40,8 @@ class Evaluation:
         ``interrupted``: function that returns whether this rank is asked to end the run. A task is given up on all
             ranks as soon as that is true on one rank.
         ``validations``: list to which each validation loss is appended.
-        ``questions``: questions that the run's loader asks, by the name of their task.
+        ``questions``: evaluations that the run's loader brings, such as the sampling of images, by the name of the
+            task. Each takes the place of the opened task of that name.
     """
 
     job: Job

@@ -74,11 +74,12 @@ def joined_log_probabilities(logs: Sequence[T], log_weights: T) -> T:
 
 
 def evidence_before(next_logs: T, documents: T) -> T:
-    """Return, at each token, the log-probability that each expert gives to the document's tokens up to this token.
+    """Return, at each token, the log-probability that each expert gives to the document's tokens up to and including
+    it.
 
-    The result is ``[tokens, experts]``, the evidence for an :class:`ExpertRouter`. ``next_logs``: log-probability that
-    each expert gives to the token that follows each token, ``[tokens, experts]``. ``documents``: index of the document
-    of each token, ascending.
+    The result is ``[tokens, experts]``, the evidence for an :class:`ExpertRouter`; it is 0 at the first token of a
+    document. ``next_logs``: at each token, the log-probability that each expert gives to the next token, ``[tokens,
+    experts]``. ``documents``: index of the document of each token, ascending.
     """
     logs = next_logs.to(wide(next_logs.dtype))
     last = torch.ones_like(documents, dtype=torch.bool)

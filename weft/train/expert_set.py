@@ -50,7 +50,7 @@ class ExpertSet:
 
 @dataclass(frozen=True)
 class OpenedExperts:
-    """The opened models of an :class:`ExpertSet` on one device; ids mean the same tokens in all of them.
+    """The opened models of an :class:`ExpertSet` on one device. A token id means the same token in all of them.
 
     ``files``: contents of the files beside the first model's weights, by name.
     """
@@ -147,7 +147,7 @@ def open_experts(
     """Open the experts of the set in the folder ``where``; return None if ``where`` is a single model.
 
     ``device``, ``warn`` and ``ema`` are arguments of :func:`weft.checkpoint.model.open_model`. Raises
-    :class:`UsageError` for experts whose ids mean other tokens.
+    :class:`UsageError` if a token id does not mean the same token in all experts.
     """
     experts = read_expert_set(where)
     if experts is None:
@@ -164,8 +164,8 @@ def open_experts(
 def refuse_beside_experts(where: Where, options: dict[str, Any]) -> None:
     """Raise :class:`UsageError` if the user gave an option that does not apply to a set of experts.
 
-    ``where``: the set, for the message. ``options``: for each such option's name, its value; an empty or false value
-    counts as not given.
+    ``where``: the set, for the message. ``options``: the values of all options that do not apply, by the option's name.
+    An empty or false value means that the user did not give the option.
     """
     for option, given in options.items():
         if given:

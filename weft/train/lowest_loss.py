@@ -34,7 +34,8 @@ def comparable(known: Best, data: str, step: int) -> tuple[Best, str]:
 def lowest_of_run(job: Job, mesh: Mesh, folder: Path, step: int) -> LowestLoss:
     """Return the lowest validation loss so far of the run in ``folder``, which has taken ``step`` steps. Collective.
 
-    It is read from the run's folder, on the main rank; losses that cannot be compared with new ones do not count.
+    The loss is read from the run's folder on the main rank. A loss that cannot be compared with new ones, because it
+    was measured on other data or at a later step, does not count.
     """
     known = mesh.on_main(lambda: read_best(folder))
     settings = job.recipe.validation

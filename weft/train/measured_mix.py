@@ -55,7 +55,7 @@ class MeasuredLoader:
 
     @property
     def over(self) -> str:
-        """Empty text: this loader never ends the run early, because its samples do not run out."""
+        """Reason why no samples are left; always an empty text, because the samples of this loader do not run out."""
         return ""
 
     def is_ready(self, position: int) -> bool:
@@ -134,7 +134,7 @@ class MeasuredLoader:
         return rows
 
     def questions(self) -> dict[str, Any]:
-        """Return an empty dict: this loader asks the model no questions."""
+        """Return an empty dict, because this loader brings no evaluations of its own (:meth:`StepLoader.questions`)."""
         return {}
 
     def step(self, position: int) -> list[Batch] | None:
@@ -142,7 +142,10 @@ class MeasuredLoader:
         return self.loader.step(position)
 
     def island_samples(self, position: int) -> range:
-        """Return the numbers of the samples of this rank's island in the step that starts at sample ``position``."""
+        """Return the indices, in the training order, of the samples that this rank's island uses in one step.
+
+        ``position``: index of the first sample of the step.
+        """
         return self.loader.island_samples(position)
 
 

@@ -12,9 +12,9 @@ from weft.parallel.state import Unit
 class ReadyUnits:
     """Calls ``complete(unit)`` during backward as soon as every trained parameter of a unit has its gradient.
 
-    A unit is a group of parameters that are updated together, mostly a block. Gradients are watched from :meth:`expect`
-    to :meth:`end`, during one backward pass. If a unit is sharded, its gradients are already summed over the data ranks
-    when ``complete`` is called.
+    A unit is a group of parameters that are updated together, usually those of a block. Gradients are watched from
+    :meth:`expect` to :meth:`end`, during one backward pass. If a unit is sharded, its gradients are already summed over
+    the data ranks when ``complete`` is called.
     """
 
     def __init__(self, units: Iterable[Unit], complete: Callable[[Unit], None]) -> None:

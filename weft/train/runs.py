@@ -94,11 +94,12 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job | N
 
 
 def as_recorded(recipe: Recipe, out: Path | None, resume: str | None) -> Recipe:
-    """Return ``recipe`` with the defaults that held when the run to resume was started.
+    """Return ``recipe`` with the defaults that held when the run to be resumed was started.
 
-    They differ from today's only for runs that began before the setting ``data.bos`` existed. The defaults were then a
-    warm-up of 100 steps, and documents without a BOS token. ``out``: the folder to create. ``resume``: the run or
-    checkpoint to continue.
+    Two defaults have changed: the warm-up was 100 steps, and documents had no BOS token, before the setting
+    ``data.bos`` existed. They are restored for a run that began before, unless the recipe sets them. ``out``: the
+    folder to create. ``resume``: the run or checkpoint to continue; None: a new run, whose recipe is returned
+    unchanged.
     """
     if resume is None or (
         recipe.data.bos != "auto" and recipe.optimizer.warmup is not None

@@ -53,7 +53,7 @@ class Job:
         ``corpus``: the opened training and validation data, and the tokenizer.
         ``notes``: lines to print.
         ``tasks``: the opened tasks that the run evaluates.
-        ``speeds``: relative speeds of all ranks; empty if they are alike.
+        ``speeds``: relative speeds of all ranks; empty if all ranks are equally fast.
         ``files``: files that checkpoints hold beside the state, by name: the tokenizer, and files of the model to
             start from.
     """
@@ -159,7 +159,7 @@ class Job:
         return code_of(self.recipe.resilience, ranks)
 
     def batch_speeds(self, layout: Layout) -> tuple[float, ...]:
-        """Return the relative speed of each data rank of ``layout``; empty if all are alike.
+        """Return the relative speed of each data rank of ``layout``; empty if all ranks are equally fast.
 
         A data rank is a group of ranks that share the same batches; its speed is that of its slowest rank.
         """
@@ -360,10 +360,11 @@ def build_for_training(
 def run_hooks(
     recipe: Recipe, vocab: int, passed: Callable[[int, int], None] | None = None
 ) -> Hooks:
-    """Return the functions that the passes of a run call: those of its policy loss, or of ``[loss]``.
+    """Return the hooks of a run: its loss, and the function that each pass calls when it is done.
 
-    ``vocab``: size of the vocabulary. ``passed``: called after each forward and backward pass with the number of passes
-    done and of all passes.
+    The loss is the policy loss of reinforcement learning, or that of the section ``[loss]``. ``vocab``: size of the
+    vocabulary. ``passed``: called after each forward and backward pass with the number of passes done and of all
+    passes.
     """
     if recipe.rl is None:
         return hooks_of(recipe.loss, vocab, passed)
@@ -376,10 +377,10 @@ def run_hooks(
 def hooks_of(
     loss: Loss, vocab: int, passed: Callable[[int, int], None] | None = None
 ) -> Hooks:
-    """Return the functions that a model's passes call, with the loss that ``loss.kind`` names.
+    """Return the hooks of a model's passes: the loss that ``loss.kind`` names, and the function ``passed``.
 
-    For cross entropy no loss is set, so that passes use the model's own. ``vocab``: size of the vocabulary. ``passed``:
-    called after each forward and backward pass with the number of passes done and of all passes.
+    For cross entropy the hooks have no loss, so that passes use the model's own. ``vocab``: size of the vocabulary.
+    ``passed``: called after each forward and backward pass with the number of passes done and of all passes.
     """
     if loss.of_pairs:
         from weft.models.preference import objective
@@ -427,9 +428,10 @@ def reference_model(recipe: Recipe, tokenizer: Tokenizer) -> Pretrained | None:
 
 
 def check_teachers(recipe: Recipe, vocab: int, tokenizer: Tokenizer) -> None:
-    """Refuse teachers of ``loss.teachers`` that are not there, or whose ids mean other tokens than the model's.
+    """Check that the teachers of ``loss.teachers`` exist, and that token ids mean the same tokens as in the model.
 
-    ``vocab``: size of the model's vocabulary. ``tokenizer``: the run's tokenizer. Raises :class:`UsageError`.
+    ``vocab``: size of the model's vocabulary. ``tokenizer``: the run's tokenizer. Raises :class:`UsageError` for the
+    first teacher that fails.
     """
     if not recipe.loss.teachers:
         return

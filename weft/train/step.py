@@ -249,7 +249,7 @@ def set_reference_point(
 
 
 def move_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``x`` on ``device``, copied only if it is elsewhere, as gradients of an offloaded state are."""
+    """Return ``x`` on ``device``: ``x`` itself if it is there, else a copy, as for gradients of an offloaded state."""
     return x if x.device == device else x.to(device)
 
 
@@ -349,8 +349,8 @@ def reduced(
 ) -> dict[str, torch.Tensor]:
     """Return this rank's gradients by parameter name, summed over all ranks that have computed a part of them.
 
-    ``looked_at``: whether the caller reads the gradients at once. If not, gradients that go to the host or to a file
-    may still be on their way.
+    ``looked_at``: whether the caller reads the gradients at once. If not, the call does not wait for gradients that are
+    being moved to the host or to a file.
     """
     grads = state.gradients(
         settled=looked_at or bool(state.copies) or mesh.size(*MODEL_AXES) > 1

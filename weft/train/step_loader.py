@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class AskedQuestions(NamedTuple):
-    """Questions that a loader asks the model that is trained.
+    """Evaluation that a loader brings: questions that the trained model answers during the run.
 
     ``every``: steps between two evaluations; 0: only at the beginning and at the end of the run. ``ask``: function that
-    asks them; it returns None if a rank is asked to end the run meanwhile.
+    runs the evaluation and returns its result; None if a rank is asked to end the run meanwhile.
     """
 
     every: int
@@ -60,10 +60,13 @@ class StepLoader(Protocol):
         """
 
     def questions(self) -> Mapping[str, AskedQuestions]:
-        """Return the held-out questions on which the loader evaluates the model, by the task's name."""
+        """Return the evaluations that the loader brings, by the task's name; empty if it brings none."""
 
     def step(self, position: int) -> Sequence[Batch] | None:
         """Return the batches of the step that starts at sample ``position``, one per pass; None at the data's end."""
 
     def island_samples(self, position: int) -> range:
-        """Return the numbers of the samples of this rank's island in the step that starts at sample ``position``."""
+        """Return the indices, in the training order, of the samples that this rank's island uses in one step.
+
+        ``position``: index of the first sample of the step.
+        """

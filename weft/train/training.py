@@ -76,7 +76,7 @@ class Ending(NamedTuple):
     """End of a run on one rank.
 
     ``recipe``: the recipe of the run. ``outcome``: the result of the run; None if other ranks finished the run without
-    this rank. ``concludes``: whether this rank writes the report of the run, as one rank alone does.
+    this rank. ``concludes``: whether this rank writes the report of the run; exactly one rank does.
     """
 
     recipe: Recipe

@@ -109,8 +109,8 @@ def best_order(
 ) -> tuple[list[list[int]], str]:
     """Return an order of each layer's experts in which few tokens move between ranks, and a line about its effect.
 
-    The order is a list of expert numbers for each layer. Cut into ``ranks`` equal runs, it gives the experts of each
-    rank.
+    The order is a list of expert numbers for each layer. If it is cut into ``ranks`` equal parts, part ``r`` has the
+    experts of rank ``r``.
 
     Arguments:
         ``chosen``: the experts of each token, by layer (:func:`chosen_experts`).

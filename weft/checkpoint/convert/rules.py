@@ -55,17 +55,18 @@ ShardLayout = Callable[[Sizes, ModelShape, int], Iterator[RowsCopy]]
 
 
 def replicated(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield the single copy for a tensor that every rank stored as a whole, with equal values.
+    """Yield the :class:`RowsCopy` that reads a tensor which every rank stored whole, with equal values.
 
-    ``shards``: shapes of the stored shards. ``shape`` and ``part`` have no effect.
+    Only the first shard is read. ``shards``: shapes of the stored shards. ``shape`` and ``part`` have no effect.
     """
     yield RowsCopy(0, 0, shards[0][0])
 
 
 def averaged(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield the copies for a tensor that every rank stored as a whole, but with different values.
+    """Yield a :class:`RowsCopy` of each shard of a tensor which every rank stored whole, but with different values.
 
-    The mean of the values is used. ``shards``: shapes of the stored shards. ``shape`` and ``part`` have no effect.
+    The reader takes the mean of the copies. ``shards``: shapes of the stored shards. ``shape`` and ``part`` have no
+    effect.
     """
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0])

@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 class Move(NamedTuple):
     """A transfer of a block from rank ``source`` to rank ``target`` while ``step`` is computed.
 
-    ``block``: index of the block of the sequence. ``kind``: what of the block is sent.
+    ``block``: index of the block of the sequence. ``kind``: which tensors of the block are sent.
 
         ``q``: queries, from the block's owner to the ranks that use them; in backward with the output's gradient and
             statistics.

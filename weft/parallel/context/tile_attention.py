@@ -105,8 +105,8 @@ class Trip:
     ) -> dict[Key, list[T]]:
         """Run the table; return the results for the blocks that this rank owns, by kind and index of the block.
 
-        A kind is what of a block is meant: "q" (queries), "kv" (keys and values), "o" (results of queries) or "dkv"
-        (results of keys and values). A list has the tensors of one kind, such as keys and values.
+        A kind says which tensors of a block are meant: "q" (queries), "kv" (keys and values), "o" (results of queries)
+        or "dkv" (results of keys and values). A list has the tensors of one kind, such as keys and values.
 
         ``held``: the tensors of this rank's own blocks, by kind and index; blocks of other ranks are added while this
         rank uses them. ``like``: for each kind, empty tensors with the data type and row shape of its tensors.

@@ -76,10 +76,10 @@ class ChosenExperts(TableUnit):
         return whole_pages(-(-row // max(1, -(-row // PIECE))))
 
     def keep(self, updated: bool) -> None:
-        """Keep experts in memory after their next use, so that the use after it need not fetch them again.
+        """Keep experts in memory between their next two uses, so that the second use need not fetch them again.
 
-        ``updated``: whether that later use is the update. If so, all experts are kept; otherwise, those that the next
-        gather brings.
+        ``updated``: whether the second use is the update. If so, all experts are kept; otherwise only the experts that
+        the next gather brings.
         """
         self.every = updated
         if updated or (self.group is not None and self.group.whole):

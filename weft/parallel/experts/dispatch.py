@@ -184,7 +184,7 @@ class EachChoice:
 
 
 def then(arriving: Arriving, meta: tuple[Any, ...]) -> Arriving:
-    """Return a function that waits for the rows of an inner dispatcher, and appends ``meta`` to their metadata.
+    """Return a function that waits for the rows of an inner dispatcher, and adds ``meta`` to the dispatcher's metadata.
 
     ``arriving``: the inner dispatcher's function that waits for the rows; ``meta``: values that the outer dispatcher
     keeps until the experts' results come back, such as which row belongs to which token.
@@ -207,15 +207,19 @@ def local_experts(members: Members) -> LocalExperts:
 
 
 def per_rank(members: Members) -> Dispatcher:
-    """Return the dispatcher that sends one copy of a token to each rank of ``members`` that has any of its experts."""
+    """Return the dispatcher that sends at most one copy of a token to each rank of ``members``.
+
+    A rank gets a token if it has at least one expert to which the token is routed.
+    """
     return PerMember(members, local_experts(members))
 
 
 @dataclass(frozen=True)
 class Placing:
-    """Dispatcher that replaces the indices of experts by slots on ``ranks``, and hands the rest over to ``inner``.
+    """Dispatcher that translates experts to slots, and leaves the sending of tokens to the dispatcher ``inner``.
 
-    A slot is a position in a rank's stack of expert weights, numbered over all ranks.
+    A slot is a position in a rank's stack of expert weights, numbered over all ranks. ``ranks``: the ranks that hold
+    the experts, and the slots of each expert.
     """
 
     ranks: ExpertRanks

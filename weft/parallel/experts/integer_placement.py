@@ -206,8 +206,9 @@ def balanced_owners(load: np.ndarray, ranks: int) -> np.ndarray:
 def best_owner(gain: np.ndarray, load: np.ndarray, limit: float) -> np.ndarray | None:
     """Return the assignment of a layer's experts to ranks with the largest sum of ``gain``, as the rank of each expert.
 
-    Returns None if no assignment keeps the limit. ``gain``: value of having an expert on a rank, ``[experts, ranks]``;
-    ``load``: number of tokens routed to each expert; ``limit``: largest load of a rank, in tokens.
+    Returns None if no assignment keeps the load of every rank within the limit. ``gain``: value of having an expert on
+    a rank, ``[experts, ranks]``; ``load``: number of tokens routed to each expert; ``limit``: largest load of a rank,
+    in tokens.
     """
     experts, ranks = gain.shape
     scale = float(max(load.sum(), 1)) / ranks

@@ -48,7 +48,7 @@ class Members:
         self.count, self.rank = group.size(), group.rank()
 
     def note(self, what: str, rows: T, count: int) -> None:
-        """Add the bytes of ``count`` rows shaped like those of ``rows`` to the bytes sent for ``what``.
+        """Count the bytes of ``count`` rows, shaped like those of ``rows``, as sent for the purpose ``what``.
 
         ``what``: the kind of data, such as ``tokens``.
         """

@@ -255,9 +255,9 @@ class Listing:
     def rebind(self, m: int, i: int, end: float) -> None:
         """Choose anew which rank runs the ``i``-th stage on the path of microbatch ``m``.
 
-        It is the rank that would end the stage's forward first. Nothing changes if only one rank may run the stage.
-        Ranks are left aside with which some microbatch that has begun could no longer finish, for lack of memory.
-        ``end``: the time at which the forward of the stage before ends.
+        The chosen rank is the one that would end the stage's forward first. A rank is not considered if with it some
+        microbatch that has begun could no longer finish, for lack of memory. Nothing changes if only one rank may run
+        the stage. ``end``: the time at which the forward of the stage before ends.
         """
         where, before = self.where[m], self.where[m][i - 1]
         value = Value("act", self.paths[m][i - 1], m)
