@@ -33,10 +33,10 @@ def balancing_move(
 ) -> BalancingMove | None:
     """Return a move of one answer from the engine with the least free memory per answer to the engine with the most.
 
-    ``views``: what is known of each engine. ``answers``: for each engine, by its name, the answers that it can give
-    away. A move helps if the target still has more free memory per answer than the source afterwards. Of the moves that
-    help, that of the least urgent answer is returned; among equally urgent answers it is the one with the fewest cache
-    blocks. Returns None if the engines are balanced well enough, or if no move helps.
+    ``views``: the state of each engine, as dispatch policies see it. ``answers``: for each engine, by its name, the
+    answers that it can give away. A move helps if the target still has more free memory per answer than the source
+    afterwards. Of the moves that help, that of the least urgent answer is returned; among equally urgent answers it is
+    the one with the fewest cache blocks. Returns None if the engines are balanced well enough, or if no move helps.
     """
     if len(views) < 2:
         return None

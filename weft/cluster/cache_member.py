@@ -15,11 +15,11 @@ from weft.net.wire import Head, SealedConnection, WireBroken
 
 
 class CacheMember:
-    """Lets other engines keep cache blocks in ``stock`` while this process has joined a router. Create a member, then
-    call :meth:`run` in the thread that is to wait for the router.
+    """Member of a cluster that computes nothing, and only keeps cache blocks for the engines of a router. Create a
+    member, then call :meth:`run` in the thread that is to wait for the router.
 
-    ``about``: what the router learns of this process. ``say`` prints a line. ``joined``: called with True when a router
-    has been joined, and with False when there is none.
+    ``stock``: the store of blocks, in memory and files. ``about``: description of this process for the router. ``say``
+    prints a line. ``joined``: called with True when a router has been joined, and with False when there is none.
     """
 
     def __init__(

@@ -237,8 +237,8 @@ def read_hypotheses(values: Sequence[Sequence[Any]]) -> list[Hypothesis]:
 
 
 def token_values(message: TokenMessage) -> list[Any]:
-    """Return the five fields of ``message`` as a JSON list. The log-probability in it is as :func:`score_values` writes
-    it.
+    """Return the five fields of ``message`` as a JSON list. The log-probability in this list has the form of
+    :func:`score_values`.
     """
     said = message.log_probability
     return [

@@ -32,12 +32,12 @@ class EngineLink:
     """An engine that has joined, as the router sees it.
 
     Attributes:
-        ``about``: what the engine has said of itself.
+        ``about``: description of the engine, which it has sent when it joined.
         ``outbox``: sends messages to the engine.
         ``beat``: the engine's last sign of life.
         ``flights``: answers that the engine writes, by number.
         ``calls``: searches and embeddings that the engine computes, by number.
-        ``cache``: what is known of the engine's cache.
+        ``cache``: the router's knowledge of the engine's cache: its usage, and the blocks that it has.
         ``incoming``: events of the answers that are moving to this engine, by the answers' numbers here. They wait
             until the other engine, which an answer leaves, has confirmed the move.
         ``role``: the engine's present role: that in ``about``, until the router chooses another one.

@@ -102,7 +102,7 @@ class EngineMember:
     """Lets ``engine`` work for a router. Create a member, then call :meth:`run` in the thread that is to wait for the
     router.
 
-    ``about``: what the router learns of the engine. ``say`` prints a line. ``grammars`` builds the compiler of
+    ``about``: description of the engine for the router. ``say`` prints a line. ``grammars`` builds the compiler of
     grammars; None: requests with a grammar are refused. ``loans``: lends cache blocks to other engines and borrows from
     them; None: the engine does neither. ``memories``: reads blocks from other engines' host memory; None: the engine
     does not. ``joined``: called with True when the engine has joined a router, and with False when it is with none.

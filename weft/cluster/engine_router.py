@@ -123,7 +123,7 @@ class RouterModel:
 
 
 class EngineRouter:
-    """Backend over the engines that join at ``endpoint`` and know ``secret``.
+    """Backend that divides requests among engines. Engines that know ``secret`` join it at ``endpoint``.
 
     ``model``: the model that every engine must have; an engine with another one is refused. ``policy`` chooses the
     engine for each request. ``say`` prints a line. ``patience``: seconds that an answer waits for an engine when it has

@@ -87,7 +87,8 @@ class ClusterTimes:
 
     def end(self, engine: str, request: Hashable, whole: bool = True) -> None:
         """Remove ``request`` from the work of ``engine``, and learn from its times. Nothing happens if the engine does
-        not have it. ``whole``: whether the answer is complete, so that its tokens count in the mean of its stage.
+        not have the request. ``whole``: whether the answer is complete, so that its tokens count in the mean of its
+        stage.
         """
         each = self._underway.get(engine, {}).pop(request, None)
         if each is None or not each.written:

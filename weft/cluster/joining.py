@@ -24,8 +24,8 @@ class RouterRefusal(WeftError):
 
 
 class RouterSeat(NamedTuple):
-    """A connection to a router that has let this process join. ``connection``: the connection. ``again``: why the
-    router had given this process up before; "" if it had not.
+    """Result of joining a router. ``connection``: the connection to the router. ``again``: why the router had given
+    this process up before; "" if it had not.
     """
 
     connection: SealedConnection

@@ -147,9 +147,10 @@ def take_in(
     keep: Callable[[MoveFrame], None],
     limit: float,
 ) -> str:
-    """Receive a request that another engine sends over ``connection``, and tell the sender how it ended. Return why the
-    request was refused, or "". ``land``: called with each frame of whole blocks; returns whether it was the last frame.
-    ``keep``: called instead with frames of a single layer. ``limit``: seconds within which each frame must come.
+    """Receive a request that another engine moves to this one over ``connection``, and tell the sender whether it was
+    taken. Return why the request was refused; "" if it was taken. ``land``: called with each frame of whole blocks;
+    returns whether it was the last frame. ``keep``: called instead with frames of a single layer. ``limit``: seconds
+    within which each frame must come.
     """
     why = ""
     try:

@@ -72,7 +72,7 @@ class RecentRequests:
         self._recent.append((now, flight))
 
     def all(self) -> list[RecentRequest]:
-        """Return the requests in the order of their arrival."""
+        """Return the remembered requests in the order of their arrival."""
         flights = [(time, flight) for time, flight in self._recent if flight.finished != "error"]  # fmt: skip
         ended = [len(flight.tokens) for _, flight in flights if flight.finished]
         mean = round(sum(ended) / len(ended)) if ended else 1

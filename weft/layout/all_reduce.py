@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class AllReduce:
     """Interface of the technique kind ``sum``: an all-reduce over the ranks of ``tp``, by messages on the host.
 
-    An implementation decides which rank sends what to which others. Its methods get ``links``, the connections
-    between the ranks.
+    An implementation decides which rank sends which values to which other ranks. Its methods get ``links``, the
+    connections between the ranks.
     """
 
     def fits(self, links: RankLinks) -> bool:

@@ -29,9 +29,9 @@ class AxisGroups(NamedTuple):
 def axis_groups(layout: Layout, device: torch.device, table: np.ndarray) -> AxisGroups:
     """Create the process groups of one or more meshes that have the same layout, and return those of this rank.
 
-    Each mesh has other ranks, and this rank belongs to one of them. All ranks of the default process group must make
-    this call. ``layout``: the layout of each mesh; ``device``: what this
-    rank computes on; ``table``: world ranks, ``[mesh, pp, dp, shard, cp, tp]``, ascending along every axis.
+    The meshes have no rank in common, and this rank belongs to one of them. All ranks of the default process group must
+    make this call. ``layout``: the layout of each mesh; ``device``: device on which this rank computes; ``table``:
+    world ranks, ``[mesh, pp, dp, shard, cp, tp]``, ascending along every axis.
     """
     rank = dist.get_rank()
     ranks = torch.from_numpy(table.copy())

@@ -43,8 +43,8 @@ def gather_tokens(x: T, mesh: Mesh) -> T:
 def scatter_tokens(x: T, mesh: Mesh) -> T:
     """Sum ``x`` ``[batch, seq, embed]`` over ``tp``; return this rank's tokens of it, ``[batch, seq/tp, embed]``.
 
-    This enters a norm region, in which each rank of ``tp`` holds other tokens (sequence parallelism). With
-    ``mesh.sums`` every rank gets all tokens of the sum.
+    The result belongs to a norm region, in which each rank of ``tp`` holds different tokens (sequence parallelism).
+    With ``mesh.sums`` every rank gets all tokens of the sum.
     """
     if mesh.size("tp") == 1:
         return x
@@ -85,7 +85,7 @@ def _as_is(x: T) -> dict[str, Any]:
 def own(weight: T, start: int, stop: int, mesh: Mesh) -> T:
     """Return rows ``start:stop`` of the parameter ``weight``, of which every ``tp`` rank holds a full copy.
 
-    Each rank asks for other rows, and the gradient of ``weight`` is summed over ``tp``.
+    Each rank asks for different rows, and the gradient of ``weight`` is summed over ``tp``.
     """
     if mesh.size("tp") == 1:
         return weight[start:stop]

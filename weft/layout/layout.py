@@ -474,7 +474,9 @@ class AskedLayout(Asked):
 
     @property
     def folding(self) -> list[int]:
-        """Possible values of ``layout.ep``: numbers of data ranks that can share experts, and ``tp`` times those."""
+        """Possible values of ``layout.ep``, for an error line: numbers of data ranks among which experts can be
+        divided, and these numbers times ``tp``.
+        """
         numbers = range(1, self.layout.size("dp", "shard", "cp") + 1)
         data = list(filter(self.layout.folds, numbers))
         return sorted({*data, *(self.layout.tp * n for n in data)})

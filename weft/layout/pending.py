@@ -28,10 +28,10 @@ reduce_scatter = (
 
 
 class StartedCollective:
-    """A collective that has been started: its result, and the work to wait for.
+    """Handle of a collective that runs in the background; :meth:`land` waits for it and returns its result.
 
-    ``result``: the tensor that the collective fills. ``work``: None if there is nothing to wait for. ``unpack``:
-    function that brings the filled tensor into the shape of the result.
+    ``result``: the tensor that the collective fills. ``work``: PyTorch's work object; None if there is nothing to wait
+    for. ``unpack``: function that brings the filled tensor into the shape of the result.
     """
 
     def __init__(
@@ -132,7 +132,8 @@ class Pending:
 
 
 class Arrived:
-    """Result of a collective over one rank, which is available at once. It takes the place of a :class:`Pending`.
+    """Handle of a collective over a single rank, whose result is there at once. It takes the place of a
+    :class:`Pending`.
 
     ``x``: the result.
     """
@@ -146,21 +147,32 @@ class Arrived:
 
 
 def start_sum(x: T, mesh: Mesh) -> Pending | Arrived:
-    """Start :func:`weft.layout.boundary.sum_tokens` of ``x`` ``[batch, seq, embed]``."""
+    """Start summing ``x`` ``[batch, seq, embed]`` over ``tp`` in the background, and return the handle to wait for.
+
+    Its ``wait()`` returns the result of :func:`weft.layout.boundary.sum_tokens`.
+    """
     if mesh.size("tp") == 1 or mesh.sums or spmd.is_type_checking():
         return Arrived(sum_tokens(x, mesh))
     return Pending(x, mesh.group("tp"), sum_flight, sum_flight)
 
 
 def start_gather(x: T, mesh: Mesh) -> Pending | Arrived:
-    """Start :func:`weft.layout.boundary.gather_tokens` of ``x`` ``[batch, seq/tp, embed]``."""
+    """Start gathering ``x`` ``[batch, seq/tp, embed]`` over ``tp`` in the background, and return the handle to wait
+    for.
+
+    Its ``wait()`` returns the result of :func:`weft.layout.boundary.gather_tokens`.
+    """
     if mesh.size("tp") == 1 or mesh.sums or spmd.is_type_checking():
         return Arrived(gather_tokens(x, mesh))
     return Pending(x, mesh.group("tp"), gather_flight, scatter_flight)
 
 
 def start_scatter(x: T, mesh: Mesh) -> Pending | Arrived:
-    """Start :func:`weft.layout.boundary.scatter_tokens` of ``x`` ``[batch, seq, embed]``."""
+    """Start a reduce-scatter of ``x`` ``[batch, seq, embed]`` over ``tp`` in the background; return the handle to wait
+    for.
+
+    Its ``wait()`` returns the result of :func:`weft.layout.boundary.scatter_tokens`.
+    """
     if mesh.size("tp") == 1 or mesh.sums or spmd.is_type_checking():
         return Arrived(scatter_tokens(x, mesh))
     return Pending(x, mesh.group("tp"), scatter_flight, gather_flight)

@@ -93,9 +93,9 @@ class Place:
         """Describe the parameter with dimensions ``dims``, and the part of it that this rank computes with.
 
         ``std``: standard deviation of the initial values; None: all ones. ``whole``: no axis cuts the parameter for
-        computing, although its dimensions allow it. An example is a router, with which every rank of ``ep`` computes
-        whole. ``everywhere``: no axis cuts the parameter's state either. Every rank then keeps the state of the whole
-        part that it computes with, where ZeRO would give each rank a range of rows.
+        computing, although its dimensions allow it. An example is a router: every rank of ``ep`` computes with all of
+        its weight. ``everywhere``: no axis cuts the parameter's state either. Every rank then keeps the state of the
+        whole part that it computes with, where ZeRO would give each rank a range of rows.
         """
         cuts = cut_axes(dims, self.layout, whole)
         box = tuple(
@@ -193,7 +193,10 @@ def expert_sizes(layout: Layout) -> ExpertSizes:
 
 
 def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """Rearrange ``ranks``, a :func:`rank_table`, as ``[island, pp, expert_dp, expert_state, ep, tp]``."""
+    """Rearrange ``ranks``, a :func:`rank_table`, so that ranks with the same or with different experts lie along axes.
+
+    The result is ``[island, pp, expert_dp, expert_state, ep, tp]``; :class:`ExpertSizes` explains the three new axes.
+    """
     # [island, pp, dp, state, tp]
     by_state = np.sort(ranks.reshape(*ranks.shape[:3], -1, layout.tp), axis=3)
     folded = by_state.reshape(*ranks.shape[:2], *expert_sizes(layout), layout.tp)

@@ -98,10 +98,9 @@ class TokenSums:
         return usual > GROWN * self._usual
 
     def chosen(self, size: int) -> str:
-        """Return the name of the all-reduce for sums of ``size`` bytes: the fastest one at the nearest measured
-        size.
+        """Return the name of the all-reduce for sums of ``size`` bytes: the fastest one at the nearest measured size.
 
-        Without measurements it is that of ``layout.sum``, or ``direct``.
+        Without measurements it is the all-reduce that ``layout.sum`` names, or ``direct`` if that is "auto".
         """
         if not self.measured:
             return self.word if self.word in self.ways else "direct"

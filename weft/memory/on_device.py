@@ -56,7 +56,7 @@ class OnDevice:
         """
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
-        """Announce that the tensors of some kinds of one unit will soon be used. Nothing is read here.
+        """Announce that the tensors of some kinds of one unit will soon be used. In this class nothing is read.
 
         ``owner``: the unit (parameters that are updated together); ``kinds``: some of "weights", "gradients" and
             "moments".
@@ -87,7 +87,8 @@ class OnDevice:
         read: bool = True,
         apart: bool = False,
     ) -> AbstractContextManager[None]:
-        """Return a context in which some tensors can be used. Here they always can.
+        """Return a context in which some tensors can be used. In this class the context does nothing, because all
+        tensors are on the device.
 
         ``owner``: the unit (parameters that are updated together) whose tensors are used; ``kind``: "weights",
         "gradients" or "moments". ``changes``, ``read`` and ``apart`` have no effect here.
@@ -117,21 +118,25 @@ class OnDevice:
         return None
 
     def stand(self) -> None:
-        """Make all changes that were made in :meth:`trying` permanent. Here they always are."""
+        """Do nothing. In :class:`weft.memory.resting.Tiers` this makes the changes made in :meth:`trying` permanent."""
 
     def undo(self) -> None:
         """Do nothing. In :class:`weft.memory.resting.Tiers` this takes back the changes made in :meth:`trying`."""
 
     def settle(self) -> None:
-        """Wait until all transfers of tensors have ended. Here there are none."""
+        """Do nothing, as there are no transfers. In :class:`weft.memory.resting.Tiers` this waits until all transfers
+        have ended.
+        """
 
     def check(self) -> None:
-        """Compare the tensors in the file with the checksums that were computed when they were written. Here there
-        is no file.
+        """Do nothing, as there is no file. In :class:`weft.memory.resting.Tiers` this compares the file with its
+        checksums.
         """
 
     def restart(self) -> None:
-        """Declare that a step begins, so that the next unit to be updated is its first. Here this changes nothing."""
+        """Do nothing. In :class:`weft.memory.resting.Tiers` this declares that a step begins."""
 
     def forget_sums(self) -> None:
-        """Drop the checksums of all tensors in the file. Here there is no file."""
+        """Do nothing, as there is no file. In :class:`weft.memory.resting.Tiers` this drops the checksums of the file's
+        tensors.
+        """

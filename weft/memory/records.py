@@ -83,7 +83,9 @@ class Records:
         return Transfer((), "", 0)
 
     def give_up(self, coming: Transfer | HostCopy) -> bool:
-        """Cancel a read that has not begun. ``coming``: the transfer of the read. Returns whether it was cancelled."""
+        """Cancel a read unless it has begun. ``coming``: the transfer of the read. Returns whether the read was
+        cancelled.
+        """
         given_up = coming.cancel()
         if given_up and self.region is not None:
             self.region.file.bytes["read"] -= self.size

@@ -130,7 +130,7 @@ class RestingGroup:
 
     @property
     def whole(self) -> bool:
-        """Whether a buffer has all tensors, gets them by a read that has begun, or is to keep them."""
+        """Whether all tensors are in a buffer, are being read into one, or will be kept in their present buffer."""
         return self.in_use or self.kept or self.coming is not None
 
     def read_row(self, index: int, row: int) -> "ComingRow":

@@ -60,7 +60,8 @@ class RestingFeedForward(Module):
         self.predictor = predictor
 
     def early(self, x: T, whole: T, seen: object) -> None:
-        """Do nothing and return None: only a mixture of experts begins work before attention.
+        """Do nothing and return None. A feed-forward may begin work before attention, but only a mixture of experts
+        does.
 
         The method takes the place of :meth:`FeedForward.early`.
         """

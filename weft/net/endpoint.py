@@ -137,8 +137,8 @@ class Endpoint:
     def open(self, name: str, secret: str, serve: Serve) -> "Channel":
         """Open a channel, so that other processes can connect to it.
 
-        ``name``: name of the channel; ``secret``: what a process must know to connect; ``serve``: called in a thread of
-        its own with each connection to the channel.
+        ``name``: name of the channel; ``secret``: the secret that a process must know to connect; ``serve``: called in
+        a thread of its own with each connection to the channel.
         """
         with self._lock:
             if name in self._channels:
@@ -149,7 +149,8 @@ class Endpoint:
     def join(self, name: str, secret: str) -> "Channel":
         """Return a channel by which this process connects to other endpoints, but accepts no connections.
 
-        ``name``: name of the channel at the other endpoint; ``secret``: what this process must know to connect.
+        ``name``: name of the channel at the other endpoint; ``secret``: the channel's secret, without which the other
+        endpoint refuses the connection.
         """
         return Channel(self, name, key_of(secret), SealedConnection.close)
 

@@ -110,7 +110,8 @@ def http_bytes(
 
 
 def http_json(address: str, headers: Mapping[str, str] | None = None) -> bytes:
-    """Return the body of the answer to a GET request, as bytes. Raises :class:`HttpProblem`.
+    """Return the body of the answer to a GET request for JSON, as bytes that are not parsed. Raises
+    :class:`HttpProblem`.
 
     ``headers``: further headers of the request.
     """

@@ -38,7 +38,7 @@ class GroupKey:
 
 @dataclass
 class KeptGroup:
-    """A process group of this rank, with what is needed to use it again in a later view.
+    """A process group of this rank that a later view (set of members) can use again.
 
     Attributes:
         ``group``: the group itself.

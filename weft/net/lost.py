@@ -37,12 +37,12 @@ def peer_lost(
     doing: str = "",
     seconds: float | None = None,
 ) -> PeerLost | None:
-    """Return an error that names the ranks that made a wait fail; None if they cannot be found.
+    """Find the ranks because of which a wait has failed, and return an error that names them; None if none is found.
 
-    These are ranks that are gone, stopped, or do not answer. ``error``: the error of the wait; ``waits_for``: world
-    rank from which this rank needs something, if it is known; ``doing``: what this rank waited for, in words;
-    ``seconds``: how long the wait could last before it failed, by default the limit of the default process group. The
-    search takes up to about :data:`PATIENCE_S` seconds.
+    These ranks are gone, stopped, or do not answer. ``error``: the error of the wait; ``waits_for``: world rank from
+    which this rank needs something, if it is known; ``doing``: what this rank waited for, in words; ``seconds``: how
+    long the wait could last before it failed, by default the limit of the default process group. The search takes up to
+    about :data:`PATIENCE_S` seconds.
     """
     if watch:
         return PeerLost(watch[-1]() or str(error))

@@ -31,8 +31,8 @@ class Series(NamedTuple):
 class Chart(NamedTuple):
     """A line chart over steps, or with ``by_time`` over minutes since the start of the run.
 
-    ``title`` and ``note``: headline, and a remark below it. ``ticks`` and ``form``: d3 formats of the axis and of
-    single values. ``series``: the lines.
+    ``title`` and ``note``: headline, and a remark below the headline. ``ticks`` and ``form``: d3 formats of the axis
+    and of single values. ``series``: the lines.
     """
 
     title: str

@@ -418,8 +418,8 @@ class DelayWatch:
     def look(self) -> bool:
         """Count a step. Every :data:`EVERY` steps, judge all ranks and links. Collective.
 
-        Returns whether the caller is to record the judgement: False after a step without one. A judgement is to be
-        recorded if a verdict is new or no longer holds. If nothing has changed, one of every :data:`RECORDED`
+        Returns whether the caller is to record the judgement; False after a step without a judgement. A judgement is to
+        be recorded if a verdict is new or no longer holds. If nothing has changed, one of every :data:`RECORDED`
         judgements is recorded.
         """
         self._seen += 1

@@ -41,7 +41,7 @@ def level_rates(records: Records, runs: Sequence[RecordedRun]) -> list[Record]:
     """Draw the pass rate of each level of difficulty of each task that has a curriculum.
 
     Returns a list of the charts; it is empty without records of the kind ``levels``. ``records``: the records of a run,
-    by kind. ``runs``: the run alone.
+    by kind. ``runs``: a list with this run alone, which marks its restarts.
     """
     shown = list[Record]()
     rows = records.get("levels", [])

@@ -128,7 +128,8 @@ def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
 def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:
     """Divide the time of ``step`` among ``layers`` of events, and return the seconds of each layer.
 
-    A layer is a list of events. It gets the time that its events cover, except what events of an earlier layer cover.
+    A layer is a list of events. It gets the time that its events cover, except time that events of an earlier layer
+    cover.
     """
     edges = [
         (min(max(t, step.start), step.end), change, layer)

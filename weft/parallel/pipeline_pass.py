@@ -79,7 +79,7 @@ def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """This rank's part of a pipeline: what every :class:`PipelinePass` works with.
+    """This rank's part of a pipeline: the objects that every :class:`PipelinePass` uses.
 
     Attributes:
         ``model``, ``mesh``: the model with this rank's layers, and the layout over ranks.

@@ -31,7 +31,7 @@ T = torch.Tensor
 
 @dataclass
 class Held:
-    """A parameter as this rank holds it, with what the optimizer keeps for it.
+    """The part of a parameter that this rank holds, with its optimizer state.
 
     A frozen parameter (``parameter.requires_grad`` is false) has no gradient, slots or updates.
 

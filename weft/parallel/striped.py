@@ -93,7 +93,7 @@ class Stripes:
     def returned(self, x: T) -> T:
         """Send results for all rows back to the rows' owners: ``[all rows, ...]`` to ``[ranks, own rows, ...]``.
 
-        Entry ``r`` of the result has what rank ``r`` has computed for this rank's rows.
+        Entry ``r`` of the result has the results of rank ``r`` for this rank's rows.
         """
         own = self._exchanged(x, self.counts, [self.count] * self.ranks)
         return own.unflatten(0, (self.ranks, self.count))

@@ -85,7 +85,7 @@ class _PeerLink:
 
 
 class Peer:
-    """This process as a peer, connected with all other peers of one invitation while the context lasts.
+    """This process as a peer: a context manager in which it is connected with all other peers of one invitation.
 
     Methods may be called in any thread and wait for a limited time. An event loop in a thread of its own does the work.
 

@@ -86,7 +86,7 @@ class Rules:
     def broken(
         self, tp: int, pp: int, cp: int, data: int
     ) -> tuple[str, str, str] | None:
-        """Return the first rule that the layout breaks: its text, the conflicting values, and a remedy.
+        """Return the first rule that a layout breaks, as three texts: the rule, the conflicting values, and a remedy.
 
         Returns None if the layout breaks no rule. ``tp``, ``pp``, ``cp``: sizes of these axes. ``data``: ranks that
         process different sequences, the product of ``dp`` and ``shard``.

@@ -580,7 +580,7 @@ def stream_cut(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
     """Return over how many tp ranks the residual stream's tokens are cut, as a mean over the layers.
 
     It is 1 in ladder layers, whose ranks hold all tokens, and in programs that do not cut norm regions. ``engine``:
-    tells what the program does.
+    constants of the training program, which tell whether it cuts norm regions.
     """
     cut = np.where(engine.sequence > 0, plan.tp, 1.0)
     return cut / (1 + shape.ladder * (cut - 1))
@@ -589,8 +589,8 @@ def stream_cut(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
 def expert_cut(plan: Plan, engine: EngineConstants) -> Num:
     """Return the number of tp ranks over which the hidden width of each expert is cut.
 
-    It is 1 where whole experts are spread over the tp ranks instead. ``engine``: tells what the program does with
-    experts (:attr:`EngineConstants.whole`).
+    It is 1 where whole experts are spread over the tp ranks instead. ``engine``: constants of the training program,
+    which tell whether it ever cuts an expert (:attr:`EngineConstants.whole`).
     """
     state = np.where(plan.shard > 1, plan.shard * plan.cp, plan.cp)
     folds = (plan.data * plan.cp % plan.ep == 0) & (

@@ -215,7 +215,7 @@ def finalists(
 
 
 def chunks_of(plan: Plan) -> int:
-    """Return the number of pipeline stages through which a microbatch passes on each rank."""
+    """Return the number of pipeline stages that each rank computes for a microbatch."""
     builder = builder_numbered(plan.schedule)
     return int(plan.virtual) if builder.free else builder.chunks
 

@@ -231,8 +231,8 @@ def predict(
 def constants(rows: Sequence[Measurement]) -> dict[str, float]:
     """Return the GiB of memory that no formula explains, by the training program's name (``framework`` of a run).
 
-    For each run in ``rows`` it is the measured memory minus that of the formulas. The median over a program's runs
-    counts; a negative median counts as 0.
+    For each run in ``rows`` the measured memory minus the memory by the formulas is computed. The median over a
+    program's runs counts; a negative median counts as 0.
     """
     known = [row for row in rows if row.gib]
     if not known:

@@ -106,9 +106,9 @@ class Own:
 def own_runs(
     path: Path, device: str, base: EngineConstants = ENGINES["weft"]
 ) -> Own | None:
-    """Fit the constants ``base`` to the newest runs of Weft on ``device`` in the file ``path``.
+    """Fit the constants ``base`` to the newest measured runs of Weft on the device preset ``device``.
 
-    Returns None if the file has no such run.
+    ``path``: the CSV file of measured runs. Returns None if the file has no such run.
     """
     if not path.is_file():
         return None

@@ -92,7 +92,7 @@ class FederatedTravel(HostSection):
 
     @property
     def asks(self) -> dict[str, str]:
-        """Names of the techniques of a training step that these settings use, by setting."""
+        """Names of the techniques of a training step that these settings need, by the setting that needs them."""
         asked = {}
         if getattr(self, "listen", ""):
             asked["listen"] = "federated-server"

@@ -58,8 +58,8 @@ class HostSection(Section):
     def split(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Divide ``values``, settings by key, into ``(used, unused)``.
 
-        ``unused`` has the settings that belong only to techniques that ``values`` do not name. ``used`` has the others,
-        unknown keys too.
+        ``unused`` has the settings that belong only to techniques that ``values`` do not name. ``used`` has all other
+        settings, and also unknown keys.
         """
         fields = cls.with_settings(values).model_fields
         known = {*fields, *(field.alias for field in fields.values())}

@@ -101,7 +101,7 @@ class Loss(HostSection):
 
     @property
     def scores(self) -> bool:
-        """Whether the loss trains a reward model, which has one output instead of logits."""
+        """Whether the loss trains a reward model, which computes one score for a text instead of logits."""
         return self.of_pairs and bool(self.pair_loss.scores)
 
     @property

@@ -64,7 +64,7 @@ class Use(Section):
 
 
 class Recipe(Section):
-    """All settings of one run."""
+    """All settings of one run, in sections; :func:`weft.recipe.read.load_recipe` reads them from a TOML file."""
 
     name: str = Field("run", description="Name of the run. Its folder is runs/NAME.")
     plugins: tuple[str, ...] = Field(

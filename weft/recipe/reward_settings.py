@@ -8,7 +8,7 @@ from weft.section import Section
 
 
 class RewardSettings(Section):
-    """Settings that every task with a reward has."""
+    """Base of the settings of tasks with a reward: the settings that every such task has."""
 
     held_out: str = Field(
         "",

@@ -14,7 +14,8 @@ from weft.registry import Registered, find
 
 
 class Saddle(HostSection):
-    """Section on saddle points: values that minimise over some parameters what others maximise.
+    """Section on saddle points: values of the parameters at which some of them minimise an objective, and the others
+    maximise it.
 
     The objective is the mean of the objectives of several devices. A device computes gradients of its own objective,
     and sends them to a server, the first rank. The ranks of a run share the devices equally, so that the result does
@@ -90,7 +91,9 @@ class Saddle(HostSection):
 
     @property
     def compressors(self) -> tuple[Any, Any]:
-        """Compressors of what devices send and of what they get back; each is None if nothing is compressed."""
+        """Compressors of the messages that devices send to the server, and of the answers that they get; each is None
+        if nothing is compressed.
+        """
         return compressor_of(self.compress), compressor_of(
             self.compress_back or self.compress
         )

@@ -12,7 +12,9 @@ from weft.section import Section
 
 
 class Validation(Section):
-    """Section on how the loss on held-out data is measured, and what it is used for (docs/how-to/training.md)."""
+    """Section on the validation loss: how it is measured on held-out data, and which decisions follow from it
+    (docs/how-to/training.md).
+    """
 
     every: int = Field(50, ge=0, description="Steps between validations; 0: never.")
     batches: int = Field(

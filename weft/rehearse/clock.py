@@ -31,7 +31,7 @@ class Do:
             (the receiving of a message).
         ``key``: identifies the collective or the message, and is the same on all ranks that take part.
         ``members``: the ranks of a collective.
-        ``cause``: what the time is spent on, a field of :class:`weft.planner.cost.Cost`.
+        ``cause``: the part of the step to which the time counts, a field of :class:`weft.planner.cost.Cost`.
     """
 
     kind: str

@@ -172,7 +172,7 @@ def estimates(
 def recommend(estimates: Sequence[Estimate]) -> Estimate | None:
     """Return the recommended one of ``estimates`` among those that fit in memory; None if none fits.
 
-    Adapters are preferred if their parameters can hold what the training data teaches.
+    LoRA comes first if it has enough parameters for the number of training tokens; otherwise full training comes first.
     """
     fitting = {e.method: e for e in estimates if e.fits}
     small = (

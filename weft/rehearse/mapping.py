@@ -24,7 +24,7 @@ CHAINS = ("pp",)
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and messages that each rank sends to one neighbour along one axis of the layout in a step.
+    """Traffic along one axis of the layout in a step: the messages that each rank sends to one neighbour.
 
     ``bytes``: bytes of all messages. ``messages``: number of messages.
     """

@@ -58,8 +58,8 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
     ``shape``: the shape of the model, with its vocabulary. Raises :class:`UsageError` for a recipe with state that does
     not rest on the device.
 
-    The step is shortened where this does not change its peak. It has at most two replicas along ``dp``, as all replicas
-    hold the same. It has only as many microbatches as fill a pipeline.
+    The step is shortened where this does not change its peak. It has at most two replicas along ``dp``, because all
+    replicas hold equally many bytes. It has only as many microbatches as fill a pipeline.
     """
     for kind, place in recipe.memory.away.items():
         raise UsageError(

@@ -21,7 +21,7 @@ ATTEMPTS = 8
 
 
 class Handover(NamedTuple):
-    """State that an island has taken over from another.
+    """When an island has received its model state from another island.
 
     ``round``: number of the round after which the state was taken; ``tokens``: tokens that the run had counted by then.
     """
@@ -33,7 +33,7 @@ class Handover(NamedTuple):
 class Company(Presence):
     """Decides which islands take part in each exchange, in a run whose islands come and go.
 
-    ``party``: follows the views (sets of members) of the run for this rank, and so knows the present islands.
+    ``party``: agrees with the other ranks on the run's present members, and so knows which islands are present.
     """
 
     def __init__(self, party: IslandParty) -> None:

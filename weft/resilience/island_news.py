@@ -65,7 +65,7 @@ class IslandNews:
             }))  # fmt: skip
 
     def note_exchange(self, number: int, partners: Sequence[int]) -> None:
-        """Record which islands exchange with this island in exchange number ``number``, if they have changed.
+        """Record a change of the islands with which this island exchanges; called at exchange number ``number``.
 
         ``partners``: numbers of these islands. They are compared with those of the previous call.
         """

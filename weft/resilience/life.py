@@ -100,7 +100,9 @@ class Life:
             self.end(LeftOut(entry.unable))
 
     def refuse(self, error: Fatal | LeftOut | TooFew) -> None:
-        """Record that there is no next view for this rank, because of ``error``, and decide what follows."""
+        """Record that no next view includes this rank, because of ``error``, and set :attr:`move` to the action that
+        follows.
+        """
         if isinstance(error, LeftOut) and not self.of_island:
             self.left_out = True
             if error.asked:
@@ -171,7 +173,7 @@ class Party(Protocol[R_co]):
         """Number of the last completed training step."""
 
     def start_over(self) -> Sequence[Address]:
-        """Forget what this rank keeps as a member of the run, because it must ask to be let in again.
+        """Forget all state of this rank's membership, because the rank must ask to be let into the run again.
 
         Returns the addresses of members that may let this process in.
         """

@@ -21,7 +21,7 @@ class Roster:
     """Members of a run at present, as a file in the run's folder lists them for newcomers.
 
     ``epoch``: number of the view (set of members); ``members``: its members, by rank; ``token``: the run's secret;
-    ``about``: what the run tells newcomers, such as the recipe.
+    ``about``: JSON values about the run for newcomers, such as the recipe.
     """
 
     epoch: int

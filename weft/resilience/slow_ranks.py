@@ -26,9 +26,9 @@ class SlowRanks:
     """Ranks that compute slowly, and the reaction to them. All ranks of the run hold the same values.
 
     Attributes:
-        ``actions``: the setting ``resilience.actions``, what is done about slow ranks: "say" only reports them,
-            "rebalance" gives them less work, and "leave-out" goes on without them. "ladder" gives them less work, and
-            goes on without a rank if that did not help or cannot help.
+        ``actions``: the setting ``resilience.actions``, which says how the run reacts to slow ranks: "say" only reports
+            them, "rebalance" gives them less work, and "leave-out" goes on without them. "ladder" gives them less work,
+            and goes on without a rank if that did not help or cannot help.
         ``factors``: for each slow member, by number, its compute time divided by that of the others.
         ``rebalance``: whether the batch must be divided anew among the ranks, or the ranks must be numbered anew.
         ``order``: numbers of members in the order in which they form a ring; empty: that of the views.
@@ -99,7 +99,7 @@ class SlowRanks:
         return tuple(speeds) if len(set(speeds)) > 1 else ()
 
     def begin(self, watch: DelayWatch) -> None:
-        """Ignore what ``watch`` has measured so far. Only later measurements lead to an action."""
+        """Ignore the measurements that ``watch`` has made so far. Only later measurements lead to an action."""
         self._digests = watch.digests
 
     def act(

@@ -104,8 +104,8 @@ class View:
         ``epoch``: number of the view, from 1.
         ``members``: the members in the order of their ranks: first those of the previous view in their order, then
             newcomers.
-        ``facts``: what each member said when this view was agreed on, in the order of ranks; ``{}`` for each in the
-            first view.
+        ``facts``: the JSON values that each member passed to the agreement on this view, in the order of ranks; ``{}``
+            for each in the first view.
         ``lost``: members that are missing in this view, but were in the view of which this process was last a member.
         ``about``: what newcomers are told about the run; it is set with the first view.
         ``numbers``: how many member numbers have been given in this run.

@@ -31,7 +31,7 @@ _PEER_LOST = (
 class Grade(IntEnum):
     """Grade of a failure by how well it explains the failures of other ranks.
 
-    Of several failures, that with the lowest grade is taken as the cause of the others.
+    Of several failures, the one with the lowest grade is taken as the cause of all others.
 
     ``WEFT_ERROR``: an error that Weft has foreseen. ``UNEXPECTED``: any other error. ``NAMED``: the loss of another
     rank, which the error names. ``LOST``: the loss of an unknown rank. ``ASKED``: the process was asked to stop.
@@ -46,7 +46,8 @@ class Grade(IntEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Record of why one rank ended. Of several, the one with the lowest grade is taken as the cause of the others.
+    """Record of why one rank ended. Of several failures, the one with the lowest grade is taken as the cause of all
+    others.
 
     If several have the lowest grade, the earliest of these is the cause.
 

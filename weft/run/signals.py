@@ -87,7 +87,7 @@ class StopRequests:
         ``leaving``: whether the process is about to end, so that a signal ends it at once.
         ``run``: folder of the run that this process trains, from its opening until its end has been reported; else
             None.
-        ``noted``: list to which signals are appended; None while nobody notes them.
+        ``noted``: list to which signals are appended; None outside of the context :func:`noted_signals`.
         ``again``: function that is called with the number of a signal after the first.
     """
 

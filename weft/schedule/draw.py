@@ -227,10 +227,10 @@ def svg(
 ) -> str:
     """Draw the simulation as SVG: for each rank a lane of boxes, one per action, and below it a curve of its memory.
 
-    ``title``: title of the picture; "": the schedule's name. ``unit``: name of the unit of time. ``memory``: what the
-    levels of memory count. ``note``: text beside the title. ``page``: whether the picture is to be put into a page that
-    itself has a title, a legend and a background. The picture then has none of them, and ``note``, if given, takes the
-    place of the line with makespan and bubble.
+    ``title``: title of the picture; "": the schedule's name. ``unit``: name of the unit of time. ``memory``: words for
+    the unit in which memory is counted. ``note``: text beside the title. ``page``: whether the picture is to be put
+    into a page that itself has a title, a legend and a background. The picture then has none of them, and ``note``, if
+    given, takes the place of the line with makespan and bubble.
     """
     table = simulation.table
     spans = [t.end - t.start for t in chain(*simulation.timeline) if t.end > t.start]
@@ -300,7 +300,7 @@ def html(
 
     The page can zoom, shows an action's values when the mouse is over it, and marks the path of a microbatch.
     ``title``: title of the page; "": the schedule's name. ``note``: line under the title. ``unit``: name of the unit of
-    time. ``memory``: what the levels of memory count.
+    time. ``memory``: words for the unit in which memory is counted.
     """
     table, reads = simulation.table, _reads(simulation)
     kinds = list(colours(table))

@@ -72,11 +72,12 @@ class Visit(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Name of a result of one action that other actions read: what it is, and its stage and microbatch.
+    """Name of a result of one action that other actions read. It consists of a word for the kind of result, the stage
+    and the microbatch.
 
     These are the values of ``name`` in every schedule. ``act``: output of the stage. ``grad``: gradient of the stage's
-    input. ``saved``: the tensors that the stage's backward needs. ``tape``: what the weight gradient needs, a part of
-    ``saved``. ``saved`` and ``tape`` never leave their rank.
+    input. ``saved``: the tensors that the stage's backward needs. ``tape``: the part of ``saved`` that a postponed
+    weight gradient needs. ``saved`` and ``tape`` never leave their rank.
     """
 
     name: str

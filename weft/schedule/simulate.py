@@ -65,8 +65,8 @@ class Timed(NamedTuple):
 class SimulatedTransfer(NamedTuple):
     """A transfer of a value between two ranks, in a simulation.
 
-    ``value``: what is sent; ``source``, ``target``: the ranks that send and receive it; ``start``, ``end``: times at
-    which the transfer starts and ends.
+    ``value``: the value that is sent; ``source``, ``target``: the ranks that send and receive it; ``start``, ``end``:
+    times at which the transfer starts and ends.
     """
 
     value: Value

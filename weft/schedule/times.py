@@ -18,7 +18,8 @@ class Times:
         ``move``: time of a transfer from one rank to the next.
         ``dispatch``: time in which a forward's tokens travel to experts on other ranks.
         ``combine``: time in which the experts' results travel back in a forward.
-        ``back``: what ``dispatch`` and ``combine`` are multiplied by for the same transfers in backward.
+        ``back``: factor by which ``dispatch`` and ``combine`` are multiplied to get the times of these transfers in
+            backward.
         ``routed``: share of the computation that the experts do, from 0 to 1.
     """
 

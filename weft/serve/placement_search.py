@@ -238,9 +238,9 @@ class PlacementSearch:
 
 @dataclass(frozen=True)
 class LayoutNeeds:
-    """How many engines of one layout a load keeps fully busy. With 1.5, for example, one engine does not suffice; a
-    placement needs at least as many engines as the number says. The numbers are infinite if engines of this layout
-    cannot serve the load.
+    """Number of engines of one layout that a load would keep fully busy, as a fraction. A placement needs at least so
+    many engines: with 1.5, one engine does not suffice. The numbers are infinite if engines of this layout cannot serve
+    the load.
 
     Attributes:
         ``layout``: the layout.

@@ -168,8 +168,9 @@ class StructuredOutputs(RequestFields):
 
 
 class Language(NamedTuple):
-    """A constraint on a generated text. ``kind``: what ``text`` is: a JSON schema, a regular expression, or a grammar
-    in Lark's notation. These are the arguments of :meth:`weft.generate.grammar.Grammars.compile`.
+    """A constraint on a generated text. ``text``: the constraint. ``kind``: its language: a JSON schema, a regular
+    expression, or a grammar in Lark's notation. These are the arguments of
+    :meth:`weft.generate.grammar.Grammars.compile`.
     """
 
     kind: Literal["json", "regex", "lark"]
@@ -204,7 +205,7 @@ class Modelled(RequestFields):
 class WorkflowStage(RequestFields):
     """A request's place in a job of several requests.
 
-    ``id``: names the job; all its requests have the same. ``stage``: label of this stage. ``remaining``: labels of the
+    ``id``: name of the job, which all its requests have. ``stage``: label of this stage. ``remaining``: labels of the
     stages after it. ``deadline_ms``: milliseconds from the request's arrival to the end of the whole job; 0 or less if
     the deadline has passed; None: no deadline.
     """
@@ -215,7 +216,7 @@ class WorkflowStage(RequestFields):
     deadline_ms: float | None = Field(None, ge=-LONGEST_JOB, le=LONGEST_JOB)
 
     def begun(self, now: float) -> Workflow:
-        """Return what the scheduler has to know about the job of several requests to which this request belongs.
+        """Return a description, for the scheduler, of the job of several requests to which this request belongs.
 
         ``now``: time at which the request came, in seconds of ``time.monotonic``; its deadline counts from then.
         """

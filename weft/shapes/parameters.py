@@ -75,8 +75,8 @@ Table = Mapping[str, Parameter]
 def is_target(pattern: str, path: str) -> bool:
     """Return whether ``pattern``, with wildcards as in file names, matches the weight ``path``.
 
-    A path is a parameter's name, such as ``blocks.3.attention.wq``. The pattern must match all of it, or its last part,
-    for which it may use Weft's or Hugging Face's name (``wq``, ``q_proj``).
+    A path is a parameter's name, such as ``blocks.3.attention.wq``. The pattern must match the whole path or its last
+    part. It may name the last part as Weft or as Hugging Face does (``wq``, ``q_proj``).
     """
     # which a run without an adapter does not need
     from weft.shapes.foreign_names import projection_name

@@ -189,7 +189,8 @@ class Shape:
         }
 
     def expert_share(self, seq: Num) -> Num:
-        """Return the fraction of a layer's forward flops that routed experts take, as the mean over the layers.
+        """Return the fraction of a layer's forward flops that experts chosen by a router take, as the mean over the
+        layers.
 
         ``seq``: tokens of a sequence.
         """

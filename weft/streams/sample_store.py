@@ -85,7 +85,9 @@ class SampleStore:
         self._names: dict[int, SampleName] = {}
 
     def producer(self, name: str) -> ProducerState:
-        """Return what is known of the simulator ``name``. An unknown name is registered as that of a new simulator."""
+        """Return the state of the simulator ``name``: which of its samples have come. An unknown name is registered as
+        that of a new simulator.
+        """
         return self.producers.setdefault(name, ProducerState())
 
     def wants(self, sample: SampleName) -> bool:

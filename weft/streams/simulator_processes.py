@@ -36,10 +36,10 @@ class _Simulator:
 class SimulatorProcesses:
     """Runs one process for each of ``commands``, which are simulators. ``names``: names of the simulators. ``address``,
     ``secret``: address and secret by which they reach the training. ``folder``: gets a file NAME.log with the output of
-    each simulator. ``states``: function that returns, for a simulator's name, what the training knows of it. Simulators
-    that have already sent all samples, or are refused, are not started. ``restarts``: how often in a row a simulator
-    may be started again without a new sample. ``say``: prints a line. Raises :class:`UsageError` if a command cannot be
-    started.
+    each simulator. ``states``: function from a simulator's name to its state
+    (:class:`weft.streams.sample_store.ProducerState`). Simulators that have already sent all samples, or are refused,
+    are not started. ``restarts``: how often in a row a simulator may be started again without a new sample. ``say``:
+    prints a line. Raises :class:`UsageError` if a command cannot be started.
     """
 
     def __init__(

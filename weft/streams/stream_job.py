@@ -34,7 +34,9 @@ PROOF = 512
 
 
 class HeldOut:
-    """Samples for validation. ``rows``: the samples; None until simulators have made them, before training begins."""
+    """Samples for validation. ``rows``: the samples, float32 ``[samples, width]``; None until simulators have made
+    them, which happens before training begins.
+    """
 
     def __init__(self) -> None:
         self.rows: KnownRows | None = None

@@ -105,7 +105,9 @@ class KnownLoader:
     repeats: bool = False
 
     def island_samples(self, position: int) -> range:
-        """Return the numbers of the samples of the step that starts at sample ``position``."""
+        """Return the indices, in the training order, of the samples of one step. ``position``: index of its first
+        sample.
+        """
         end = position + self.recipe.train.batch
         return range(position, end if self.repeats else min(end, self.order.total))
 
@@ -157,12 +159,16 @@ class StreamLoader:
         return group is None or group.rank() == 0
 
     def island_samples(self, position: int) -> range:
-        """Return the numbers of the samples of the step that starts at sample ``position``."""
+        """Return the indices, in the training order, of the samples of one step. ``position``: index of its first
+        sample.
+        """
         count = len(self._rows) if position == self._position else self.recipe.train.batch  # fmt: skip
         return range(position, position + count)
 
     def questions(self) -> dict[str, Any]:
-        """Return an empty dict: this loader has no questions that the model must answer for it."""
+        """Return an empty dict, because this loader brings no evaluations of its own
+        (:meth:`weft.train.step_loader.StepLoader.questions`).
+        """
         return {}
 
     def is_ready(self, position: int) -> bool:

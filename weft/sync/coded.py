@@ -212,9 +212,9 @@ def code_weights(ranks: int, late: int, rows: tuple[int, ...]) -> list[float] | 
 
 
 def code_of(words: Resilience, ranks: int) -> Code | None:
-    """Return the gradient code that ``words``, a recipe's section ``[resilience]``, asks for, over ``ranks`` ranks.
+    """Return the gradient code that the setting ``resilience.code`` names, for ``ranks`` ranks.
 
-    Returns None if the section names no code, or if there is only one rank.
+    ``words``: the recipe's section ``[resilience]``. Returns None if it names no code, or if there is only one rank.
     """
     if not words.code or ranks == 1:
         return None

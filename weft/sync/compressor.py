@@ -140,8 +140,7 @@ class Compressor:
         """Decompress ``payload`` into a tensor of this ``shape``.
 
         ``seed``: seed of the random choices with which the tensor was compressed. Raises :class:`WeftError` if the
-            payload
-        does not fit the shape.
+        payload does not fit the shape.
         """
         return self._checked(payload, shape)[0]
 
@@ -169,8 +168,7 @@ class Compressor:
         """Return this compressor and variants of it, to choose from for a tensor of ``shape``.
 
         A variant differs in one setting: the rank of low-rank factors, the share of elements that are kept, or the bits
-        of an element.
-        :mod:`weft.sync.greco` chooses one for each tensor.
+        of an element. :mod:`weft.sync.greco` chooses one for each tensor.
         """
         return [self]
 

@@ -26,8 +26,8 @@ def allocate_compressors(
 ) -> dict[str, Compressor]:
     """Choose a compressor for each of ``tensors`` from the :meth:`Compressor.alternatives` of ``default``.
 
-    Neither the total bytes nor the total squared error are larger than with ``default`` for all tensors. ``seed``: of
-    the compressors' random choices.
+    Neither the total bytes nor the total squared error are larger than with ``default`` for all tensors. ``seed``: seed
+    of the compressors' random choices.
     """
     options = {name: alternatives_of(default, x.shape) for name, x in tensors.items()}
     errors = [

@@ -78,7 +78,7 @@ def ring_times(
 
     An all-reduce takes as long as its slowest link needs to send all chunks, or as long as one message needs for its
     way around the ring, whichever is longer. The way of a message has ``2 (islands - 1)`` links, each with its latency.
-    The model is slightly too short, because both overlap only partly at the beginning and the end.
+    The modelled time is slightly too short, because at the beginning and the end the two times overlap only partly.
     """
     slowest, around = _steps(links, orders, nbytes, pieces)
     return 2 * (orders.shape[1] - 1) * np.maximum(slowest, around)

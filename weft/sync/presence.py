@@ -25,7 +25,8 @@ Draw = Callable[[Sequence[int]], Sequence[int]]
 
 
 class Presence:
-    """Presence of islands that never leave: all take part in every exchange, and losing one ends the run.
+    """Decides which islands take part in each exchange. In this class all islands do, and the loss of an island ends
+    the run; :class:`weft.resilience.company.Company` lets islands come and go.
 
     ``counts`` (attribute): for each fragment of the model, how many islands took part in its latest exchange. An island
     that joins a running run gets these numbers. If the list is empty, all islands took part.
@@ -36,7 +37,7 @@ class Presence:
         self._news = deque[str]()
 
     def begin(self, number: int) -> None:
-        """Fix which islands take part in exchange ``number``; called before this island sends a message of the
+        """Decide which islands take part in exchange ``number``; called before this island sends a message of the
         exchange.
 
         In this class all islands take part, so that nothing is done.

@@ -34,7 +34,7 @@ class Round(NamedTuple):
         ``step``: the number of training steps since ``offset``; a round ends where it is a multiple of ``sync.every``.
         ``offset``: the training step from which rounds of this parameter are counted; fragments have different ones.
         ``how``: the recipe's section ``[sync]``.
-        ``past``: a list in which a method keeps what it needs in later rounds.
+        ``past``: a list in which a method keeps values that it needs in later rounds.
         ``near``: function that returns the islands with which an island exchanges, itself included.
     """
 

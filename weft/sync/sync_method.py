@@ -31,7 +31,7 @@ class SyncMethod:
         ``slots``: names of the slots: tensors that each island keeps for each parameter. ``anchor`` begins as a copy of
             the parameter, all others as zeros.
         ``shared``: those slots that are the same on all islands between two rounds. If an island's shared slots are
-            found to differ, they are replaced by those of the others.
+            found to differ, they are replaced by the slots of most islands.
         ``late``: whether the answer of a round is applied when the next round ends; the first answer is then zeros.
         ``partners``: the values of ``sync.partner`` that the method supports.
         ``in_pairs``: whether islands exchange in random pairs, whatever ``sync.partner`` says.

@@ -26,11 +26,11 @@ class Regroup(Exception):
 
 
 class Guard:
-    """Opens a run, and fills its state from a checkpoint.
+    """Opens a run, fills its state from a checkpoint, and is called by the training loop at every step.
 
-    The training loop calls methods of the guard at every step; in this class those methods do nothing.
-    :mod:`weft.resilience` derives guards that keep a run going when ranks are lost. ``out``: the folder to create.
-    ``resume``: the run or checkpoint to continue. ``validations``: the validation losses of the run so far.
+    In this class the methods that are called at every step do nothing. :mod:`weft.resilience` derives guards that keep
+    a run going when ranks are lost. ``out``: the folder to create. ``resume``: the run or checkpoint to continue.
+    ``validations``: the validation losses of the run so far.
     """
 
     #: Whether the state survives in the ranks' memory when they form new groups, so that no checkpoint is needed.
@@ -92,8 +92,8 @@ class Guard:
     ) -> None:
         """Prepare for the first step that the run takes with the process groups of ``mesh``.
 
-        Called once the state is filled. ``resumed``: what was loaded. ``recorder``: object that writes the run's
-        records.
+        Called once the state is filled. ``resumed``: result of :meth:`fill`, such as the steps so far. ``recorder``:
+        object that writes the run's records.
         """
 
     def step(self, number: int) -> AbstractContextManager[None]:

@@ -49,7 +49,7 @@ class GradientPhase(Protocol):
 
         ``agree``: the object that fills the next phase, which sums over ranks. Returns this rank's share of the step's
         mean loss. A technique that fills both phases may return other numbers for its own ``agree``, such as the losses
-        at two points from which a slope is computed.
+        at two points, from which ``agree`` computes a slope.
         """
 
 

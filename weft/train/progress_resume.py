@@ -22,7 +22,7 @@ def check_facts(
     """Raise :class:`WeftError` if a run of the recipe's ``section`` cannot continue from ``checkpoint``.
 
     ``facts``: values that must equal those in the checkpoint, by the setting's name; a name without a dot belongs to
-    ``section``. ``other``: what the error calls a run whose checkpoints lack this section.
+    ``section``. ``other``: words by which the error describes a run whose checkpoints lack this section.
     """
     stored = checkpoint.meta.get(section)
     if stored is None:

@@ -41,7 +41,7 @@ class RunRecords(Protocol):
 
 
 class StepLoader(Protocol):
-    """Interface of a loader that makes the batches of this rank, step by step."""
+    """Interface of a loader: it makes the batches on which this rank trains, step by step."""
 
     @property
     def over(self) -> str:

@@ -51,7 +51,7 @@ def exchange_heads(
 
     ``group``: name of the process group; ``ranges``: the heads of every rank, flat (:func:`head_ranges`); ``index``:
     this rank's position in the group. Several ranks may have the same head, as with few key/value heads. On the way
-    back, what these ranks send for the head (its gradients) is added up.
+    back, the gradients that these ranks send for the head are added up.
     """
     cuts = list(zip(ranges[::2], ranges[1::2], strict=True))
     batch, seq, _, dim = x.shape

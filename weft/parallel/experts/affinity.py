@@ -19,11 +19,11 @@ Owners = list[np.ndarray]
 def steps_between(
     chosen: Sequence[np.ndarray], experts: Sequence[int]
 ) -> list[np.ndarray]:
-    """Count the transitions of tokens between experts of adjacent layers: ``[experts, experts of the next layer]``.
+    """Count the transitions of tokens between experts of adjacent layers, for the placement of experts on ranks.
 
     A transition leads from an expert that a token is routed to in a layer to one in the next layer. The result has one
-    table for each pair of adjacent layers. ``chosen``: for each layer the experts that tokens are routed to, ``[tokens,
-    k]``; ``experts``: the number of experts of each layer.
+    table ``[experts, experts of the next layer]`` for each pair of adjacent layers. ``chosen``: for each layer the
+    experts that tokens are routed to, ``[tokens, k]``; ``experts``: the number of experts of each layer.
     """
     steps = []
     for (here, there), sizes in zip(pairwise(chosen), pairwise(experts), strict=True):

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class DecodePass(Protocol):
-    """Interface of the layers' computation in decode steps, in which each text gets one token, on several ranks.
+    """Interface of the computation of a model's layers, over several ranks, in the decode steps of generation.
 
-    Every rank that generates caches the keys and values of all tokens. The implementation decides which rank computes a
-    token in a layer.
+    In a decode step each text gets one token. Every rank that generates caches the keys and values of all tokens. The
+    implementation decides which rank computes a token in a layer.
     """
 
     def takes(self, spans: Sequence[Span]) -> bool:
@@ -36,7 +36,9 @@ class DecodePass(Protocol):
         """
 
     def summary(self) -> str:
-        """Return a line for the user about what has travelled between the ranks; "" if nothing was computed yet."""
+        """Return a line for the user about the bytes that have travelled between the ranks; "" if nothing was computed
+        yet.
+        """
 
 
 class DispatchWay:

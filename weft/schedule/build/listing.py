@@ -133,8 +133,8 @@ class Listing:
     def admits(self, rank: int, a: _Item, capped: bool) -> bool:
         """Return whether ``rank`` may start the action ``a`` without a lack of memory, now or later.
 
-        The rank must have room for what the action saves. After a forward, all microbatches that have begun must still
-        be able to finish. ``capped``: whether the policy's limit of forwards whose backward has not run
+        The rank must have room for the values that the action saves. After a forward, all microbatches that have begun
+        must still be able to finish. ``capped``: whether the policy's limit of forwards whose backward has not run
         (:attr:`Policy.ahead`) must hold, too.
         """
         level = self.level[rank] + self.trips.change(a.m, a.i, a.kind)
