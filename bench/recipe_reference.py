@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,11 @@ HEAD = """\
 A recipe is a TOML file with the sections below; a section or setting that is left out has its default. `weft new NAME`
 writes a recipe to edit, with `--all` one that shows every setting. On a command line, `--set section.key=value` changes
 one setting for one run. A wrong key or value is refused in one line before anything starts.
+
+In the tables, a name such as `rl.group` is the setting `group` of the section `[rl]`; a name without a section is a
+setting of the same table. "Not set" in the column of defaults means that the setting has no value unless the recipe
+gives it one. Techniques that a recipe can name, such as an update rule, have a table of their own below the section
+that names them. The [vocabulary](vocabulary.md) explains words such as rank, host and island.
 
 **Editors** complete and check recipes (Taplo; Even Better TOML for VS Code): write the schema with
 `weft recipes --schema > recipe.schema.json` and name it in a recipe's first line, `#:schema recipe.schema.json`. For
@@ -49,8 +54,13 @@ NESTED = {
     "model": {"model.rope_scaling": "RopeScaling"},
     "checkpoint": {"checkpoint.levels": "Level"},
     "optimizer": {"optimizer.groups": "ParameterGroup"},
-    "rl": {"rl.start": "SupervisedStart", "rl.loss": "PolicyLoss"},
+    "rl": {
+        "rl.start": "SupervisedStart",
+        "rl.loss": "PolicyLoss",
+        "rl.loss.correction": "SamplerCorrection",
+    },
     "roles": {"roles.rollout": "RolloutRole"},
+    "control": {"control.terms": "RewardTerm"},
 }
 
 
@@ -63,7 +73,7 @@ def values_in_words(node: Schema) -> str:
     words = TYPES.get(node.get("type", ""), "table")
     if words == "list" and (items := node.get("items")):
         of = items[0] if isinstance(items, list) else items
-        words = f"list of {values_in_words(of)}"
+        words = f"list of {plural(values_in_words(of))}"
     for limit, open_words, closed_words in (
         ("minimum", "above", "at least"),
         ("maximum", "below", "at most"),
@@ -74,22 +84,28 @@ def values_in_words(node: Schema) -> str:
     return words
 
 
-def table(fields: dict[str, Schema]) -> Iterator[str]:
-    """A table of settings."""
+def plural(values: str) -> str:
+    """Say of several values what ``values`` says of one."""
+    return re.sub(r"^(list|(whole )?number|text|table)\b", r"\1s", values)
+
+
+def table(fields: dict[str, Schema], required: Collection[str] = ()) -> Iterator[str]:
+    """A table of settings, of which a recipe must give the ``required`` ones."""
     yield "| setting | default | values | meaning |"
     yield "|---|---|---|---|"
     for key, node in fields.items():
         values = values_in_words(node).replace("|", "\\|")
         meaning = linked(node["description"]).replace("|", "\\|")
-        yield f"| `{key}` | {default_in_words(node)} | {values} | {meaning} |"
+        default = "required" if key in required else default_in_words(node)
+        yield f"| `{key}` | {default} | {values} | {meaning} |"
     yield ""
 
 
 def default_in_words(node: Schema) -> str:
-    """The default of a setting as TOML; nothing where it is left out."""
+    """The default of a setting as TOML, or that it is not set."""
     default: Any = node.get("default")
     of_tables = isinstance(default, list) and default and isinstance(default[0], dict)
-    return "" if default is None or of_tables else f"`{toml_value(default)}`"
+    return "not set" if default is None or of_tables else f"`{toml_value(default)}`"
 
 
 def linked(text: str) -> str:
@@ -110,20 +126,35 @@ def sections(schema: Schema) -> Iterator[str]:
         reference = node.get("$ref") or node.get("items", {}).get("$ref")
         if reference is None:
             continue
-        fields = definitions[reference.rpartition("/")[2]]["properties"]
+        section = definitions[reference.rpartition("/")[2]]
         title = f"[[{name}]]" if "items" in node else f"[{name}]"
-        own = {k: v for k, v in fields.items() if not of_technique(v["description"])}  # fmt: skip
+        own = {k: v for k, v in section["properties"].items() if not of_technique(v["description"])}  # fmt: skip
         yield from (f"## `{title}`", "", linked(field.description or ""), "")
-        yield from table(own)
+        yield from table(own, section.get("required", ()))
         for kind, about in KINDS.items():
-            section, _, setting = about.setting.rpartition(".")
-            for technique in declared(kind) if section == name else ():
-                if settings := technique_fields(technique):
-                    yield from (f'With `{setting} = "{technique.name}"`:', "")
-                    yield from table(settings)
-        for path, definition in NESTED.get(name, {}).items():
-            yield from (f"### `{path}`", "")
-            yield from table(definitions[definition]["properties"])
+            if about.setting.partition(".")[0] == name:
+                yield from techniques(kind, title)
+        of_path = {p: definitions[d] for p, d in NESTED.get(name, {}).items()}
+        yield from nested({name: section} | of_path)
+
+
+def techniques(kind: str, title: str) -> Iterator[str]:
+    """A table for each technique of a kind that has settings, in the section with this title."""
+    key = KINDS[kind].setting.rpartition(".")[2]
+    for technique in declared(kind):
+        if fields := technique_fields(technique):
+            paper = f" ({technique.paper})" if technique.paper else ""
+            yield from (f'### `{title}` with `{key} = "{technique.name}"`', "")
+            yield from (f"{technique.title}{paper}.", "", *table(fields))
+
+
+def nested(of_path: dict[str, Schema]) -> Iterator[str]:
+    """A table for each section within the first one of these, introduced by the setting that holds it."""
+    for path, section in list(of_path.items())[1:]:
+        above, _, key = path.rpartition(".")
+        about = of_path[above]["properties"][key]["description"]
+        yield from (f"### `{path}`", "", linked(about), "")
+        yield from table(section["properties"], section.get("required", ()))
 
 
 def page() -> str:

@@ -159,12 +159,12 @@ def test_a_wrong_value_deep_in_a_program_names_its_place() -> None:
         (
             lambda: Recipe(train=weft.Train(steps=-5)),
             "Train: steps = -5: it should be greater than or equal to 0 (steps: "
-            "Number of optimizer steps, unless data.epochs ends the run earlier)",
+            "Number of optimizer steps in the run, unless data.epochs ends it earlier)",
         ),
         (
             lambda: Recipe(train={"steps": -5}),
             "Recipe: train.steps = -5: it should be greater than or equal to 0 (steps: "
-            "Number of optimizer steps, unless data.epochs ends the run earlier)",
+            "Number of optimizer steps in the run, unless data.epochs ends it earlier)",
         ),
         (
             lambda: Recipe(train=weft.Optimizer()),

@@ -33,144 +33,145 @@ class Layout(Section):
         1,
         ge=1,
         description=(
-            "Data parallel ranks: each has a copy of the model and processes other sequences."
+            "Number of data-parallel replicas, each with a copy of the model. They process different sequences."
         ),
     )
     shard: int = Field(
         1,
         ge=1,
         description=(
-            "Sharded data parallel ranks (ZeRO). Each processes other sequences, and they "
-            "divide optimizer state, gradients and parameters among them, as 'zero' says."
+            "Number of ranks in sharded data parallelism (ZeRO). They process different sequences, and divide "
+            "optimizer state, gradients and parameters among them, as 'zero' says."
         ),
     )
     cp: int = Field(
         1,
         ge=1,
-        description="Context parallel ranks, which divide each sequence among them.",
+        description=(
+            "Number of context-parallel ranks. They divide each sequence among them, which long sequences need."
+        ),
     )
     tp: int = Field(
         1,
         ge=1,
-        description="Tensor parallel ranks, which divide every weight matrix among them.",
+        description=(
+            "Number of tensor-parallel ranks. They divide the weight matrices among them and compute the same "
+            "tokens together."
+        ),
     )
     tp_shares: tuple[PositiveInt, ...] | Literal["auto"] = Field(
         (),
         description=(
-            "Parts of the heads, feed-forward columns and vocabulary that the ranks of tp get, such as [2, 1, 1] (on "
-            "the command line tp_shares=2:1:1); each rank gets at least one of each. 'auto': by the memory and speed "
-            "that each rank has when it starts. If not set, the parts are equal."
+            "How unequal ranks of tp divide the attention heads, the feed-forward columns and the vocabulary: a "
+            "number for each rank, such as [2, 1, 1] for twice as much on the first (on the command line "
+            "tp_shares=2:1:1). 'auto': by the memory and speed that each rank has at the start. Empty: equal parts."
         ),
     )
     sum: str = Field(
         "",
         description=(
-            "How ranks of tp that generate add up their parts of a layer's output. 'star': all send to the first rank, "
-            "which adds and sends back; 'direct': each sends to all; 'ring': pieces go round; 'two-level': within "
-            "hosts first, then between them; 'gloo': the all-reduce of PyTorch. 'auto': whichever is measured as "
-            "fastest, for few and for many tokens. Empty: PyTorch's reduce-scatter and all-gather; between these, each "
-            "rank computes the norms of its share of the tokens."
+            "How tp ranks that generate texts add up their parts of a layer's output. 'star': all send to the first "
+            "rank, which adds and sends back; 'direct': each sends to all others; 'ring': pieces go round; "
+            "'two-level': within each host first, then between hosts; 'gloo': PyTorch's all-reduce; 'auto': what is "
+            "measured as fastest. Empty: PyTorch's reduce-scatter and all-gather, as in training."
         ),
     )
     pp: int = Field(
         1,
         ge=1,
-        description="Pipeline parallel ranks, which divide the layers among them.",
+        description="Number of pipeline-parallel ranks. They divide the layers among them.",
     )
     ep: int = Field(
         1,
         ge=1,
         description=(
-            "Expert parallel ranks: the existing ranks form groups of this many, and the ranks of "
-            "a group divide the experts among themselves, so that no ranks are added. If ep "
-            "divides dp x shard x cp, a group consists of neighbouring ranks of dp, shard and cp. "
-            "Otherwise ep must be a multiple of tp, and ep / tp must divide that product; a group "
-            "then has the ranks of tp too."
+            "Number of expert-parallel ranks, which divide the experts of each layer among them. They are no "
+            "additional ranks: neighbouring ranks of dp, shard and cp form groups of this many, together with the "
+            "ranks of tp if ep is a multiple of tp that fits only so."
         ),
     )
     island: int = Field(
         1,
         ge=1,
         description=(
-            "Number of islands: groups of ranks that train on their own and synchronise from "
-            "time to time, as [sync] says (docs/explanations/islands.md)."
+            "Number of islands: groups of ranks that train apart from each other and synchronise from time to time, "
+            "as [sync] says (docs/explanations/islands.md). 1: no islands."
         ),
     )
     zero: Literal[1, 2, 3] = Field(
         3,
         description=(
-            "ZeRO stage of 'shard': 1 divides the optimizer state, 2 also gradients, 3 also "
-            "parameters."
+            "What the ranks of 'shard' divide among them (ZeRO stage). 1: the optimizer state; 2: gradients as "
+            "well; 3: parameters as well."
         ),
     )
     secondary: int = Field(
         0,
         ge=0,
         description=(
-            "With zero = 3: gather parameters for backward from this many neighbouring ranks "
-            "only, over fast links (ZeRO++ hpZ). 0: from all ranks of shard and cp."
+            "For zero = 3: number of neighbouring ranks that together keep a copy of all parameters after forward, "
+            "so that backward gathers them over fast links (ZeRO++ hpZ). This takes more memory. 0: backward "
+            "gathers from all ranks of shard and cp."
         ),
     )
     context: str = Field(
         "zigzag",
         description=(
-            "Attention across the ranks of cp. 'ring' passes keys and values from rank to "
-            "rank; 'zigzag' does, too, and gives each rank an early and a late block of "
-            "tokens, so that all have equal work; 'tokenring' passes queries instead; "
-            "'gather' fetches all keys and values at once; 'lightseq' lets idle ranks compute"
-            " for others; 'ulysses' divides heads instead of tokens; 'rsa' keeps whole rows "
-            "of scores (a slow baseline)."
+            "Attention across the ranks of cp, each of which holds a part of the tokens. 'ring': keys and values go "
+            "from rank to rank; 'zigzag': the same, and each rank has an early and a late block of tokens, for "
+            "equal work; 'tokenring': queries go round instead; 'gather': all keys and values are fetched at once; "
+            "'lightseq': idle ranks compute for others; 'ulysses': ranks exchange tokens for heads; 'rsa': keeps "
+            "whole rows of scores (a slow baseline)."
         ),
     )
     ulysses: int = Field(
         1,
         ge=1,
         description=(
-            "Number of neighbouring ranks of cp that divide the attention heads among them. "
-            "Between such groups 'context' divides the tokens. 1: heads are not divided."
+            "Number of neighbouring ranks of cp that divide the attention heads among them instead of the tokens. "
+            "Tokens are divided between such groups, as 'context' says. 1: heads are not divided."
         ),
     )
     scan: Literal["gather", "pass"] = Field(
         "gather",
         description=(
-            "How linear attention gets the state of earlier tokens from other ranks of cp: "
-            "'gather' exchanges the states of all ranks at once, 'pass' hands a running state"
-            " from rank to rank."
+            "For mixer = 'linear' or 'retention': how linear attention gets the state of earlier tokens from other "
+            "ranks of cp. 'gather': all ranks exchange their states at once; 'pass': each rank passes the state on "
+            "to the next."
         ),
     )
     stage_speeds: tuple[PositiveFloat, ...] = Field(
         (),
         description=(
-            "Relative speeds of the ranks of a pipeline, for example [1, 0.5]: slow ranks get fewer layers. If not "
-            "set, all ranks count as equally fast."
+            "Relative speeds of the ranks of a pipeline, such as [1, 0.5]: slower ranks get fewer layers. Empty: "
+            "all ranks are taken to be equally fast."
         ),
     )
     schedule: str = Field(
         "1f1b",
         description=(
-            "Pipeline schedule: the order of forward and backward passes on each rank. "
-            "'gpipe' runs all forward passes, then all backward passes ('breadth-first': the "
-            "same with several stages on a rank); '1f1b' alternates them ('interleaved-1f1b':"
-            " with several stages on a rank); 'zb-...' fill waits with weight gradients; "
-            "'v-half' and 'v-min' take less memory; 'dualpipe' feeds microbatches from both "
-            "ends and stores parameters twice ('dualpipe-v': once). 'weft schedule' lists and"
-            " draws all."
+            "Order of forward and backward passes on the ranks of a pipeline. 'gpipe': all forward passes, then all "
+            "backward passes ('breadth-first': the same with several stages on a rank); '1f1b': they alternate "
+            "('interleaved-1f1b': with several stages on a rank); 'zb-...': weight gradients fill the waits; "
+            "'v-half' and 'v-min': less memory; 'dualpipe': microbatches enter at both ends, and parameters are "
+            "stored twice ('dualpipe-v': once). 'weft schedule' lists and draws all."
         ),
     )
     virtual: int | None = Field(
         None,
         ge=1,
         description=(
-            "Pipeline stages on each rank, for schedules that allow several numbers, as "
-            "'interleaved-1f1b' and 'breadth-first' do. If not set, it is the schedule's own number."
+            "Number of pipeline stages on each rank, for schedules that allow several, such as 'interleaved-1f1b' "
+            "and 'breadth-first'. More stages mean shorter waits and more messages. If not set: the schedule's own "
+            "number."
         ),
     )
     vocab_barriers: Literal[0, 1, 2] = Field(
         0,
         description=(
-            "Divide embedding and output layer among all pipeline ranks, which then "
-            "synchronise 1 or 2 times in each microbatch. 0: the first stage has the whole "
-            "embedding, the last the whole output layer."
+            "Divide the embedding and the output layer among all pipeline ranks, which then wait for each other 1 "
+            "or 2 times per microbatch. 0: the first stage has the whole embedding, the last stage the whole output "
+            "layer."
         ),
     )
     skip: float = Field(
@@ -178,112 +179,108 @@ class Layout(Section):
         ge=0,
         lt=1,
         description=(
-            "Share of the pipeline stages that each microbatch leaves out, to save time "
-            "(SkipPipe). It changes what the model computes. 0: none."
+            "Share of the pipeline stages that each microbatch skips, to save time (SkipPipe). This changes what "
+            "the model computes. 0: it skips none."
         ),
     )
     overlap: str = Field(
         "",
         description=(
-            "What a rank computes while data travels between ranks. During exchanges over tp it computes other "
-            "tokens of the same pass: the other half of the sequences ('domino'), the other half of the tokens "
-            "('tokens'), or the next chunk of tokens ('chunks'); 'nano' measures which parts in which order are "
-            "fastest. During exchanges with experts in a pipeline it computes another microbatch: forward beside "
-            "backward ('passes'), or two forward or two backward passes side by side ('pairs'). Empty: nothing."
+            "What a rank computes while data travel between ranks. Of the same pass, while tp exchanges: the other "
+            "half of the sequences ('domino'), the other half of the tokens ('tokens'), the next chunk of tokens "
+            "('chunks'), or parts whose fastest order is measured ('nano'). Of another microbatch, while tokens "
+            "travel to experts in a pipeline: a backward beside a forward pass ('passes'), or two passes of the "
+            "same direction ('pairs'). Empty: nothing."
         ),
     )
     parts: int = Field(
         0,
         ge=0,
         description=(
-            "Number of parts into which 'domino', 'tokens', 'chunks' or 'nano' of overlap cut a pass. 1: the pass is "
-            "computed whole. 0: the usual number of that kind of overlap."
+            "Number of parts into which overlap = 'domino', 'tokens', 'chunks' or 'nano' cuts the tokens of a pass. "
+            "1: it is not cut. 0: the usual number for that kind of overlap."
         ),
     )
     overlap_least: int = Field(
         256,
         ge=0,
         description=(
-            "Passes of fewer tokens than this are not cut into parts, because a part's products "
-            "would be small. overlap = 'domino', 'tokens', 'chunks' and 'nano' use it."
+            "Smallest number of tokens of a pass that overlap = 'domino', 'tokens', 'chunks' or 'nano' cuts into "
+            "parts. The parts of a shorter pass would be too small to compute efficiently."
         ),
     )
     balance: Literal["", "greedy", "flexsp"] = Field(
         "",
         description=(
-            "How the documents of a step are divided among data ranks so that all finish "
-            "together. 'greedy' gives each document, the longest first, to the ranks that are"
-            " free earliest; 'flexsp' chooses groups of ranks by an integer program (needs "
-            "scipy). Empty: each rank gets equally many sequences. 'greedy' and 'flexsp' need"
-            " zero = 1."
+            "How the documents of a step are divided among data ranks so that all finish at the same time. "
+            "'greedy': the longest document first, each to the ranks that are free earliest; 'flexsp': groups of "
+            "ranks by an integer program (needs scipy). Empty: each rank gets equally many sequences. 'greedy' and "
+            "'flexsp' need zero = 1."
         ),
     )
     dispatch: str = Field(
         "all-to-all",
         description=(
-            "How tokens travel to their experts: once for each chosen expert ('all-to-all'), "
-            "once to each rank that has any of them ('per-rank'), once to each machine that "
-            "has any ('per-node'), within machines and then between them ('two-level'), or "
-            "all tokens to all ranks ('all-gather'). 'adaptive' takes what sends the fewest "
-            "bytes, 'timed' what is measured as fastest. With 'stay', tokens that are "
-            "generated stay on the rank of their experts (elsewhere as 'per-rank')."
+            "How tokens travel to their experts on other ranks. 'all-to-all': once for each chosen expert; "
+            "'per-rank': once to each rank that has any of them; 'per-node': once to each machine that has any; "
+            "'two-level': within machines, then between them; 'all-gather': all tokens to all ranks; 'adaptive': "
+            "whichever sends the fewest bytes; 'timed': whichever is measured as fastest; 'stay': generated tokens "
+            "remain on the rank of their experts (in training as 'per-rank')."
         ),
     )
     node: int = Field(
         0,
         ge=0,
         description=(
-            "Number of ranks in one machine. The values 'two-level' and 'per-node' of dispatch "
-            "need it if ep is above 1, and are refused without it. Nothing else uses it. 0: unknown."
+            "Number of ranks on one machine. dispatch = 'two-level' and 'per-node' need it if ep is above 1; "
+            "nothing else uses it. 0: not known."
         ),
     )
     pieces: int = Field(
         1,
         ge=0,
         description=(
-            "Number of pieces in which tokens are sent to experts, so that one piece travels "
-            "while another is computed. 1: all at once. 0: up to 8 pieces, but only so many that "
-            "each message has at least 1 MiB."
+            "Number of pieces in which tokens are sent to experts, so that one piece is computed while the next "
+            "travels. 1: all at once. 0: as many as leave at least 1 MiB for each message, at most 8."
         ),
     )
     lsh: int = Field(
         0,
         ge=0,
         description=(
-            "Replace similar tokens on the way to an expert by their mean, to send less "
-            "(LSH-MoE). Tokens are similar if this many random hashes of them agree. It "
-            "changes what the model computes. 0: every token is sent."
+            "Send similar tokens for the same expert as one, their mean, to send less (LSH-MoE): tokens are similar "
+            "if this many random hashes of them agree. More hashes merge fewer tokens. Only in training; it changes "
+            "what the model computes. 0: every token is sent."
         ),
     )
     lsh_residual: bool = Field(
         False,
         description=(
-            "If lsh is above 0: a token's result is the experts' result for the mean of similar tokens plus the "
-            "token's difference from this mean. If false, all similar tokens get the same result."
+            "For 'lsh' above 0: whether a token's own difference from the mean of its similar tokens is added to "
+            "the experts' result for this mean. If false, all similar tokens get the same result."
         ),
     )
     placement: Literal["static", "sharded", "moving"] = Field(
         "static",
         description=(
-            "Which ranks compute an expert. 'static': its owner alone; 'sharded': also ranks "
-            "with copies of busy experts, made anew for each pass; 'moving': as 'sharded', "
-            "and experts also change owners where that pays."
+            "Which ranks compute an expert. 'static': the rank that owns it; 'sharded': also ranks with copies of "
+            "busy experts, which are made anew for each pass; 'moving': as 'sharded', and experts also change their "
+            "owner where this saves time."
         ),
     )
     spare: int = Field(
         2,
         ge=1,
         description=(
-            "Slots on each rank for copies of busy experts, if placement is 'sharded' or "
-            "'moving'."
+            "For placement = 'sharded' and 'moving': number of copies of busy experts that each rank has room for, "
+            "in each layer."
         ),
     )
     order: str = Field(
         "",
         description=(
-            "Order in which ranks are numbered along the axes, from the axis over the slowest"
-            " links to that over the fastest, such as 'pp dp tp'. Every axis above 1 must be "
-            "named. Empty: island pp dp shard cp tp."
+            "Order of the axes in the numbering of ranks, from the one over the slowest links to the one over the "
+            "fastest, such as 'pp dp tp'. Every axis above 1 must be named. Empty: island pp dp shard cp tp."
         ),
     )
 

@@ -19,73 +19,79 @@ class Adapter(Section):
     kind: Literal["lora", "dora", "qlora"] = Field(
         "lora",
         description=(
-            "Type of adapter. 'lora': two thin matrices beside each weight; 'dora': as 'lora', but the norm of each "
-            "row of the weight is trained as well; 'qlora': as 'lora', with the frozen weights kept in four bits."
+            "Type of adapter. 'lora': two thin matrices beside each frozen weight; 'dora': as 'lora', and the norm "
+            "of each row of the weight is trained, too; 'qlora': as 'lora', with frozen weights kept in four bits "
+            "to save memory."
         ),
     )
     rank: PositiveInt = Field(
         8,
-        description="Rank of the adapter's two matrices. Larger ranks learn more and take more memory.",
+        description=(
+            "Rank of the adapter: the smaller dimension of its two thin matrices. A larger rank can learn more and "
+            "takes more memory."
+        ),
     )
     alpha: PositiveFloat = Field(
         16.0,
-        description="Scale of the adapter: its output is multiplied by alpha / rank.",
+        description="Scale of the adapter: the product of its two matrices is multiplied by alpha / rank.",
     )
     targets: tuple[str, ...] = Field(
         ("*",),
         min_length=1,
         description=(
-            "Weights that get an adapter: names ('wq' or 'q_proj'), paths "
-            "('blocks.3.attention.*') or '*' for every linear layer."
+            "Linear layers that get an adapter: by name ('wq' or 'q_proj'), by a pattern of paths "
+            "('blocks.3.attention.*'), or '*' for all of them."
         ),
     )
     rank_stabilised: bool = Field(
         False,
         description=(
-            "Multiply the adapter's output by alpha / sqrt(rank) instead of alpha / rank "
-            "(rsLoRA)."
+            "Multiply the product of the adapter's matrices by alpha / sqrt(rank) instead of alpha / rank, which "
+            "helps large ranks (rsLoRA)."
         ),
     )
     rank_pattern: dict[str, PositiveInt] = Field(
         {},
         description=(
-            "Ranks for some weights instead of 'rank', by name or path: { 'wq' = 16 }. The "
-            "first match counts."
+            "Other ranks than 'rank' for some weights, by name or pattern of paths, such as { 'wq' = 16 }. If "
+            "several match a weight, the first counts."
         ),
     )
     alpha_pattern: dict[str, PositiveFloat] = Field(
         {},
         description=(
-            "Alphas for some weights instead of 'alpha', by name or path: { 'wq' = 32.0 }. "
-            "The first match counts."
+            "Other values than 'alpha' for some weights, by name or pattern of paths, such as { 'wq' = 32.0 }. If "
+            "several match a weight, the first counts."
         ),
     )
     dropout: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Share of the adapter's inputs that is set to zero at random in training.",
+        description=(
+            "Dropout rate: share of the adapter's input elements that is set to zero at random in training. 0: no "
+            "dropout."
+        ),
     )
     whole: tuple[VocabularyWeight, ...] = Field(
         (),
         description=(
-            "Also train the whole embedding ('embed_tokens') or output layer ('lm_head'), "
-            "beside the adapters of other weights. Empty: neither."
+            "Weights that are trained as a whole, besides the adapters of other weights: the embedding "
+            "('embed_tokens') or the output layer ('lm_head'). Empty: neither."
         ),
     )
     tokens: tuple[int, ...] | Literal["new"] = Field(
         (),
         description=(
-            "Token ids whose embedding rows are trained, too. 'new': the tokens by which "
-            "model.vocab is larger than the vocabulary of the model in model.from. Empty: "
-            "none."
+            "Ids of tokens whose rows in the embedding and output layer (see tokens_of) are trained besides the "
+            "adapters. 'new': the tokens that model.vocab adds to the model in model.from. Empty: none."
         ),
     )
     tokens_of: tuple[VocabularyWeight, ...] = Field(
         ("embed_tokens", "lm_head"),
         description=(
-            "Where the rows of 'tokens' are trained: in the embedding ('embed_tokens'), the "
-            "output layer ('lm_head') or both."
+            "Where the rows of 'tokens' are trained: in the embedding ('embed_tokens'), in the output layer "
+            "('lm_head') or in both."
         ),
     )
 

@@ -37,75 +37,81 @@ class Source(Section):
     kind: str = Field(
         "stdlib",
         description=(
-            "How the source is read. 'text': plain files; 'jsonl', 'json', 'csv', 'tsv' and "
-            "'parquet': one column of a table; 'huggingface': a column of a dataset saved to "
-            "disk; 'tokens': token ids; 'chat', 'preference' and 'feedback': conversations "
-            "(docs/how-to/conversations.md, docs/how-to/preferences.md); 'stdlib': Python's "
-            "own source code. A plugin's name is also possible."
+            "How the source is read. 'text': plain files; 'jsonl', 'json', 'csv', 'tsv' and 'parquet': one column "
+            "of a table; 'huggingface': one column of a data set that the datasets library saved to disk; 'tokens': "
+            "files of token ids; 'chat': conversations (docs/how-to/conversations.md); 'preference' and 'feedback': "
+            "judged answers (docs/how-to/preferences.md); 'images' and 'videos': pictures with classes or captions "
+            "(docs/how-to/images.md); 'stdlib': Python's own source code. A plugin's name is also possible."
         ),
     )
     path: str | None = Field(
         None,
         description=(
-            "File, folder or glob to read, on this machine or at https://, s3:// or "
-            "hf://datasets/ (docs/how-to/data-sources.md). Kind 'stdlib' needs no path."
+            "What to read: a file, a folder or a pattern such as data/*.jsonl, on this machine or at https://, "
+            "s3:// or hf://datasets/ (docs/how-to/data-sources.md). Kind 'stdlib' needs no path."
         ),
     )
     name: str = Field(
         "",
-        description="Name of the source in mixtures and reports. If not set: its path or, without one, its kind.",
+        description=(
+            "Name of this source in mixtures and reports. If not set: its path or, without a path, its kind."
+        ),
     )
     field: str = Field(
         "text",
-        description=("Column that holds the text, or the messages of a conversation."),
+        description="Column that holds the text of a record or, in a source of conversations, its messages.",
     )
     weight: PositiveFloat = Field(
         1.0,
         description=(
-            "How often documents are drawn from this source, relative to the weights of other "
-            "sources."
+            "How often training samples come from this source, relative to the weights of the other sources: one "
+            "with weight 3 gives three times as many as one with weight 1."
         ),
     )
     settings: dict[str, Any] = Field(
-        {}, description="Keyword arguments for a plugin's source."
+        {},
+        description=(
+            "Keyword arguments for a source of kind 'images' or 'videos', such as { size = [64, 64] } "
+            "(docs/how-to/images.md), or for a plugin's source."
+        ),
     )
     form: Literal[
         "auto", "messages", "prompt", "sharegpt", "alpaca", "adp", "atif", "docstrings"
     ] = Field(
         "auto",
         description=(
-            "Format of the conversations. 'auto' recognises the format of each record; "
-            "'docstrings' makes questions and answers from Python code; "
-            "docs/how-to/conversations.md explains the others."
+            "Format of the conversations in this source. 'auto' recognises the format of each record; 'docstrings' "
+            "makes questions and answers from Python code; docs/how-to/conversations.md describes the other "
+            "formats."
         ),
     )
     columns: dict[str, str] = Field(
         {},
         description=(
-            "How to read columns with unusual names: { ask = 'prompt', note = '' } reads "
-            "'ask' as the prompt and ignores 'note'. A key such as 'dialogue.speaker' means "
-            "the field 'speaker' of each turn in the column 'dialogue'."
+            "Meaning of columns with unusual names, for conversations: { ask = 'prompt', note = '' } reads the "
+            "column 'ask' as the prompt and ignores 'note'. A key with a dot, such as 'dialogue.speaker', is the "
+            "field 'speaker' of each turn in the column 'dialogue'."
         ),
     )
     roles: dict[str, Role] = Field(
         {},
         description=(
-            "Roles of speakers with unusual names: { Teacher = 'user' } reads turns of "
-            "'Teacher' as the user's."
+            "Roles of speakers with unusual names, for conversations: { Teacher = 'user' } reads turns of 'Teacher' "
+            "as turns of the user."
         ),
     )
     where: dict[str, str | bool | int | float] = Field(
         {},
         description=(
-            "Read only the records whose columns have these values, such as { part = 'real' }. For kinds "
-            "'jsonl' and 'parquet'."
+            "Read only the records whose columns have these values, such as { part = 'real' }. Empty: read all. "
+            "Only for tables: kinds 'jsonl', 'json', 'csv', 'tsv' and 'parquet'."
         ),
     )
     on_error: Literal["stop", "skip"] = Field(
         "stop",
         description=(
-            "What happens to a record that cannot be read: 'stop' ends the run, 'skip' leaves "
-            "it out and counts it."
+            "What happens if a record cannot be read. 'stop': the run ends with an error; 'skip': the record is "
+            "left out, and the number of such records is reported."
         ),
     )
 
@@ -168,56 +174,62 @@ class Chat(Section):
 
     template: str = Field(
         "",
-        description="Jinja chat template, or a file with one. If not set: the tokenizer's own.",
+        description=(
+            "Chat template that writes a conversation as text: a template in Jinja, or a file with one. If not set: "
+            "the tokenizer's own."
+        ),
     )
     learn: Literal["assistant", "last", "all"] | tuple[Role, ...] = Field(
         "assistant",
         description=(
-            "Tokens that count in the loss: those of the assistant's turns ('assistant'), of "
-            "the assistant's last turn ('last'), of all turns ('all'), or of all turns of the"
-            " roles in a list."
+            "Tokens that count in the loss: those of the assistant's turns ('assistant'), of the assistant's last "
+            "turn alone ('last'), of all turns ('all'), or of the turns of the roles in a list, such as ['user', "
+            "'assistant']."
         ),
     )
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = Field(
         "keep_start",
         description=(
-            "What happens to conversations longer than data.seq_len: keep their start or end, "
-            "drop them, or stop with an error."
+            "What happens to conversations of more than data.seq_len tokens: their beginning is kept "
+            "('keep_start'), their end is kept ('keep_end'), they are left out ('drop'), or the run stops with an "
+            "error ('error')."
         ),
     )
     pack: bool = Field(
         True,
         description=(
-            "Pack several whole conversations into one sequence. Their tokens do not attend "
-            "to each other."
+            "Whether a training sequence may hold several whole conversations, whose tokens do not attend to each "
+            "other. If false, each conversation has a sequence of its own."
         ),
     )
     control: bool = Field(
         False,
         description=(
-            "Whether the name of a special token in a message, such as '<|im_end|>', becomes "
-            "that token (true) or stays plain text (false). Leave it off for messages that "
-            "you do not trust."
+            "Whether the name of a special token within a message, such as '<|im_end|>', becomes that token. If "
+            "false, it is ordinary text, which is safer for messages of unknown authors."
         ),
     )
     variables: dict[str, Any] = Field(
         {},
         description=(
-            "Variables that the chat template gets in addition, such as { enable_thinking = "
-            "false }."
+            "Variables that the chat template can read besides its usual ones, such as { enable_thinking = false }."
         ),
     )
     date: str = Field(
         "",
         pattern=r"^(\d{4}-\d\d-\d\d)?$",
-        description="Date that the template takes for today (YYYY-MM-DD). If not set: the real date.",
+        description=(
+            "Date that the chat template takes for today, as YYYY-MM-DD, so that the data are the same every day. "
+            "If not set: the real date."
+        ),
     )
     reasoning: Literal["template", "split", "keep"] = Field(
         "template",
         description=(
-            "What happens to the assistant's reasoning in earlier turns. Many chat templates leave this reasoning "
-            "out. 'template': it is not learned; 'split': a conversation becomes several samples, so that each "
-            "turn's reasoning is learned in one; 'keep': one sample contains the reasoning of all turns."
+            "What happens to the assistant's reasoning in earlier turns, which many chat templates leave out. "
+            "'template': left out as the template does, and not learned; 'split': a conversation becomes several "
+            "samples, so that the reasoning of each turn is learned in one; 'keep': one sample with the reasoning "
+            "of all turns."
         ),
     )
 
@@ -236,32 +248,33 @@ class Data(HostSection):
         (Source(),),
         min_length=1,
         description=(
-            "List of data sources that are mixed. With a single source its keys can stand in "
-            "[data] itself."
+            "Data sources that are mixed, each a table with the settings of data.sources below. A single source "
+            "needs no list: its settings can stand in [data] itself."
         ),
     )
     mix: str = Field(
         "static",
         description=(
-            "How several sources are mixed (docs/how-to/mixtures.md). 'static': by their weights; "
-            "'temperature': by their sizes, small ones more often than their size says; 'schedule': by "
-            "weights that change over the run; 'online': by losses that are measured during training; "
-            "'doremi': by weights that are learned during training from losses relative to a reference model."
+            "How the shares of several sources are chosen (docs/how-to/mixtures.md). 'static': by their weights; "
+            "'temperature': by their sizes, with small sources raised; 'schedule': by weights that change during "
+            "the run; 'online': sources with high losses on held-out data come more often; 'doremi': a source's "
+            "loss counts more the further it is above a reference model's."
         ),
     )
     mix_by: Literal["sampling", "weighting"] = Field(
         "sampling",
         description=(
-            "How a source gets its share: its documents come more often ('sampling'), or all documents come equally "
-            "often and the loss of its tokens counts more ('weighting')."
+            "How a share has its effect. 'sampling': a source with a larger share gives more samples; 'weighting': "
+            "sources give samples in proportion to their sizes, and the loss of a source with a larger share counts "
+            "more."
         ),
     )
     tokenizer: str = Field(
         "",
         description=(
-            "'bytes' (a token for each byte), a tokenizer.json or a folder with one, or 'train:N' to train a "
-            "byte-level BPE of N tokens on the data. If not set: the tokenizer of model.from or, without one, "
-            "'bytes'."
+            "Tokenizer of the texts: 'bytes' (a token for each byte), a tokenizer.json or a folder with one, or "
+            "'train:N', which trains a byte-level BPE of N tokens on the data. If not set: the tokenizer of the "
+            "model in model.from or, without such a model, 'bytes'."
         ),
     )
     seq_len: int = Field(
@@ -269,39 +282,46 @@ class Data(HostSection):
         gt=0,
         lt=2**31,
         description=(
-            "Tokens in one training sequence. A longer text goes on in the next sequence, shorter "
-            "ones are packed together. data.chat.truncation says what happens to longer conversations."
+            "Number of tokens in one training sequence. Longer texts continue in the next sequence; shorter ones "
+            "are packed together. What happens to longer conversations is set by data.chat.truncation."
         ),
     )
-    seed: int = Field(0, description="Seed of the random order of the data.")
+    seed: int = Field(
+        0, description="Seed of the random order in which training samples come."
+    )
     epochs: int = Field(
         0,
         ge=0,
         description=(
-            "End the run after this many passes over the data. 0: no such limit; the data repeat until train.steps "
-            "is reached."
+            "Number of passes over the data after which the run ends. 0: no such limit; the data are repeated until "
+            "train.steps is reached."
         ),
     )
     validation: float | str = Field(
         0.02,
         description=(
-            "Share of the documents held out for validation, or the path (file, folder or "
-            "glob) of separate documents. 0: none."
+            "What the model is validated on: a share of the documents that is held out from training, such as 0.02, "
+            "or the path (file, folder or pattern) of separate documents. 0: no validation."
         ),
     )
     cache: Path | None = Field(
         None,
-        description="Folder that keeps tokenized data for later runs. If not set: $WEFT_CACHE, or ~/.cache/weft.",
+        description=(
+            "Folder in which tokenized data are kept for later runs. If not set: the folder in the environment "
+            "variable WEFT_CACHE or, without it, ~/.cache/weft."
+        ),
     )
     bos: bool | Literal["auto", "prompts"] = Field(
         "auto",
         description=(
-            "Whether each text begins with the tokenizer's BOS token. 'auto': if the "
-            "tokenizer adds one by itself; 'prompts': only in front of prompts for "
-            "generation, as early versions of Weft did."
+            "Whether each text begins with the tokenizer's token for the beginning of a text (BOS). 'auto': if the "
+            "tokenizer adds it by itself; 'prompts': only prompts for generation begin with it, as in early "
+            "versions of Weft."
         ),
     )
-    chat: Chat = Field(Chat(), description="How conversations become tokens.")
+    chat: Chat = Field(
+        Chat(), description="Settings by which conversations become tokens."
+    )
 
     @property
     def measures(self) -> str:

@@ -20,21 +20,21 @@ class Loss(HostSection):
     kind: str = Field(
         "cross-entropy",
         description=(
-            "The loss: 'cross-entropy' on the next token, 'reward' for a reward model, 'kto' "
-            "on answers that are good or bad, a plugin's, or one of the other losses, which "
-            "compare two answers. docs/how-to/preferences.md explains all."
+            "The loss. 'cross-entropy': on the next token; 'reward': for a reward model; 'kto': on answers that are "
+            "good or bad; the other losses compare a better with a worse answer to the same prompt "
+            "(docs/how-to/preferences.md describes each). A plugin's name is also possible."
         ),
     )
     settings: dict[str, Any] = Field(
-        {}, description="Keyword arguments for a plugin's loss."
+        {},
+        description="Keyword arguments for a plugin's loss, such as { gamma = 2.0 }.",
     )
     beta: PositiveFloat = Field(
         0.1,
         description=(
-            "Strength of a loss on answers. In 'dpo' and its like a larger value keeps the "
-            "model closer to the reference model; in 'orpo' it is the weight of the "
-            "comparison beside the cross entropy; in 'simpo' it scales the difference of the "
-            "two answers."
+            "Strength of a loss on answers. In 'dpo' and its like, a larger value keeps the model closer to the "
+            "reference model; in 'orpo' it is the weight of the comparison beside the cross-entropy; in 'simpo' it "
+            "is a factor of the difference between the two answers. 'cross-entropy' and 'reward' do not use it."
         ),
     )
     label_smoothing: float = Field(
@@ -42,32 +42,30 @@ class Loss(HostSection):
         ge=0,
         lt=0.5,
         description=(
-            "Share of the pairs in which the worse answer is assumed to be marked as the "
-            "better one by mistake. 'dpo', 'dpo-norm', 'robust', 'simpo' and 'reward' use it;"
-            " 0: none."
+            "Share of the pairs of answers in which the worse answer is assumed to be marked as the better one by "
+            "mistake. 'dpo', 'dpo-norm', 'robust', 'simpo' and 'reward' use it. 0: no pair."
         ),
     )
     margin: float = Field(
         0.0,
         description=(
-            "In 'simpo' and 'reward': by how much the chosen answer should score above the "
-            "rejected one."
+            "For kind = 'simpo' and 'reward': by how much the better answer should score above the worse one. A "
+            "margin that the data give for a pair is added."
         ),
     )
     reference: str | None = Field(
         None,
         description=(
-            "Reference model, which is not trained, for losses such as 'dpo' that compare the trained model's "
-            "probabilities with those of another model. If not set: the model in model.from."
+            "Reference model, which is not trained, for losses that compare the trained model's probabilities with "
+            "those of another model, such as 'dpo'. If not set: the model in model.from."
         ),
     )
 
     teachers: tuple[str, ...] = Field(
         (),
         description=(
-            "Trained models that the model learns to imitate (distillation): runs, checkpoints "
-            "or other names as in model.from, with the same tokenizer. Several are an ensemble. "
-            "Empty: none."
+            "Trained models that the model learns to imitate (distillation): runs, checkpoints or other names as in "
+            "model.from, with the same tokenizer. With several, their outputs are averaged. Empty: none."
         ),
     )
     teacher_share: float = Field(
@@ -75,13 +73,15 @@ class Loss(HostSection):
         gt=0,
         le=1,
         description=(
-            "With 'teachers': share of the loss that compares the model's probabilities with "
-            "those of the teachers; the rest is the cross entropy on the next token."
+            "For 'teachers': weight of the loss that compares the model's probabilities with those of the teachers. "
+            "The cross-entropy on the next token has the weight 1 - teacher_share."
         ),
     )
     teacher_average: Literal["probabilities", "logits"] = Field(
         "probabilities",
-        description="With several 'teachers': what is averaged over them, their 'probabilities' or their 'logits'.",
+        description=(
+            "For several 'teachers': which of their outputs are averaged, their probabilities or their logits."
+        ),
     )
 
     @field_validator("*")

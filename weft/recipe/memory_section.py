@@ -26,72 +26,77 @@ class Memory(Section):
     weights: Place = Field(
         "device",
         description=(
-            "Where the weights in full precision are kept and updated: on the device, in the "
-            "host's memory, or in a file. In the last two cases the host's CPU updates them."
+            "Where the weights in full precision are kept and updated: on the device ('device'), in the host's "
+            "memory ('host') or in a file ('file'). With 'host' and 'file' the host's CPU updates them."
         ),
     )
     gradients: Literal["", "device", "host", "file"] = Field(
         "",
         description=(
-            "Where gradients are kept until the update. If not set: where the weights are."
+            "Where gradients are kept from backward until the update: on the device, in the host's memory or in a "
+            "file. Empty: where 'weights' are."
         ),
     )
     moments: Literal["", "device", "host", "file"] = Field(
         "",
         description=(
-            "Where the optimizer's moments are kept. If not set: where the weights are."
+            "Where the optimizer's moments are kept: on the device, in the host's memory or in a file. Empty: where "
+            "'weights' are."
         ),
     )
     activations: Place = Field(
         "device",
         description=(
-            "Where activations of the first blocks are kept between forward and backward; "
-            "'blocks' says how many. Activations of all other blocks stay on the device."
+            "Where activations of the first blocks are kept between forward and backward: on the device, in the "
+            "host's memory or in a file. How many blocks these are is set by 'blocks'; activations of the other "
+            "blocks stay on the device."
         ),
     )
     blocks: int = Field(
         0,
         ge=0,
         description=(
-            "How many of the first blocks have their activations moved to the place that 'activations' "
-            "names; 0: as many as can be moved without waiting."
+            "For activations = 'host' or 'file': number of blocks, from the first one on, whose activations are "
+            "moved there. 0: as many as can be moved without making the computation wait."
         ),
     )
     folder: str = Field(
         ".",
-        description="Folder for files of offloaded tensors. They are deleted when the run ends.",
+        description=(
+            "Folder on a local disk for the files of tensors that are kept in files. They are deleted when the run "
+            "ends."
+        ),
     )
     buffer: int = Field(
         0,
         ge=0,
         description=(
-            "MiB of extra memory in which weights from files stay after forward, so that "
-            "backward need not read them again. 0: backward reads all again."
+            "For weights = 'file': MiB of extra memory in which weights stay after forward, so that backward need "
+            "not read them again. 0: backward reads all of them again."
         ),
     )
     experts: Literal["all", "chosen"] = Field(
         "all",
         description=(
-            "Which experts of a mixture each pass reads from files: 'all', or only those that the router "
-            "chooses for its tokens ('chosen'). Experts that will probably be chosen are read before the "
-            "router has run."
+            "Which experts of a mixture each pass reads from files: all ('all'), or only those that the router "
+            "chooses for its tokens ('chosen'). With 'chosen', reading begins before the router has run, with "
+            "experts that it will probably choose."
         ),
     )
     speculate: Literal["none", "even", "all"] = Field(
         "none",
         description=(
-            "Update parameters already during backward, before the gradient norm is known, "
-            "and undo the updates if gradients had to be clipped. 'none': wait for the norm; "
-            "'all': all parameters; 'even': only so many that reading and writing files is "
-            "spread evenly over a step (without files the same as 'all')."
+            "Whether parameters are updated during backward already, before the norm of all gradients is known, and "
+            "updates are undone if gradients turn out to need clipping. 'none': no; 'all': all parameters; 'even': "
+            "so many that reading and writing of files is spread evenly over a step (without files as 'all')."
         ),
     )
     alternate: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
         0.0,
         description=(
-            "Share of the weights in the host's memory that the device updates while the host"
-            " updates the others. 0: the host updates all. 'auto': the best share, measured "
-            "in the first steps."
+            "For weights and moments in the host's memory: share of the weights that the device updates while the "
+            "host updates the others. 0: the host updates all. 'auto': the fastest share, measured in the first "
+            "steps."
         ),
     )
 
@@ -99,17 +104,17 @@ class Memory(Section):
         1,
         ge=1,
         description=(
-            "Number of tiles (ranges of rows) into which the weight of each projection is cut. Tiles that "
-            "rest on the host or in a file are read, used and freed one by one, so that no whole weight is in "
-            "the device's memory. 1: weights are whole."
+            "Number of tiles (ranges of rows) into which the weights of projections are cut. Tiles kept on the host "
+            "or in a file are read, used and freed one by one, so that a whole weight never takes up memory of the "
+            "device. 1: weights are not cut."
         ),
     )
 
     embedding: Literal["whole", "rows"] = Field(
         "whole",
         description=(
-            "Which rows of the embedding table a pass reads from the host or a file: the 'whole' table, or "
-            "only the 'rows' of the batch's tokens. With 'rows', only these are updated and written back."
+            "Which rows of the embedding a pass reads from the host or a file, and writes back after an update: all "
+            "rows ('whole'), or only those of the tokens in its batch ('rows')."
         ),
     )
 

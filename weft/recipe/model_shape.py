@@ -20,78 +20,73 @@ class RopeScaling(Section):
     kind: Literal["llama3", "linear", "yarn"] = Field(
         "llama3",
         description=(
-            "Method of rescaling. 'linear' divides all frequencies by 'factor'; 'llama3' and "
-            "'yarn' divide only low frequencies, each with its own settings below."
+            "How frequencies are changed. 'linear': all are divided by 'factor'; 'llama3' and 'yarn': only low "
+            "frequencies are, which the settings marked 'llama3' or 'yarn' delimit."
         ),
     )
     factor: PositiveFloat = Field(
         1.0,
         description=(
-            "How many times longer texts can become: frequencies of the rotation are divided "
-            "by this number. 'linear' has no other setting."
+            "How many times longer texts may become: the number by which frequencies are divided. For kind = "
+            "'linear' it is the only setting."
         ),
     )
     low_freq_factor: PositiveFloat = Field(
         1.0,
         description=(
-            "llama3: divide a frequency fully by 'factor' if its wavelength is longer than "
-            "original_max_position / low_freq_factor tokens."
+            "For kind = 'llama3': frequencies with a wavelength above original_max_position / low_freq_factor "
+            "tokens are divided by 'factor'."
         ),
     )
     high_freq_factor: PositiveFloat = Field(
         4.0,
         description=(
-            "llama3: keep a frequency if its wavelength is shorter than original_max_position"
-            " / high_freq_factor tokens. Between the two limits it is partly divided."
+            "For kind = 'llama3': frequencies with a wavelength below original_max_position / high_freq_factor "
+            "tokens stay as they are. Between this limit and that of low_freq_factor the change grows gradually."
         ),
     )
     original_max_position: PositiveInt = Field(
         8192,
-        description=(
-            "Text length in tokens that the model was first trained on. 'linear' does not use"
-            " it."
-        ),
+        description="Longest text, in tokens, that the model was first trained on. kind = 'linear' does not use it.",
     )
     beta_fast: PositiveFloat = Field(
         32.0,
         description=(
-            "yarn: keep frequencies that make more turns than this within "
-            "original_max_position tokens."
+            "For kind = 'yarn': frequencies that make more turns than this within original_max_position tokens stay "
+            "as they are."
         ),
     )
     beta_slow: PositiveFloat = Field(
         1.0,
         description=(
-            "yarn: divide frequencies fully by 'factor' that make fewer turns than this "
-            "within original_max_position tokens. Between the two limits they are partly "
-            "divided."
+            "For kind = 'yarn': frequencies that make fewer turns than this within original_max_position tokens are "
+            "divided by 'factor'. Between this limit and beta_fast the change grows gradually."
         ),
     )
     attention_factor: float = Field(
         0.0,
         ge=0,
         description=(
-            "yarn: number by which rotated queries and keys are multiplied. 0: g(mscale) / "
-            "g(mscale_all_dim) if both are above 0, else g(1), where g(m) = 0.1 m ln(factor) "
-            "+ 1."
+            "For kind = 'yarn': number by which rotated queries and keys are multiplied. 0: it is computed as 0.1 "
+            "ln(factor) + 1, or from mscale and mscale_all_dim if both are above 0."
         ),
     )
     mscale: float = Field(
         0.0,
         ge=0,
         description=(
-            "yarn: m in the numerator of the formula that 'attention_factor' gives. It has an"
-            " effect only if mscale_all_dim is above 0 and attention_factor is 0."
+            "For kind = 'yarn' and attention_factor = 0: number m in the numerator of (0.1 m ln(factor) + 1) / (0.1 "
+            "n ln(factor) + 1), by which rotated queries and keys are multiplied; n is mscale_all_dim (DeepSeek). "
+            "0: the formula is not used."
         ),
     )
     mscale_all_dim: float = Field(
         0.0,
         ge=0,
         description=(
-            "yarn: second of two numbers from which attention_factor follows if it is 0. It is "
-            "then g(mscale) / g(mscale_all_dim), where g(m) = 0.1 m ln(factor) + 1. If "
-            "mscale_all_dim or mscale is 0, attention_factor is g(1) instead. With latent "
-            "attention all scores are also multiplied by g(mscale_all_dim) squared (DeepSeek)."
+            "For kind = 'yarn' and attention_factor = 0: number n in the denominator of the formula of mscale. With "
+            "latent attention, all scores are also multiplied by (0.1 n ln(factor) + 1) squared (DeepSeek). 0: "
+            "neither."
         ),
     )
 
@@ -121,29 +116,32 @@ class ModelShape(Section):
     )
     settings: dict[str, Any] = Field(
         {},
-        description="Keyword arguments for a plugin's model; settings of kind 'diffusion' (docs/how-to/images.md).",
+        description=(
+            "Keyword arguments for the model of a 'kind' other than the default, such as { width = 128, depth = 3 } "
+            "for 'mlp'. docs/how-to/images.md lists those of 'diffusion'."
+        ),
     )
     inputs: dict[str, tuple[PositiveInt, ...]] = Field(
         {},
         description=(
             "For a model that learns from simulations ([stream]): names and shapes of its input arrays, such as { "
-            "parameters = [3] }. If not set: the model reads tokens."
+            "parameters = [3] }. Empty: the model reads tokens."
         ),
     )
     outputs: dict[str, tuple[PositiveInt, ...]] = Field(
         {},
         description=(
-            "For a model that learns from simulations ([stream]): names and shapes of the arrays that it "
-            "predicts."
+            "For a model that learns from simulations ([stream]): names and shapes of the arrays that it predicts, "
+            "such as { field = [32, 32] }. Empty: the model writes tokens."
         ),
     )
     vocab: int = Field(
         0,
         ge=0,
         description=(
-            "Number of tokens in the vocabulary; 0: as many as the tokenizer, or the model in "
-            "'from', has. A larger number adds embedding rows to the model in 'from', each the "
-            "mean of its old rows."
+            "Number of tokens in the vocabulary. 0: as many as the tokenizer has, or the model in 'from'. With "
+            "'from', a larger number adds rows to its embedding, for tokens that it does not know yet; each new row "
+            "is the mean of the old ones."
         ),
     )
     layers: int = Field(
@@ -151,21 +149,21 @@ class ModelShape(Section):
     )
     embed: PositiveInt = Field(
         256,
-        description="Width of the model: elements of the vector that represents a token (d_model).",
+        description="Width of the model (d_model): number of elements of the vector that represents a token.",
     )
     heads: PositiveInt = Field(4, description="Number of attention heads.")
     kv_heads: PositiveInt | None = Field(
         None,
         description=(
-            "Number of heads for keys and values; fewer than 'heads' is grouped-query attention. If not set: as many "
-            "as 'heads'."
+            "Number of heads for keys and values. Fewer than 'heads' is grouped-query attention, with a smaller "
+            "cache in generation. If not set: as many as 'heads'."
         ),
     )
     head_dim: PositiveInt | None = Field(
         None,
         description=(
-            "Width of one attention head. If not set: embed / heads. With latent attention (kv_rank): width of the "
-            "part that is not rotated."
+            "Width of one attention head, in elements. If not set: embed / heads. With latent attention (kv_rank "
+            "above 0): width of the part of a head that rotary embedding does not rotate."
         ),
     )
     ffn: PositiveInt | None = Field(
@@ -178,9 +176,9 @@ class ModelShape(Section):
         0,
         ge=0,
         description=(
-            "Hidden width of a second, small feed-forward network in each layer (Duo-LLM). In training each "
-            "token randomly uses the big network, the small one or none in each layer; outside of training "
-            "every token uses the big ones. 0: no second network."
+            "Hidden width of a second, small feed-forward network in each layer (Duo-LLM). In training, each token "
+            "passes in each layer through the big network, the small one or none, at random. Outside training all "
+            "tokens pass through the big networks. 0: no second network."
         ),
     )
     dropout: float = Field(
@@ -188,75 +186,84 @@ class ModelShape(Section):
         ge=0,
         lt=1,
         description=(
-            "Share of the values that is set to zero at random in training, of embeddings and of what each "
-            "attention and each feed-forward adds to the residual stream."
+            "Dropout rate: share of the elements that is set to zero at random in training. It applies to "
+            "embeddings and to the outputs of attention and feed-forward networks. 0: no dropout."
         ),
     )
     qk_norm: bool = Field(
-        False, description="Normalise the queries and keys of each head."
+        False,
+        description=(
+            "Normalise the queries and keys of each head by an RMS norm, which keeps attention scores small (Qwen3, "
+            "Gemma 3)."
+        ),
     )
     qkv_bias: bool = Field(
         False, description="Add a bias to the projections for queries, keys and values."
     )
     tied: bool = Field(
         False,
-        description="Share one weight between the embedding and the output layer.",
+        description="Use one weight matrix for both the embedding and the output layer, to save parameters.",
     )
     norm_eps: PositiveFloat = Field(
         1e-5,
-        description="Small number added to the mean square in RMS norms, against division by zero.",
+        description="Small number that is added to the mean square in RMS norms, against division by zero.",
     )
     rope_theta: PositiveFloat = Field(
         10_000.0,
         description=(
-            "Base of the frequencies of rotary position embeddings. Models for longer texts use "
-            "larger ones."
+            "Base (theta) of the frequencies of rotary position embedding. Models for longer texts use larger "
+            "bases, such as 500000."
         ),
     )
     rope_scaling: RopeScaling | None = Field(
         None,
         description=(
-            "Rescaling of rotary position embeddings, for texts longer than the model was trained on. If not set: "
-            "none."
+            "Change of the frequencies of rotary position embedding, for texts longer than the model was first "
+            "trained on. If not set: no change."
         ),
     )
     init_std: PositiveFloat = Field(
-        0.02, description="Standard deviation of the random initial weights."
+        0.02,
+        description="Standard deviation of the normal distribution from which initial weights are drawn.",
     )
     mixer: Literal["softmax", "linear", "retention"] = Field(
         "softmax",
         description=(
-            "Attention of the layers: softmax, linear attention, or retention (linear attention "
-            "with decay)."
+            "Kind of attention in the layers. 'softmax': ordinary attention; 'linear': linear attention, whose time "
+            "grows in proportion to the text; 'retention': linear attention in which older tokens count less and "
+            "less (RetNet)."
         ),
     )
     softmax_every: int = Field(
         0,
         ge=0,
         description=(
-            "In a model whose mixer is linear or retention: every n-th layer has softmax "
-            "attention instead. 0: no layer."
+            "For mixer = 'linear' or 'retention': every n-th layer has softmax attention instead, where n is this "
+            "number. 0: no layer has."
         ),
     )
     window: int = Field(
         0,
         ge=0,
         description=(
-            "Sliding-window attention: number of latest tokens that each token attends to, "
-            "itself included; 0: all."
+            "Sliding-window attention: number of latest tokens that each token attends to, itself included. 0: each "
+            "token attends to all earlier tokens."
         ),
     )
     full_every: int = Field(
         0,
         ge=0,
         description=(
-            "In a model with a window: every n-th layer attends to all tokens. 0: all layers "
-            "have the window."
+            "For models with a 'window': every n-th layer attends to all earlier tokens, where n is this number. 0: "
+            "all layers have the window."
         ),
     )
     window_theta: PositiveFloat | None = Field(
         None,
-        description="rope_theta of the layers with a window. If not set: the same as in other layers.",
+        description=(
+            "Base of rotary frequencies in the layers that have a sliding window, in place of rope_theta (Gemma 3). "
+            "If not set: rope_theta."
+        ),
     )
     query_dim: PositiveFloat | None = Field(
         None,
@@ -266,80 +273,87 @@ class ModelShape(Section):
         ),
     )
     activation: Literal["silu", "gelu", "relu"] = Field(
-        "silu", description="Activation function in the feed-forward network."
+        "silu",
+        description="Activation function in feed-forward networks: SiLU, GELU or ReLU.",
     )
     scaled_embedding: bool = Field(
         False,
-        description="Multiply token embeddings by the square root of 'embed' (Gemma 3).",
+        description="Multiply token embeddings by the square root of 'embed' before the first layer (Gemma 3).",
     )
     norm_after: bool = Field(
         False,
         description=(
-            "Add a norm after attention and one after the feed-forward network, besides the "
-            "norms before them (Gemma 3)."
+            "Add a second norm to attention and to the feed-forward network, after each, besides the one before it "
+            "(Gemma 3)."
         ),
     )
     residual: Literal["standard", "ladder"] = Field(
         "standard",
         description=(
-            "Input of attention and feed-forward networks. 'standard': the sum of all earlier outputs; 'ladder': the "
-            "sum without the latest output, so that the ranks of layout.tp can exchange this output while they "
-            "compute (Ladder Residual)."
+            "What attention and feed-forward networks read from the residual stream. 'standard': the sum of all "
+            "earlier outputs; 'ladder': the sum without the output of the network just before, so that the ranks of "
+            "layout.tp can exchange this output while they compute (Ladder Residual)."
         ),
     )
     ladder_from: int = Field(
         0,
         ge=0,
         description=(
-            "With residual = 'ladder': index of the first layer with residual = 'ladder'; earlier layers "
-            "are 'standard'."
+            "For residual = 'ladder': index of the first layer, counted from 0, that reads the residual stream in "
+            "this way. Earlier layers are 'standard', as in a pretrained model."
         ),
     )
     rope_interleaved: bool = Field(
         False,
         description=(
-            "Which elements of a head rotary embedding rotates as a pair: neighbours (true), "
-            "or elements half a head apart (false). It must match the pretrained weights."
+            "Which elements of a head rotary embedding rotates as a pair: neighbours (true), or elements half a "
+            "head apart (false). Pretrained weights need the value that they were trained with."
         ),
     )
     kv_rank: int = Field(
         0,
         ge=0,
         description=(
-            "Latent attention (DeepSeek-V2): width of the compressed vector from which all keys "
-            "and values are computed; 0: ordinary attention. Generation caches only that "
-            "vector."
+            "Latent attention (DeepSeek-V2): number of elements of the compressed vector from which all keys and "
+            "values of a token are computed. Generation caches only this vector and a small rotated key. 0: "
+            "ordinary attention."
         ),
     )
     q_rank: int = Field(
         0,
         ge=0,
         description=(
-            "Latent attention: width of the compressed vector from which queries are computed; "
-            "0: queries are not compressed."
+            "For latent attention (kv_rank above 0): number of elements of the compressed vector from which the "
+            "queries of a token are computed. 0: queries are not compressed."
         ),
     )
     rope_dim: int = Field(
         0,
         ge=0,
         description=(
-            "Latent attention: width of the rotated part of each key. All heads share this part. 0: half of head_dim."
+            "For latent attention (kv_rank above 0): number of elements of each query and key that rotary embedding "
+            "rotates; they are added to the head_dim others, and all heads share this part of the key. 0: half of "
+            "head_dim."
         ),
     )
     value_dim: int = Field(
         0,
         ge=0,
-        description="Latent attention: width of each head's values; 0: head_dim.",
+        description=(
+            "For latent attention (kv_rank above 0): number of elements of each head's values. 0: as many as "
+            "head_dim."
+        ),
     )
     experts: PositiveInt | Literal[0] | tuple[int, ...] = Field(
         0,
         description=(
-            "Mixture of experts: number of experts in each layer; 0: dense layers without "
-            "experts. A list gives the number for each layer."
+            "Mixture of experts: number of experts in each layer, from which a router chooses for each token. A "
+            "list gives the number for each layer. 0: an ordinary feed-forward network."
         ),
     )
     experts_per_token: PositiveInt = Field(
-        2, description="Number of experts that process each token (top-k)."
+        2,
+        description="Number of experts that the router chooses for each token (top-k).",
     )
     shared_experts: int = Field(
         0,
@@ -349,113 +363,123 @@ class ModelShape(Section):
     shared_mix: Literal["add", "gate", "residual"] = Field(
         "add",
         description=(
-            "How the output of shared experts is combined with that of the chosen ones. "
-            "'add': added; 'gate': multiplied by a learned sigmoid of the token, then added "
-            "(Qwen2-MoE); 'residual': the two are mixed by weights that add up to 1, a "
-            "learned softmax of the token (PR-MoE)."
+            "How the output of shared experts is combined with that of the chosen experts. 'add': they are added; "
+            "'gate': that of shared experts is first multiplied by a learned sigmoid of the token (Qwen2-MoE); "
+            "'residual': a weighted mean of both, with weights from a learned softmax of the token (PR-MoE)."
         ),
     )
     expert_ffn: PositiveInt | None = Field(
-        None, description="Hidden width of one expert. If not set: the same as 'ffn'."
+        None,
+        description="Hidden width of the feed-forward network of one expert. If not set: the same as 'ffn'.",
     )
     first_dense: int = Field(
-        0, ge=0, description="Number of layers at the beginning that have no experts."
+        0,
+        ge=0,
+        description="Number of layers at the beginning that have an ordinary feed-forward network instead of experts.",
     )
     moe_every: PositiveInt = Field(
         1,
-        description="Put experts into every n-th layer only; the others are dense. 1: into all layers.",
+        description=(
+            "Put experts into every n-th layer only, where n is this number; the other layers have an ordinary "
+            "feed-forward network. 1: experts in all layers."
+        ),
     )
     router: Literal["post-softmax", "pre-softmax", "sigmoid"] = Field(
         "post-softmax",
         description=(
-            "How the weights of a token's experts are computed. 'post-softmax': softmax over "
-            "the chosen experts' logits (Mixtral); 'pre-softmax': softmax over all logits; "
-            "'sigmoid': sigmoid of each logit, and a learned bias takes part in the choice "
-            "(DeepSeek-V3)."
+            "How the router computes the weights of a token's chosen experts from its logits. 'post-softmax': "
+            "softmax over the logits of the chosen experts (Mixtral); 'pre-softmax': softmax over the logits of all "
+            "experts; 'sigmoid': sigmoid of each logit, where the choice also depends on a bias per expert that "
+            "keeps loads equal (DeepSeek-V3)."
         ),
     )
     router_norm: bool = Field(
         False,
-        description="Rescale each token's expert weights so that they add up to 1.",
+        description=(
+            "Divide the routing weights of a token's chosen experts by their sum, so that they add up to 1. "
+            "'post-softmax' weights always do."
+        ),
     )
     router_scale: PositiveFloat = Field(
         1.0,
-        description="Factor on the router's weights, by which outputs of a token's experts are multiplied.",
+        description=(
+            "Number by which all routing weights are multiplied. The output of an expert is multiplied by its "
+            "routing weight."
+        ),
     )
     router_groups: PositiveInt = Field(
         1,
         description=(
-            "Number of groups that experts are divided into. A token first picks its "
-            "router_top_groups best groups, then experts from these. 1: one group with all "
-            "experts."
+            "Number of equal groups into which experts are divided. The router first chooses the router_top_groups "
+            "best groups for a token, and then experts from these alone. 1: it chooses from all experts."
         ),
     )
     router_top_groups: PositiveInt = Field(
         1,
-        description=(
-            "Number of groups from which each token can pick experts (see router_groups)."
-        ),
+        description="Number of groups from which the router chooses a token's experts, if router_groups is above 1.",
     )
     router_early: bool = Field(
         False,
         description=(
-            "Feed the router with the input of the layer's attention instead of its output "
-            "(SmallThinker)."
+            "Feed the router with the normalised input of the layer's attention instead of the feed-forward's, so "
+            "that experts are known earlier (SmallThinker)."
         ),
     )
     capacity: float = Field(
         0.0,
         ge=0,
         description=(
-            "Largest number of tokens of one document that an expert processes in training, as a multiple of its "
-            "number if all experts got equally many. Further tokens skip this expert. 0: no limit."
+            "Limit on the tokens of one document that an expert processes in training, as a multiple of the number "
+            "that each expert would get if all got equally many. Tokens beyond it skip this expert. 0: no limit."
         ),
     )
     bias_rate: float = Field(
         1e-3,
         ge=0,
         description=(
-            "By how much a step raises or lowers the bias with which a 'sigmoid' router keeps"
-            " experts equally loaded."
+            "For router = 'sigmoid': number that each step adds to the bias of experts with fewer tokens than the "
+            "mean, and subtracts from that of experts with more. 0: biases do not change."
         ),
     )
     balance: Literal["sequence", "step", "huggingface"] = Field(
         "sequence",
         description=(
-            "Over which tokens balance_loss counts the load of experts: those of one document"
-            " ('sequence'), of the whole previous step ('step'), or of one document in all "
-            "layers together, as transformers does ('huggingface')."
+            "Tokens over which balance_loss compares the loads of experts. 'sequence': those of one document, in "
+            "each layer by itself; 'step': those of the whole previous step; 'huggingface': those of one document "
+            "in all layers together, as in the transformers library."
         ),
     )
     balance_loss: float = Field(
         0.0,
         ge=0,
-        description="Weight of the extra loss that keeps experts equally loaded; 0: none.",
+        description=(
+            "Weight of an extra loss that makes the router give all experts equally many tokens. 0: no such loss."
+        ),
     )
     z_loss: float = Field(
         0.0,
         ge=0,
-        description="Weight of the extra loss that keeps router logits small; 0: none.",
+        description="Weight of an extra loss that keeps the router's logits small (z-loss of ST-MoE). 0: no such loss.",
     )
     output: Literal["tokens", "score"] = Field(
         "tokens",
         description=(
-            "What the model computes: logits of the next token, or one score for a reward "
-            "model. loss.kind = 'reward' sets it."
+            "What the model computes: 'tokens', the logits of the next token, or 'score', one number for a text, as "
+            "a reward model does. loss.kind = 'reward' sets 'score' by itself."
         ),
     )
     value_head: bool = Field(
         False,
         description=(
-            "Give the model a second output beside the logits: a critic's prediction of the "
-            "rewards that follow a token. rl.method = 'ppo' sets it."
+            "Give the model a second output beside the logits: a critic, which predicts the sum of the rewards that "
+            "follow a token. rl.method = 'ppo' sets this by itself."
         ),
     )
     adapter: Adapter | None = Field(
         None,
         description=(
-            "Adapter that the model in 'from' was saved with; Weft sets it. A new adapter "
-            "belongs in the section [adapter]."
+            "Adapter that the pretrained model in 'from' contains already. Weft reads it from that model; do not "
+            "set it. For a new adapter use the section [adapter]."
         ),
     )
 

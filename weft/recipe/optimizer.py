@@ -14,21 +14,19 @@ class ParameterGroup(Section):
 
     match: str = Field(
         description=(
-            "Names of parameters, as a pattern with * (any text) and ? (any character)."
+            "Names of the parameters in this group, as a pattern in which * stands for any text and ? for any "
+            "character, such as 'blocks.*.attention.*'."
         )
     )
     lr: float = Field(
         1.0,
         ge=0,
-        description=(
-            "Number by which the learning rate is multiplied for these parameters; 0: they "
-            "stay as they are."
-        ),
+        description="Number by which the learning rate is multiplied for these parameters. 0: they are not updated.",
     )
     weight_decay: float | None = Field(
         None,
         ge=0,
-        description="Weight decay for these parameters. If not set: that of [optimizer].",
+        description="Weight decay of these parameters, vectors included. If not set: as without the group.",
     )
 
 
@@ -50,38 +48,37 @@ class Optimizer(HostSection):
     estimate: Literal["backward", "zeroth-order"] = Field(
         "backward",
         description=(
-            "How gradients are computed: by a backward pass, or estimated from two forward "
-            "passes without one ('zeroth-order', MeZO), which needs little memory."
+            "How gradients are computed. 'backward': by a backward pass; 'zeroth-order': estimated from the losses "
+            "of two forward passes with slightly changed weights (MeZO), which needs little memory."
         ),
     )
     epsilon: PositiveFloat = Field(
         1e-3,
         description=(
-            "zeroth-order: size e of the random change of the weights. One forward pass adds "
-            "e times a random direction to the weights, the other subtracts it."
+            "For estimate = 'zeroth-order': how far the weights are moved along a random direction. One forward "
+            "pass is computed at this distance forwards, the other at the same distance backwards."
         ),
     )
     pairs: bool = Field(
         False,
         description=(
-            "zeroth-order: let two ranks of dp share the same sequences, each with one of the"
-            " two forward passes."
+            "For estimate = 'zeroth-order': whether two ranks of dp compute the same sequences, each with one of "
+            "the two forward passes. If false, each rank runs both passes on sequences of its own."
         ),
     )
     kind: str = Field(
         "adamw",
         description=(
-            "Update rule. 'adamw', 'adafactor' (no first moment, compressed second), 'lion' "
-            "(sign of an average of gradients) and 'sgd' (no momentum) update all parameters."
-            " 'muon' (momentum made orthogonal), 'galore' and 'natural-galore' (Adam on "
-            "projected gradients) update the matrices of blocks, and AdamW all other "
-            "parameters."
+            "Update rule. 'adamw'; 'adafactor' (no first moment, compressed second moment), 'lion' (sign of an "
+            "average of gradients) and 'sgd' (no momentum) update all parameters by this rule; 'muon' (momentum "
+            "made orthogonal), 'galore' and 'natural-galore' (Adam on projected gradients) update the matrices "
+            "within blocks, and AdamW the other parameters."
         ),
     )
     state: str = Field(
         "float32",
         description=(
-            "Number format of AdamW's two moments. Fewer bits take less memory."
+            "Number format in which AdamW's two moments are kept. Fewer bits take less memory and are less exact."
         ),
     )
     ema: float = Field(
@@ -89,73 +86,86 @@ class Optimizer(HostSection):
         ge=0,
         lt=1,
         description=(
-            "Keep a moving average of the weights, with this decay (such as 0.999); 0: keep "
-            "none."
+            "Decay of a moving average of the weights, such as 0.999: the share of the old average that each step "
+            "keeps. The average is kept beside the weights (see use_ema). 0: no average."
         ),
     )
     use_ema: bool = Field(
         False,
         description=(
-            "Validate, sample and export the averaged weights of 'ema' instead of the latest "
+            "Whether validation, generation and exports use the averaged weights of 'ema' instead of the latest "
             "ones."
         ),
     )
     in_backward: bool = Field(
         False,
         description=(
-            "Update each block during backward and free its gradients at once, to save memory "
-            "(LOMO). It needs clip = 0."
+            "Update each block during backward and free its gradients at once, to save memory (LOMO). It needs clip "
+            "= 0, since the norm of all gradients is not known yet."
         ),
     )
     groups: tuple[ParameterGroup, ...] = Field(
-        (), description="Settings for some of the parameters, chosen by name."
+        (),
+        description=(
+            "Learning rates and weight decays for some of the parameters, chosen by name. If several groups match a "
+            "parameter, the last one counts."
+        ),
     )
-    lr: PositiveFloat = Field(3e-4, description="Learning rate after warm-up.")
+    lr: PositiveFloat = Field(
+        3e-4,
+        description="Largest learning rate, which is reached at the end of the warm-up.",
+    )
     betas: tuple[float, float] = Field(
-        (0.9, 0.95), description=("Decay rates of AdamW's first and second moment.")
+        (0.9, 0.95),
+        description=(
+            "Decay rates of the two moving averages of Adam, AdamW, GaLore and Lion: the share of the old average "
+            "that each step keeps. Of Adam's these are the first and the second moment."
+        ),
     )
     eps: PositiveFloat = Field(
         1e-8,
-        description="Small number added to the denominator of AdamW, against division by zero.",
+        description=(
+            "Small number added to the denominator of AdamW's and GaLore's updates, against division by zero."
+        ),
     )
     weight_decay: float = Field(
         0.1,
         ge=0,
         description=(
-            "Decoupled weight decay: each step subtracts this number times the learning rate "
-            "times the weight from every weight. 0: none."
+            "Decoupled weight decay of matrices: each step subtracts this number times the learning rate times the "
+            "weight. Vectors, such as norms and biases, do not decay, unless optimizer.groups says so. 0: no decay."
         ),
     )
     clip: float = Field(
         1.0,
         ge=0,
         description=(
-            "Largest norm of all gradients together, as one vector; larger gradients are "
-            "scaled down to it. 0: no clipping."
+            "Largest norm of all gradients together, taken as one vector. Larger gradients are scaled down to this "
+            "norm. 0: no clipping."
         ),
     )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         "cosine",
         description=(
-            "How the learning rate falls after warm-up: along a cosine ('cosine'), in a "
-            "straight line ('linear'), only in the last steps, whose number 'decay' gives "
-            "('wsd'), or not at all ('constant')."
+            "How the learning rate falls after the warm-up. 'cosine': along half a cosine until the end of the run; "
+            "'linear': in a straight line until the end; 'wsd': only in the last steps, whose number is 'decay'; "
+            "'constant': not at all."
         ),
     )
     warmup: int | float | None = Field(
         None,
         ge=0,
         description=(
-            "Number of steps in which the learning rate rises from 0 to 'lr'; a number between 0 and 1 is a share of "
-            "the run, and 0 means none. If not set: a tenth of the run, at most 100 steps."
+            "Number of steps in which the learning rate rises from 0 to 'lr' in a straight line. A number between 0 "
+            "and 1 is a share of the run. 0: no warm-up. If not set: a tenth of the run, at most 100 steps."
         ),
     )
     decay: int = Field(
         0,
         ge=0,
         description=(
-            "Schedule 'wsd': number of steps at the end of the run in which the learning rate"
-            " falls; 0: a fifth of the run."
+            "For schedule = 'wsd': number of steps at the end of the run in which the learning rate falls. 0: a "
+            "fifth of the run."
         ),
     )
     min_lr: float = Field(
@@ -163,15 +173,15 @@ class Optimizer(HostSection):
         ge=0,
         le=1,
         description=(
-            "Learning rate at the end of the run, as a share of 'lr'. Schedule 'constant' "
-            "does not use it."
+            "Learning rate at the end of the run, as a share of 'lr': 0.1 is a tenth. Schedule 'constant' does not "
+            "use it."
         ),
     )
     post_validation: bool = Field(
         False,
         description=(
-            "With a pipeline: update without waiting for the gradient norm, check it a step "
-            "later, and undo and repeat the update if it had to be clipped."
+            "For pipelines: update parameters without waiting for the norm of all gradients. The norm is checked a "
+            "step later, and an update that should have been clipped is undone and repeated."
         ),
     )
 

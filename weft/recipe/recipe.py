@@ -52,9 +52,12 @@ class Use(Section):
     In a recipe a plain text stands for a name without settings.
     """
 
-    name: str = Field(description=("Name under which the plugin is registered."))
+    name: str = Field(
+        description="Name under which the plugin's Python code registers it."
+    )
     settings: dict[str, Any] = Field(
-        {}, description=("Keyword arguments for the plugin.")
+        {},
+        description="Keyword arguments with which the plugin is created, such as { rate = 0.1 }.",
     )
 
     @model_validator(mode="before")
@@ -66,7 +69,9 @@ class Use(Section):
 class Recipe(Section):
     """All settings of one run, in sections; :func:`weft.recipe.read.load_recipe` reads them from a TOML file."""
 
-    name: str = Field("run", description="Name of the run. Its folder is runs/NAME.")
+    name: str = Field(
+        "run", description="Name of the run, and of its folder: runs/NAME."
+    )
     plugins: tuple[str, ...] = Field(
         (),
         description=(
@@ -78,8 +83,9 @@ class Recipe(Section):
     callbacks: tuple[Use, ...] = Field(
         (),
         description=(
-            "Plugins to call before, during and after the run: a name, or a table { name = "
-            "..., settings = {...} }. A callback that fails ends the run."
+            "Plugins of your own that are called before, during and after the run, for example to report its "
+            "progress. Each is a name, or a table { name = ..., settings = {...} }. If a callback fails, the run "
+            "ends with an error."
         ),
     )
     phases: tuple[Use, ...] = Field(

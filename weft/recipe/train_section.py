@@ -19,73 +19,76 @@ class Train(Section):
         100,
         ge=0,
         description=(
-            "Number of optimizer steps, unless data.epochs ends the run earlier. 0: only data.epochs ends it. If not "
-            "set: 0 if data.epochs is set, else 100."
+            "Number of optimizer steps in the run, unless data.epochs ends it earlier. 0: only data.epochs ends it. "
+            "If not set: 0 with data.epochs, else 100."
         ),
     )
     batch: int = Field(
         8,
         gt=0,
         le=10_000_000,
-        description="Sequences in one step, over all ranks together (global batch size).",
+        description="Number of sequences in one optimizer step, over all ranks together (global batch size).",
     )
     micro_batch: int | None = Field(
         None,
         gt=0,
         le=10_000_000,
         description=(
-            "Sequences that a rank processes at once. Gradients are accumulated until its share of the batch is "
-            "done; smaller numbers take less memory. If not set: the whole share, or with a pipeline so few that a "
-            "rank has about 2 x layout.pp microbatches."
+            "Number of sequences that a rank processes in one pass; gradients accumulate until its share of 'batch' "
+            "is done. Smaller numbers take less memory. If not set: the whole share at once, or in a pipeline so "
+            "few that each rank has about 2 x layout.pp passes."
         ),
     )
     dtype: Dtype = Field(
         "float32",
         description=(
-            "Number format of the computation. With bfloat16 the weights are still kept in "
-            "float32."
+            "Number format of the computation. With 'bfloat16', weights are still kept and updated in float32."
         ),
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description=(
-            "What backward computes again instead of keeping activations from forward, to "
-            "save memory (activation checkpointing): nothing ('none'), all except attention "
-            "and exchanges between ranks ('selective'), or everything ('full')."
+            "Which activations backward computes again instead of keeping them from forward, to save memory "
+            "(activation checkpointing). 'none': it keeps all; 'selective': it keeps those of attention and of "
+            "exchanges between ranks; 'full': it keeps only the inputs of blocks."
         ),
     )
     compile: bool = Field(
-        False, description="Compile the model's blocks with torch.compile."
+        False,
+        description="Compile the blocks of the model with torch.compile, which makes long runs faster.",
     )
     freeze: tuple[str, ...] = Field(
         (),
         description=(
-            "Parameters that are not trained, as patterns of their names such as 'embedding.*'. Empty: no "
-            "parameter is frozen by this setting."
+            "Parameters that are not trained, as patterns of their names, such as 'embedding.*'. Empty: all are "
+            "trained, except those that an adapter freezes."
         ),
     )
     loss_chunk: PositiveInt = Field(
         1024,
         description=(
-            "Number of tokens whose logits are in memory at once. Smaller chunks take less "
-            "memory."
+            "Number of tokens whose logits are in memory at the same time. Smaller numbers take less memory."
         ),
     )
     seed: int = Field(
         0,
-        description="Seed of the initial weights and of other random choices in training.",
+        description=(
+            "Seed of the initial weights and of other random numbers in training, such as those of dropout. "
+            "data.seed is for the order of the data."
+        ),
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device to compute on; 'auto': the GPU if there is one."
+        "auto",
+        description="Device to compute on. 'auto': the GPU if there is one, else the CPU.",
     )
     threads: int = Field(
         0,
         ge=0,
-        description="CPU threads of each rank; 0: the cores divided by the ranks of this machine.",
+        description="Number of CPU threads of each rank. 0: the cores of a machine divided by its number of ranks.",
     )
     timeout: PositiveInt = Field(
         600,
-        description="Seconds that a rank waits for the others before the run ends with an error.",
+        description="Seconds that a rank waits for other ranks before the run ends with an error.",
     )
 
     @model_validator(mode="before")

@@ -16,7 +16,11 @@ class Validation(Section):
     (docs/how-to/training.md).
     """
 
-    every: int = Field(50, ge=0, description="Steps between validations; 0: never.")
+    every: int = Field(
+        50,
+        ge=0,
+        description="Number of steps between two validations. 0: no validation.",
+    )
     batches: int = Field(
         4,
         ge=0,

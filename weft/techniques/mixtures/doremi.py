@@ -20,20 +20,27 @@ class DoremiSettings(Section):
     mix_reference: str = Field(
         "",
         description=(
-            "Reference model with the same tokenizer: a checkpoint, a folder or an id of the Hugging Face hub. The "
-            "excess loss of a source is the trained model's loss on it minus the reference model's."
+            "Reference model with the same tokenizer, with whose losses those of the trained model are compared: a "
+            "run, a checkpoint, a folder or an id of the Hugging Face hub. It must be set."
         ),
     )
     mix_rate: float = Field(
         1.0,
         ge=0,
-        description="Step size of the sources' weights: a step multiplies a weight by exp(mix_rate * excess loss).",
+        description=(
+            "How fast the weights of the sources change. Each step multiplies a source's weight by exp(mix_rate * "
+            "excess), where the excess is its mean loss above the reference model's (at least 0), and rescales all "
+            "weights to add up to 1."
+        ),
     )
     mix_floor: float = Field(
         1e-4,
         ge=0,
         lt=1,
-        description="Part of the weights that is divided equally among all sources.",
+        description=(
+            "Part of the total weight that is divided equally among all sources after each step, so that no source "
+            "loses all its weight."
+        ),
     )
 
 

@@ -18,30 +18,35 @@ class OnlineSettings(Section):
     """Settings of a mixture of data sources whose shares follow measured losses."""
 
     mix_every: PositiveInt = Field(
-        50, description="Steps between two measurements of the sources' losses."
+        50,
+        description="Number of steps between two measurements of the sources' losses, which change their shares.",
     )
     mix_rows: PositiveInt = Field(
         16,
-        description="Number of held-out rows of each source on which its loss is measured.",
+        description="Number of held-out sequences of each source on which its loss is measured.",
     )
     mix_rate: PositiveFloat = Field(
         1.0,
         description=(
-            "How strongly the sources' shares follow their losses: each measurement multiplies a share by "
-            "exp(mix_rate * excess loss)."
+            "How fast the shares of the sources change. Each measurement multiplies a source's share by "
+            "exp(mix_rate * excess), where the excess is its loss above its target (see mix_targets; at least 0), "
+            "and rescales all shares to add up to 1."
         ),
     )
     mix_floor: float = Field(
         0.01,
         gt=0,
         lt=1,
-        description="Share of the samples that is divided equally among all sources, whatever their losses.",
+        description=(
+            "Part of the samples that is divided equally among all sources, whatever their losses, so that no "
+            "source disappears."
+        ),
     )
     mix_targets: dict[str, float] = Field(
         {},
         description=(
-            "Loss that each source should reach, by name, such as that of a reference model. A source's excess is its "
-            "loss above its target; one that is not named has the target 0."
+            "Target of each source by its name: the loss that it should reach, such as that of a reference model. A "
+            "source whose loss is above its target comes more often. A source that is not named has the target 0."
         ),
     )
 

@@ -19,19 +19,23 @@ class TemperatureSettings(Section):
     mix_temperature: PositiveFloat = Field(
         5.0,
         description=(
-            "Temperature T: a source of n tokens gets a share proportional to weight * n^(1/T). 1: by size; "
-            "the higher T, the closer the shares are to the weights alone."
+            "Temperature T: the share of a source with n tokens is proportional to weight * n^(1/T). With T = 1 a "
+            "source comes in proportion to its size; the larger T, the more often small sources come."
         ),
     )
     mix_final_temperature: PositiveFloat | None = Field(
         None,
-        description="Temperature of the mixture at the end of mix_cooldown. If not set: it stays mix_temperature.",
+        description=(
+            "Temperature at the end of mix_cooldown, towards which mix_temperature changes in a straight line. If "
+            "not set: the temperature stays mix_temperature."
+        ),
     )
     mix_cooldown: tuple[int | float, int | float] = Field(
         (0.0, 1.0),
         description=(
-            "Beginning and end of the cool-down, during which the temperature falls in a straight line: whole numbers "
-            "are steps, other numbers are shares of the run, such as [0.5, 1.0]."
+            "Beginning and end of the cool-down, in which the temperature changes from mix_temperature to "
+            "mix_final_temperature. A whole number is a step, any other number a share of the run, such as [0.5, "
+            "1.0] for its second half."
         ),
     )
 

@@ -33,7 +33,8 @@ class MuonSettings(Section):
         ge=0,
         lt=1,
         description=(
-            "Share of the old momentum, an average of past gradients, that each step keeps."
+            "Decay of the momentum, a moving average of past gradients: the share of the old average that each step "
+            "keeps."
         ),
     )
 

@@ -20,8 +20,8 @@ class NaturalGaLoreSettings(GaLoreSettings):
     history: PositiveInt = Field(
         4,
         description=(
-            "Number of latest gradients from which the Fisher matrix is estimated, by whose "
-            "inverse gradients are multiplied."
+            "Number of latest projected gradients from which a Fisher matrix is estimated. Gradients are multiplied "
+            "by its inverse. Each takes as much memory as a moment."
         ),
     )
 

@@ -22,10 +22,10 @@ class KTOSettings(Section):
     """Recipe settings of KTO: the weights of good and of bad answers."""
 
     desirable: PositiveFloat = Field(
-        1.0, description="Weight of good answers in the loss."
+        1.0, description="Weight in the loss of answers that are marked as good."
     )
     undesirable: PositiveFloat = Field(
-        1.0, description="Weight of bad answers in the loss."
+        1.0, description="Weight in the loss of answers that are marked as bad."
     )
 
 

@@ -78,7 +78,10 @@ class BlockSettings(Section):
 
     block: PositiveInt = Field(
         256,
-        description="Number of neighbouring values that share one scale. Smaller blocks are more exact.",
+        description=(
+            "Number of neighbouring elements of a moment that share one scale. Smaller blocks are more exact and "
+            "take slightly more memory."
+        ),
     )
 
 

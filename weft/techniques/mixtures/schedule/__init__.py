@@ -37,15 +37,16 @@ class ScheduleSettings(Section):
     mix_schedule: tuple[MixPoint, ...] = Field(
         (),
         description=(
-            "Weights of the sources over the run, such as [{ at = 0, weights = [9, 1] }, { at = 0.8, weights = [1, "
-            "1] }]. 'at' is the moment of an entry: a whole number is a step, another number a share of the run."
+            "Weights of the sources at moments of the run, such as [{ at = 0, weights = [9, 1] }, { at = 0.8, "
+            "weights = [1, 1] }]. 'at' is a step if it is a whole number, otherwise a share of the run; 'weights' "
+            "has a number for each source, in their order."
         ),
     )
     mix_between: Literal["linear", "stepped"] = Field(
         "linear",
         description=(
-            "Weights between two entries of mix_schedule: they change in a straight line ('linear'), or "
-            "stay until the next entry ('stepped')."
+            "Weights between two moments of mix_schedule. 'linear': they change in a straight line; 'stepped': they "
+            "stay the same until the next moment."
         ),
     )
 

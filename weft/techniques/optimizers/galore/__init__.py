@@ -37,23 +37,20 @@ class GaLoreSettings(Section):
     rank: PositiveInt = Field(
         128,
         description=(
-            "Number of directions onto which the gradient of each matrix is projected. Fewer "
-            "take less memory."
+            "Number of directions onto which the gradient of each matrix is projected. Fewer directions take less "
+            "memory."
         ),
     )
     refresh: PositiveInt = Field(
         200,
         description=(
-            "Number of steps after which the directions onto which gradients are projected are computed anew. Each "
-            "matrix has 'rank' directions."
+            "Number of steps after which the directions are computed anew from the latest gradient. Gradients are "
+            "projected onto them."
         ),
     )
     scale: PositiveFloat = Field(
         0.25,
-        description=(
-            "Number by which the updates of projected matrices are multiplied, besides the "
-            "learning rate."
-        ),
+        description="Number by which the updates of projected matrices are multiplied, besides the learning rate.",
     )
 
 
