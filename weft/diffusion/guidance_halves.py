@@ -15,7 +15,7 @@ T = torch.Tensor
 
 
 class GuidanceHalf(Protocol):
-    """Interface of one half of classifier-free guidance, when two groups of ranks divide it.
+    """Interface of this rank's half of classifier-free guidance, when two groups of ranks divide the guidance.
 
     One group computes predictions with conditions, the other without.
 

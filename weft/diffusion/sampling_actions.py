@@ -37,7 +37,9 @@ class TokenPiece(NamedTuple):
 
 
 def piece_of(value: Value) -> TokenPiece | None:
-    """Return the part of a block that ``value`` holds; None if it holds something else, such as hidden states."""
+    """Return which tokens of a block ``value`` (name of a tensor of a sampling table) holds; None if it is something
+    else, such as hidden states.
+    """
     kind, _, rest = value.name.partition(" ")
     if kind not in ("kv", "z", "v"):
         return None
@@ -70,15 +72,21 @@ class SamplingActions:
         self.table = self._table()
 
     def number(self, step: int, block: int) -> int:
-        """Return the microbatch number that stands for ``block`` in ``step``."""
+        """Return the microbatch number by which actions name the pair of a denoising ``step`` and a ``block`` of
+        tokens.
+        """
         return step * self.count + block
 
     def row_of(self, action: Action) -> DenoisingRow:
-        """Return the row of the sampling table that ``action``, of kind ``K``, ``A``, ``E`` or ``U``, belongs to."""
+        """Return the row of the sampling table to which ``action`` belongs.
+
+        ``action``: an action of the kind :data:`K` (queries, keys and values), :data:`A` (attention and the rest of a
+        layer), :data:`E` (embedding) or :data:`U` (update of latents).
+        """
         return self.rows[action.microbatch, action.stage]
 
     def row_writing(self, hidden: Value) -> DenoisingRow:
-        """Return the row of the sampling table that computes ``hidden``, the input of a layer."""
+        """Return the row of the sampling table whose computation results in ``hidden``, the input of a layer."""
         return self.rows[hidden.microbatch, max(hidden.stage - 1, 0)]
 
     def joined(self, row: DenoisingRow) -> list[KeyBlock]:

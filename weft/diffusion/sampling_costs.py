@@ -70,7 +70,9 @@ class SamplingDevice:
 
 
 def denoised_tokens(runnable: RunnableTable, row: DenoisingRow) -> int:
-    """Return the number of tokens that a row computes, including joined tokens of other blocks."""
+    """Return the number of tokens that one rank computes in ``row``, an entry of the sampling table; tokens of other
+    blocks that are computed along count too.
+    """
     blocks = runnable.source.blocks
     joined = runnable.actions.joined(row)
     return sum(blocks[block] for block in row.queries) + sum(
@@ -79,7 +81,7 @@ def denoised_tokens(runnable: RunnableTable, row: DenoisingRow) -> int:
 
 
 def seen_tokens(runnable: RunnableTable, row: DenoisingRow) -> float:
-    """Return the mean number of keys to which a token of a row attends."""
+    """Return the mean number of keys to which a token attends in ``row``, an entry of the sampling table."""
     source = runnable.source
     if source.window is None:
         return float(sum(key.end - key.first for key in row.keys))

@@ -114,7 +114,9 @@ class SampleSource(NamedTuple):
 def value_specs(
     runnable: RunnableTable, denoiser: TokenDenoiser, source: SampleSource
 ) -> Callable[[Value], Specs]:
-    """Return a function that gives the shape and dtype of every value that is sent."""
+    """Return a function that gives shape and dtype of every value (a tensor that ranks send each other), for the
+    receiver.
+    """
     actions, blocks = runnable.actions, runnable.source.blocks
     rows = source.batch * denoiser.copies
 

@@ -353,8 +353,8 @@ class Layout(Section):
 
     @property
     def weaves(self) -> bool:
-        """Whether the tokens of one pass are cut in parts, of which one computes while another travels
-        (``layout.overlap``).
+        """Whether the tokens of one pass are cut in parts, so that one part computes while the sums of another part
+        travel (``layout.overlap``).
         """
         return bool(self.overlap) and not self.takes_turns
 

@@ -15,7 +15,7 @@ keepers: list[Callable[[Sequence[int], str], dist.ProcessGroup]] = []
 
 
 def limit() -> timedelta | None:
-    """Return the longest time that ranks wait for each other in the default process group.
+    """Return the longest time that a rank waits for others in a collective of the default process group.
 
     Returns None for a simulated group, which moves nothing (backend ``fake``).
     """

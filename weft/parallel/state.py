@@ -143,7 +143,9 @@ class Unit:
         """Forget the whole parameters, so that their next use gathers them again; ``drop``: free their memory too."""
 
     def reduce(self) -> None:
-        """Sum the gradients so far over the ranks with other data; keep the rows of the sum that this rank holds."""
+        """Sum the gradients so far over the ranks that compute different data; keep the rows of the sum that this rank
+        holds.
+        """
 
     def begin_pass(self, last: bool) -> None:
         """Prepare for a forward and backward pass; ``last``: whether it is the last pass of the step."""

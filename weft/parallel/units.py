@@ -211,7 +211,9 @@ class TableUnit(Unit):
             self.gather()
 
     def show(self, point: int) -> None:
-        """Switch the whole parameters to the point with index ``point`` of the last :meth:`gather_at`."""
+        """Give the whole parameters the values of one point of the last :meth:`gather_at`. ``point``: index of the
+        point.
+        """
         for full, values in zip(self.full, self.at[point] if self.at else ()):  # noqa: B905
             full.data = values
 

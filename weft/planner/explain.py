@@ -276,8 +276,8 @@ def exchanges(searched: SearchResult, final: Final) -> dict[str, Any]:
 
 
 def exchange_words(sent: dict[str, Any]) -> str:
-    """Return words for the user about the expert exchanges of a layout. ``sent``: result of :func:`exchanges` for
-    it.
+    """Return words for the user about how tokens travel to experts on other ranks under a layout. ``sent``: result of
+    :func:`exchanges` for this layout.
     """
     ways = ", ".join(
         f"{size / 2**20:,.3g} by {way}" for way, size in sent["sent"].items()

@@ -120,7 +120,7 @@ def islands_of(
 
 
 def words() -> list[str]:
-    """Return the names of the compressors of island exchanges that plans consider, as recipes write them."""
+    """Return the names of all compressors, as recipes write them, that plans try for the exchange between islands."""
     techniques: list[Any] = [
         technique.implementation for technique in declared("compressor")
     ]

@@ -219,7 +219,7 @@ class Rejected:
 
 
 def at(columns: Any, i: int) -> Any:
-    """Return entry ``i`` of every array of the dataclass ``columns``, as an instance with numbers as fields."""
+    """Return a copy of the dataclass ``columns`` with entry ``i`` of every array in place of the array."""
     return replace(columns, **{f.name: float(np.ravel(v)[i if np.size(v) > 1 else 0])
                                for f in fields(columns) for v in [getattr(columns, f.name)]})  # fmt: skip
 

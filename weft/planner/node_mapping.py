@@ -198,7 +198,9 @@ class MappedFinal:
 
     @cached_property
     def line(self) -> str:
-        """Line for the user with the order of nodes, and the seconds of communication in it and in the usual order."""
+        """Line for the user with the best order of nodes, and the seconds of communication in this order and in the
+        usual one.
+        """
         how = "of all orders" if self.mapping.exact else "by annealing"
         if not self.mapping.saved:
             return "nodes   in their own order: no other is faster"

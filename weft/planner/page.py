@@ -177,7 +177,9 @@ def remarks(final: Final, first: Final) -> str:
 
 
 def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
-    """Return ``others`` as rows of the table of alternatives, fastest first. Equal layouts share a row."""
+    """Return ``others`` as rows of the page's table of alternatives, fastest first. Alternatives with equal layouts
+    share a row.
+    """
     rows: dict[Any, list[Alternative]] = {}
     for other in others:
         rows.setdefault(

@@ -120,7 +120,10 @@ class Memory(Section):
 
     @property
     def by_table(self) -> bool:
-        """Whether weights are gathered and freed by the actions of a schedule's table, with or without a pipeline."""
+        """Whether the actions of a schedule gather and free the weights even without a pipeline.
+
+        This is so if weights rest in files, or if they are brought to the device in parts (tiles or rows).
+        """
         parts = self.tiles > 1 or self.embedding == "rows"
         return self.weights == "file" or parts
 

@@ -187,7 +187,9 @@ class Optimizer(HostSection):
 
     @property
     def update_rule(self) -> Any:
-        """Class of the update rule: that of ``kind`` or, if moments are not in float32, that of ``state``."""
+        """Class of the update rule that ``kind`` names. If moments are not kept in float32, it is the rule that
+        ``state`` names.
+        """
         if self.state == "float32":
             return find("optimizer", self.kind).implementation
         return find("moments", self.state).implementation

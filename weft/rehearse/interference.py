@@ -25,7 +25,9 @@ RIDGE, COVERED, LEAST = 1.0, 0.8, 24
 
 
 def small_step() -> Callable[[], None]:
-    """Return a function that runs forward, backward and update of a small network, a few tens of milliseconds."""
+    """Return a function that takes a training step of a small network, as a probe of the machine's present speed. A
+    step takes a few tens of milliseconds on a quiet machine.
+    """
     import torch
 
     layers = [torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512)]

@@ -243,5 +243,8 @@ def reference(layout: str, size: str, alone: bool = True) -> Rehearsal:
 
 
 def usual_step() -> float:
-    """Return the median processor seconds of a small model's step in this process at present."""
+    """Return the median processor seconds of a small model's step in this process at present.
+
+    It is one of the measurements of a probe, by which rehearsed times are scaled later.
+    """
     return statistics.median(reference("dp=1", "large").seconds for _ in range(3))

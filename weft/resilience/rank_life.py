@@ -420,7 +420,7 @@ class RankParty:
         hang_up.hang_up(whole, DRAIN_S)
 
     def end_stuck(self) -> None:
-        """End this process, because its main thread waits in a collective that nothing ends.
+        """End this process, because its main thread waits in a collective that will never end.
 
         Called in another thread.
         """

@@ -14,7 +14,7 @@ TAIL = 1 << 16
 
 
 def what_is_saved(folder: Path) -> str:
-    """Return a line for the user that names the run's newest checkpoint, and the later steps that are not saved.
+    """Return a line for the user that names the run's newest checkpoint and any later steps, which are not saved.
 
     ``folder``: the run's folder.
     """

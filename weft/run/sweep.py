@@ -144,7 +144,7 @@ def split_values(text: str) -> list[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise :class:`UsageError` if ``folder`` holds anything but a sweep or an earlier part of one."""
+    """Raise :class:`UsageError` unless ``folder`` is missing, empty, or the folder of a sweep, which then continues."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is not a folder; choose another")
     if folder.is_dir() and not (folder / FILE).is_file() and any(folder.iterdir()):

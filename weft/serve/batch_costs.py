@@ -115,7 +115,7 @@ class BatchCosts:
 
     @property
     def mover(self) -> float:
-        """Seconds in which the mover reads all experts that a pass needs into memory."""
+        """Seconds that the mover, the thread that reads experts into memory, needs for all experts of a pass."""
         return sum(layer.moved for layer in self.layers)
 
     def work(self, step: Sequence[float]) -> PassWork:

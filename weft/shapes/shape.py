@@ -141,7 +141,9 @@ class Shape:
 
     @property
     def active_parameters(self) -> Num:
-        """Number of the parameters that a token uses: all parameters except those of experts that it does not pass."""
+        """Number of the parameters with which a token is computed: all parameters except those of the experts to which
+        it is not routed.
+        """
         unused = self.expert_weights - self.chosen_weights
         return self.parameters - self.layers * unused
 

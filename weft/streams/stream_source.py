@@ -84,8 +84,8 @@ class StreamSource:
 
     @property
     def ended(self) -> bool:
-        """Whether no further sample comes: all simulators that were started, have joined or are expected have sent all,
-        or are refused.
+        """Whether no further sample comes, because every simulator that was started, has joined or is expected has sent
+        all of its samples or is refused.
         """
         states = self.store.producers
         own = [states.get(name) for name in self.names]

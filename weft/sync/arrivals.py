@@ -258,7 +258,9 @@ class Gathering:
     news: threading.Condition = field(default_factory=threading.Condition)
 
     def run(self, channel: Channel) -> None:
-        """Wait for all ranks to connect over ``channel``, then serve their steps until all ranks have left."""
+        """Wait until all ranks have connected over ``channel``; then collect and decode their results until all have
+        left.
+        """
         with self.news:
             everybody = self.news.wait_for(
                 lambda: len(self.outboxes) == self.code.ranks, self.limit

@@ -73,16 +73,18 @@ class Code(ABC):
     @property
     @abstractmethod
     def parts(self) -> int:
-        """Number of parts into which the samples of a job are divided."""
+        """Number of parts into which the samples of a job (one gradient that is to be computed) are divided."""
 
     @property
     @abstractmethod
     def delay(self) -> int:
-        """Number of rounds that a gradient may take beyond the round in which its job begins."""
+        """Largest number of rounds after the round in which a job begins until the gradient of the job is decoded."""
 
     @abstractmethod
     def parts_of(self, rank: int) -> tuple[int, ...]:
-        """Return the numbers of all parts of a job that ``rank`` may have to compute."""
+        """Return the numbers of all parts of a job (one gradient that is to be computed) that ``rank`` may have to
+        compute.
+        """
 
     @abstractmethod
     def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
@@ -223,7 +225,9 @@ def code_of(words: Resilience, ranks: int) -> Code | None:
 
 
 class SequentialSettings(Section):
-    """Settings of sequential gradient codes, which may decode a job in later rounds (Krishnan et al. 2023)."""
+    """Settings of sequential gradient codes (Krishnan et al. 2023). With these a gradient may be decoded only in a
+    later round than the one in which its computation began.
+    """
 
     burst: PositiveInt = Field(
         1,

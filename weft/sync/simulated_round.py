@@ -55,7 +55,10 @@ class Round(NamedTuple):
         }
 
     def mean(self, values: Mapping[int, T]) -> T:
-        """Return the mean of ``values``, one tensor by island, over the first island and those it exchanges with."""
+        """Return the mean of ``values``, one tensor by island, over the islands with which the first island exchanges.
+
+        The first island itself is one of them.
+        """
         return torch.stack([values[i] for i in sorted(self.near(min(self.ones)))]).mean(
             0
         )

@@ -126,13 +126,17 @@ class Apart(PhaseFiller):
         return [result._replace(stop=False) for result in results]
 
     def is_due(self, f: int) -> bool:
-        """Return whether an exchange of fragment ``f`` begins, or its result is applied, after this step."""
+        """Return whether an exchange of fragment ``f`` (a subset of the parameters) begins after this step, or the
+        result of an exchange is applied.
+        """
         return begins(self.steps, f, self.how) or begins(
             self.steps - self.how.delay, f, self.how
         )
 
     def number(self, f: int) -> int:
-        """Return the index, over the whole run, of the exchange of fragment ``f`` that begins after this step."""
+        """Return the index of the exchange of fragment ``f`` (a subset of the parameters) that begins after this step,
+        counted over the whole run.
+        """
         return self.steps // self.how.every * self.how.fragments + f
 
     @torch.no_grad()

@@ -32,14 +32,18 @@ class ReadyUnits:
                 )
 
     def expect(self) -> None:
-        """Begin to watch. The next gradient that autograd accumulates for a parameter counts as its last one."""
+        """Begin to watch the gradients of all units. The next gradient that autograd accumulates for a parameter counts
+        as the parameter's last one.
+        """
         self.missing = {
             unit: len(parameters) for unit, parameters in self.names.items()
         }
         self.watching = True
 
     def end(self) -> list[Unit]:
-        """Stop watching. Returns the units that are not complete because some parameter took no part in the loss."""
+        """Stop watching. Returns the units that are not complete because some of their parameters took no part in the
+        loss.
+        """
         self.watching = False
         return [unit for unit, missing in self.missing.items() if missing]
 

@@ -45,8 +45,8 @@ class StepLoader(Protocol):
 
     @property
     def over(self) -> str:
-        """Reason why there are no further samples, after :meth:`make_ready` returned False for that; else an empty
-        text.
+        """Reason why no samples are left, once :meth:`make_ready` has returned False for that reason; before that, an
+        empty text.
         """
 
     def is_ready(self, position: int) -> bool:

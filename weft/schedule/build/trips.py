@@ -115,7 +115,9 @@ class Trips:
         return self.claims[key]
 
     def alone(self, m: int, where: Sequence[int]) -> bool:
-        """Return whether microbatch ``m`` fits in memory if no other runs; ``where``: its rank at each position."""
+        """Return whether microbatch ``m`` fits in memory if no other runs; ``where``: the rank of every stage on its
+        path.
+        """
         needs, _ = self.claim(m, where, 0)
         return self._fits(needs, self.limits)
 
