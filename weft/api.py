@@ -30,10 +30,10 @@ def start(
 
     If the layout has several ranks, they are started as processes of this machine. Under torchrun or Slurm, where every
     rank calls this function, the existing ranks are joined instead. A recipe without a layout gets the planner's.
-    ``out``: the run folder (default ``runs/NAME``); ``resume``: the run or checkpoint to continue; "auto": the run in
-    ``out`` or, without ``out``, the newest run of the recipe's name; without a checkpoint there, a new run. Raises
-    :class:`WeftError` if the run fails. After Ctrl-C or SIGTERM the run is saved, and the result has the signal as
-    ``interrupted``.
+    ``out``: the run folder (default ``runs/NAME``); ``resume``: the run or checkpoint to continue. With "auto" it is
+    the run in ``out`` or, without ``out``, the newest run of the recipe's name. If that has no checkpoint, a new run
+    begins. Raises :class:`WeftError` if the run fails. After Ctrl-C or SIGTERM the run is saved, and the result has the
+    signal as ``interrupted``.
     """
     with requests.watching():
         return _start(recipe, None if out is None else Path(out), resume)
@@ -197,7 +197,7 @@ class Finished:
 
 
 def is_exported(recipe: Recipe, outcome: Outcome) -> bool:
-    """Return whether :func:`finish_run` exports a checkpoint of the run."""
+    """Return whether :func:`finish_run` exports a model: the recipe asks for it, and the run was not interrupted."""
     whole = outcome.checkpoint is not None and not outcome.interrupted
     return whole and bool(recipe.checkpoint.export)
 

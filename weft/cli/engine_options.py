@@ -159,7 +159,7 @@ KeysIn = Annotated[
 
 
 class OnOff(StrEnum):
-    """Values of an option that is on or off."""
+    """Values of a command-line option that is switched on or off: "on" and "off"."""
 
     on = "on"
     off = "off"

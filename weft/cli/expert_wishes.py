@@ -95,8 +95,8 @@ def check_expert_names(
     """Check the names of experts and the number ``top`` of experts to compute.
 
     ``names``: all experts. ``only``, ``lost``: names that the options ``--only`` and ``--lost`` give. Raises
-    :class:`UsageError` for a name that occurs twice or that no expert has, for a name that both options give, if all
-    experts are lost, and for a ``top`` that is too large.
+    :class:`UsageError` for a name that occurs twice, that no expert has, or that both options give. It is also raised
+    if all experts are lost, or if ``top`` is too large.
     """
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(

@@ -42,7 +42,7 @@ class Asymptote:
     noise: float
 
     def loss(self, size: float) -> float:
-        """Return the loss that the law predicts at ``size``."""
+        """Return the loss that the law predicts for a model of ``size`` (see :func:`fit_asymptote`)."""
         return float(self.scale * size**-self.exponent + self.floor)
 
 

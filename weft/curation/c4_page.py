@@ -16,9 +16,9 @@ def kept_lines(
 ) -> list[str]:
     """Return the lines of ``text`` that C4 keeps, without white space at both ends and without citations such as "[3]".
 
-    Lines are dropped if they have no punctuation mark at the end, end with an ellipsis, have few words or a very long
-    one, or are about JavaScript, cookies or terms of use. Lines for which C4 drops the whole page (:func:`is_filler`,
-    :func:`is_program`) are kept, so that a later filter can drop the page.
+    A line is dropped if it has no punctuation mark at the end or ends with an ellipsis. It is also dropped if it has
+    few words or a very long one, or is about JavaScript, cookies or terms of use. Lines for which C4 drops the whole
+    page (:func:`is_filler`, :func:`is_program`) are kept, so that a later filter can drop the page.
 
     ``least_words``: fewest words of a line. ``longest_word``: most characters of a word. ``ended``: whether lines must
     end with a punctuation mark.

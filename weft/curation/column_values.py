@@ -129,5 +129,7 @@ def joined_vectors(parts: Sequence[np.ndarray], setting: str) -> np.ndarray:
 
 
 def with_vector(vectors: np.ndarray) -> np.ndarray:
-    """Return which documents have a vector, bool ``[documents]``."""
+    """Return which documents have a vector, bool ``[documents]``. ``vectors``: ``[documents, width]``, NaN for a
+    document without one.
+    """
     return np.isfinite(vectors).all(axis=1) & (vectors.shape[1] > 0)

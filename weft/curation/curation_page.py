@@ -25,9 +25,9 @@ SHOWN_REASONS, SHOWN_PLOTS = 8, 6
 class FunnelRow(NamedTuple):
     """A row of the page's funnel, which shows how many documents each step leaves.
 
-    ``name``: name of the step. ``left``: number of documents after it, as text. ``dropped``: change of this number by
-    the step, as text. ``share``, ``lost``: documents that are left and dropped, in percent of the largest number at any
-    step.
+    ``name``: name of the step. ``left``: number of documents after the step, as text. ``dropped``: change of this
+    number by the step, as text. ``share``, ``lost``: documents that are left and dropped, in percent of the largest
+    number at any step.
     """
 
     name: str

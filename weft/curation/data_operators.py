@@ -23,8 +23,8 @@ class Mapper(Protocol):
     """Interface of an operator that makes new documents from documents: it may change, split, add or leave out
     documents.
 
-    The result must be a pure function of the documents and of the operator's settings, document by document, so that it
-    does not depend on shards and workers.
+    The result for a document must be a pure function of this document and of the operator's settings. It then does not
+    depend on shards and workers.
 
     A mapper that may fail to make some documents without failing as a whole has a method ``missing``. It returns a
     :class:`MissingDocument` for each document that it failed to make since the last call. The run counts them, and

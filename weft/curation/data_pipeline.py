@@ -15,7 +15,7 @@ from weft.section import Section
 
 
 class DataStep(HostSection):
-    """A step ``[[steps]]`` of a pipeline: an operator with its settings."""
+    """A table ``[[steps]]`` of a data pipeline: the name of an operator, with the settings of this operator."""
 
     hosts: ClassVar = {"operator": "operator"}
 
@@ -31,7 +31,7 @@ class DataStep(HostSection):
     )
 
     def build(self) -> Operator:
-        """Build the operator that this step names, with the step's settings."""
+        """Build the operator that this step names, such as a filter, with the step's settings."""
         operator: Operator = find("operator", self.operator).implementation(self)
         return operator
 
@@ -64,8 +64,8 @@ class DataPipeline(Section):
         0,
         ge=0,
         description=(
-            "Number of shards (parts of the data that are processed on their own); 0: by the size of the "
-            "sources, 1 to 64 MB each."
+            "Number of shards (parts of the data that are processed on their own). 0: it follows from "
+            "the size of the sources, at 1 to 64 MB for a shard."
         ),
     )
     sources: Sequence[Source] = Field(
@@ -73,7 +73,9 @@ class DataPipeline(Section):
         description="Data sources to read, written as [[data.sources]] of a recipe are.",
     )
     steps: Sequence[Annotated[SerializeAsAny[DataStep], with_techniques(DataStep)]] = (
-        Field((), description="Operators, applied in this order.")
+        Field(
+            (), description="Operators that all documents pass through, in this order."
+        )
     )
     output: PipelineOutput = Field(
         PipelineOutput(),

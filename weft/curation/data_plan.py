@@ -23,7 +23,7 @@ NO_WEAR = 0.5 * HALF_LIVES[1]
 
 
 class Interval(NamedTuple):
-    """A number with the ends of its 90 % interval."""
+    """An estimated number with the ends of its 90 % interval."""
 
     value: float
     low: float
@@ -53,7 +53,9 @@ class PlannedPools:
 
 @dataclass(frozen=True)
 class MeasuredUtility:
-    """Utility of a pool with its uncertainty; fields as in :class:`weft.curation.repetition_law.PoolUtility`."""
+    """Utility of a pool of data for training, with its uncertainty. ``pool``: name of the pool. The other fields have
+    the meanings of the fields of :class:`weft.curation.repetition_law.PoolUtility`.
+    """
 
     pool: str
     size: float

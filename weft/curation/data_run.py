@@ -74,7 +74,7 @@ class DataResult:
 
     @property
     def documents(self) -> int:
-        """Number of documents that are left."""
+        """Number of documents that are left at the end, over all sources."""
         return sum(source.documents for source in self.sources)
 
 

@@ -21,14 +21,16 @@ from weft.errors import UsageError
 
 
 def to_documents(batch: Sequence[Document]) -> Documents:
-    """Convert documents of datatrove to Weft's. Their metadata become columns."""
+    """Convert documents of the library datatrove to Weft's documents. Their metadata become columns."""
     names = dict.fromkeys(name for doc in batch for name in doc.metadata)
     columns = {name: [doc.metadata.get(name) for doc in batch] for name in names}
     return Documents([doc.id for doc in batch], [doc.text for doc in batch], columns)
 
 
 def from_documents(documents: Documents) -> list[Document]:
-    """Convert documents to datatrove's. Columns become metadata; values that are None are left out."""
+    """Convert Weft's documents to documents of the library datatrove. Columns become metadata; values that are None are
+    left out.
+    """
     return [
         Document(
             text=text,

@@ -77,7 +77,7 @@ def arrow_column(name: str, values: Sequence[Any]) -> Any:
 
 
 def json_text(value: Any) -> str | None:
-    """Return a value as JSON text; None stays None."""
+    """Return ``value`` as JSON text, for a column that no Arrow type fits; None stays None."""
     return (
         None
         if value is None

@@ -16,16 +16,18 @@ _SHOWN = 12
 
 
 class SelectionSettings(Section):
-    """Settings of how many documents a selector keeps."""
+    """Settings that say how many documents a selector keeps: a share of all documents, or a number."""
 
     share: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Share of the documents that is kept, from 0 to 1.",
+        description="Share of the documents that is kept, from 0 to 1. Set either this or 'number'.",
     )
     number: int | None = Field(
-        None, ge=0, description="Number of documents that are kept, instead of 'share'."
+        None,
+        ge=0,
+        description="Number of documents that are kept. Set either this or 'share'.",
     )
 
     @model_validator(mode="after")

@@ -26,7 +26,7 @@ class Documents:
         return len(self.ids)
 
     def select(self, indices: Sequence[int]) -> Documents:
-        """Return the documents at ``indices``, in this order."""
+        """Return a new shard with the documents at the ``indices`` of this one, in the order of ``indices``."""
         return Documents(
             [self.ids[i] for i in indices],
             [self.texts[i] for i in indices],

@@ -20,8 +20,10 @@ class SurvivorSettings(Section):
 
     keep: Literal["longest", "first", "best"] = Field(
         "longest",
-        description="Document of a group that is kept: the longest, the first by id, or the one with the highest "
-        "value of the column 'score'. Equals are decided by id.",
+        description=(
+            "Which document of a group of duplicates is kept: the longest, the first by id, or the "
+            "one with the highest value of the column 'score'. Equals are decided by id."
+        ),
     )
     score: str = Field(
         "",
@@ -150,7 +152,9 @@ def split_decisions(
 
 
 def flat_ids(ids: Sequence[Sequence[str]]) -> list[str]:
-    """Return the ids of all shards as one list."""
+    """Return the ids of all shards as one list, in the order of the shards. ``ids``: ids of the documents of every
+    shard.
+    """
     return [name for shard in ids for name in shard]
 
 

@@ -78,7 +78,7 @@ class EngineGenerator:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """The tokenizer of the model, opened without the model's weights."""
         return read_generator(self.model, self.weights).tokenizer
 
     def digest(self) -> str:

@@ -17,9 +17,9 @@ def el2n_scores(
 ) -> np.ndarray:
     """Return the EL2N score of each example, float64 ``[examples]``: hard examples have high scores.
 
-    The score is the length of the error vector ``||softmax - onehot||_2`` early in training, after ``steps`` steps, as
-    the mean over ``runs`` networks (Paul et al. 2021, 2107.07075). ``features``: float32 ``[examples, width]``.
-    ``labels``: int64 ``[examples]``. ``seed``: seed of the networks.
+    The score is the length of the error vector, ``||softmax - onehot||_2``, early in training (Paul et al. 2021,
+    2107.07075). It is measured after ``steps`` steps, and averaged over ``runs`` networks. ``features``: float32
+    ``[examples, width]``. ``labels``: int64 ``[examples]``. ``seed``: seed of the networks.
     """
     classes = int(labels.max()) + 1
     networks = SmallNetworks(features.shape[1], classes, runs, seed)

@@ -18,9 +18,9 @@ from weft.recipe import Source
 class ExampleText(NamedTuple):
     """An example to train or judge a classifier with: a text with its name and its group.
 
-    For a file of text, ``name`` is its path below the folder that was read, and ``group`` the first folder of this
-    path, or else the file's name without its ending. For a record, ``name`` is its file and line, and ``group`` the
-    value of a column, or else the name.
+    ``name``: of a file of text its path below the folder that was read; of a record its file and line. ``group``:
+    examples of one group are held out together. It is the first folder of the path or, without one, the file's name
+    without its ending. Of a record it is the value of a column or, without one, the name.
     """
 
     name: str

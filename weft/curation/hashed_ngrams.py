@@ -19,7 +19,9 @@ _MIXERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class NgramSettings(Section):
-    """Settings for turning a text into a vector of hashed n-grams."""
+    """Settings of turning a text into a vector: lengths of the n-grams of words and characters, and number of hashed
+    features.
+    """
 
     words: int = Field(
         2, ge=0, le=5, description="Number of words of the longest n-gram of words."

@@ -22,8 +22,8 @@ OFFSETS = "_offsets"
 
 
 class FailedDocument(NamedTuple):
-    """A document on which an operator has raised an error. ``place``: index of the document among those it was called
-    with.
+    """A document on which an operator has raised an error. ``place``: index of the document among the documents with
+    which the operator was called.
     """
 
     place: int

@@ -19,8 +19,9 @@ class ParagraphTable(NamedTuple):
     """Paragraphs of a list of documents, one document after the other.
 
     Attributes:
-        ``rows``: three numbers for each paragraph, uint64 ``[paragraphs, 3]``: a hash of its words, the index of its
-            first character in its document, and the index behind it and the white space that follows.
+        ``rows``: three numbers for each paragraph, uint64 ``[paragraphs, 3]``. The first is a hash of its words, the
+            second the index of its first character in its document. The third is the index behind the paragraph and the
+            white space that follows it.
         ``offsets``: index in ``rows`` of each document's first paragraph, and the end, int64 ``[documents + 1]``.
     """
 

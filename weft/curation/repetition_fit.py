@@ -43,7 +43,7 @@ class PoolRun:
 
     @property
     def size(self) -> float:
-        """Number of samples in the pool of this run."""
+        """Number of different samples in the pool of this run: the samples trained on, divided by the epochs."""
         return self.samples / self.epochs
 
 
@@ -149,9 +149,10 @@ def fit_repetition_law(
 def check_runs(runs: Sequence[PoolRun], unit: float | None = None) -> None:
     """Raise an error if ``runs`` are not enough to fit the law, or have losses that it cannot describe.
 
-    The law needs runs of at least two pools, and for each pool three runs of different lengths, one of them with more
-    than one epoch; in all, as many runs as the law has parameters. Its loss falls with every epoch. ``unit``: as in
-    :func:`fit_repetition_law`. Raises :class:`UsageError` for too few runs, and :class:`WeftError` for unfit losses.
+    The law needs runs of at least two pools. For each pool it needs three runs of different lengths, one of them with
+    more than one epoch. In all it needs as many runs as it has parameters. Its loss falls with every epoch. ``unit``:
+    as in :func:`fit_repetition_law`. Raises :class:`UsageError` for too few runs, and :class:`WeftError` for unfit
+    losses.
     """
     names = sorted({run.pool for run in runs})
     for run in runs:

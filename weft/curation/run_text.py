@@ -33,7 +33,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 class ResultTable(NamedTuple):
-    """Table to print with :func:`weft.cli.console.print_table`: its columns and rows."""
+    """Columns and rows of a table, as arguments of :func:`weft.cli.console.print_table`."""
 
     columns: list[str]
     rows: list[list[str]]

@@ -42,7 +42,7 @@ class ServedGenerator:
 
     @cached_property
     def model(self) -> str:
-        """Name of the model that is asked."""
+        """Name of the model that the server is asked for: the given name, or the first model that the server lists."""
         return self.named or self.client.first_model()
 
     def digest(self) -> str:

@@ -47,7 +47,7 @@ class SettingsSearch:
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
+        """Return the result as values that JSON can hold: best runs, asymptote and notes."""
         return asdict(self)
 
 

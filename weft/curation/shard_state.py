@@ -49,7 +49,7 @@ class ShardState:
 
     @property
     def digest(self) -> str:
-        """Digest of the documents with their columns."""
+        """Digest of the shard's documents with their columns; equal digests mean equal documents."""
         return words_digest(self.texts, self.rows)
 
 
@@ -75,7 +75,7 @@ class ShardDocuments:
     context: str
 
     def select(self, indices: Sequence[int]) -> ShardDocuments:
-        """Return a copy with the documents at ``indices`` only."""
+        """Return a shard with only the documents at ``indices``, in this order. Their keys and rows go with them."""
         return replace(
             self,
             documents=self.documents.select(indices),

@@ -60,7 +60,7 @@ class TaskSetting:
 
     @cached_property
     def steps(self) -> list[RunningStep]:
-        """The steps, with their operators."""
+        """The steps of the pipeline in order, each with its operator built. They are built once in each process."""
         running = []
         for number, step in enumerate(self.pipeline.seeded_steps()):
             operator = build_operator(number, step)

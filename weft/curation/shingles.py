@@ -120,7 +120,7 @@ def text_blocks(texts: Sequence[str]) -> Iterator[slice]:
 
 
 def hash_words(texts: Sequence[str]) -> HashedRuns:
-    """Return the hash of every word of each text."""
+    """Return the hash of every word of each text, uint64, text after text."""
     clean = [simplified(text) for text in texts]
     lengths = np.fromiter(map(len, clean), np.int64, len(clean))
     joined = b"\0".join([b"", *clean, b"\0" * 8])

@@ -83,7 +83,7 @@ def _whole(chunk: str) -> bool:
 
 
 def is_symbol(word: str) -> bool:
-    """Return whether ``word`` has punctuation and symbols only."""
+    """Return whether ``word`` consists of punctuation marks and symbols only, without a letter or digit."""
     return not word.isalnum() and all(map(_is_mark, word))
 
 

@@ -69,7 +69,7 @@ class StepCounts:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> StepCounts:
-        """Build counts from the JSON values that :meth:`as_json` returned."""
+        """Build counts from ``values``, the JSON values that :meth:`as_json` returned."""
         samples = {
             reason: [DroppedSample(**sample) for sample in drawn]
             for reason, drawn in values["samples"].items()
@@ -163,7 +163,9 @@ def _with_few_reasons(counts: StepCounts) -> StepCounts:
 
 
 def add_counts(parts: Sequence[StepCounts]) -> StepCounts:
-    """Add up the counts of a step over shards."""
+    """Add up the counts of a step over shards. ``parts``: the counts of each shard. Only a few of the dropped and
+    failed documents are kept as examples.
+    """
     total = StepCounts()
     for part in parts:
         total.entered += part.entered

@@ -138,7 +138,7 @@ class _Pool:
 
 
 def task_name(task: Words) -> str:
-    """Return the name of a task in error lines."""
+    """Return the name of a task in error lines, such as "shard 3 (filter)"."""
     kind: str = task["kind"]
     return f"shard {task['shard']} ({kind})" if "shard" in task else f"the task {kind!r}"  # fmt: skip
 

@@ -67,7 +67,7 @@ class TextStore:
             )
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; the store cannot be used any more."""
         self._database.close()
 
     @contextmanager

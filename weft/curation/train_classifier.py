@@ -45,7 +45,7 @@ class ClassifierReport:
     accuracy: float
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as values that JSON can hold."""
+        """Return the report as values that JSON can hold, by the names of the attributes."""
         return asdict(self)
 
     def lines(self) -> list[str]:
@@ -66,7 +66,7 @@ class ClassifierReport:
 
 @dataclass(frozen=True)
 class TrainedClassifier:
-    """A classifier, with the report of its training."""
+    """A ``classifier``, and the ``report`` of its training and evaluation."""
 
     classifier: NgramClassifier
     report: ClassifierReport

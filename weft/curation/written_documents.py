@@ -39,7 +39,7 @@ class WrittenFile(NamedTuple):
 
 
 def column_types(documents: Documents) -> dict[str, ColumnType]:
-    """Return the type of each column that has values."""
+    """Return the type of each column of ``documents`` that has values, by the column's name."""
     types = {}
     for name, values in documents.columns.items():
         first = next((i for i, value in enumerate(values) if value is not None), None)

@@ -82,7 +82,7 @@ class Pairs:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the pairs of all ``parts``."""
+        """Concatenate the pairs of all ``parts``, in their order."""
         columns = zip(*(vars(part).values() for part in parts), strict=True)
         return cls(*map(np.concatenate, columns))
 
@@ -150,7 +150,7 @@ class Batch:
 
     @property
     def real_tokens(self) -> int:
-        """Number of tokens with a label."""
+        """Number of tokens of this rank that have a label, so that the loss counts them."""
         return int((self.labels != IGNORE).sum())
 
     @property
@@ -170,7 +170,7 @@ class Batch:
 
     @property
     def document_tokens(self) -> int:
-        """Number of tokens that are not padding."""
+        """Number of tokens of this rank that are not padding, with or without a label."""
         return (
             self.tokens.numel()
             if self.documents is None

@@ -196,7 +196,7 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
 
 
 def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return how many of ``batch`` samples each rank gets, so that the last rank is done as early as possible.
+    """Return how many of ``batch`` samples each rank gets, so that the rank that ends last ends as early as possible.
 
     ``speeds``: samples that each rank computes in a unit of time, in any unit that the ranks share.
     """
@@ -445,7 +445,7 @@ class Loader:
 
     @property
     def of_pairs(self) -> bool:
-        """Whether the samples are pairs of answers."""
+        """Whether the samples are pairs of answers, which a loss of pairs compares."""
         return isinstance(self.order, Order) and self.order.streams[0].pairs is not None
 
     @property

@@ -36,7 +36,7 @@ class MixPlan(Protocol):
 
     @property
     def block(self) -> int:
-        """Number of successive samples that form a block."""
+        """Number of successive samples that form a block, within which every source has its share."""
 
     def drawn(self, blocks: int) -> list[int]:
         """Return how many samples each source has in the first ``blocks`` blocks together, in the sources' order."""

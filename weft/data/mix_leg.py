@@ -49,8 +49,9 @@ class MixLeg:
         ``start``: number of the leg's first sample.
         ``given``: number of samples of each source before ``start``.
         ``plan``: how many samples of each source every block of the leg has.
-        ``weighed``: mixture whose shares multiply the loss weights of labels; None: all samples weigh the same.
-        ``sizes``: share of each source in all tokens, by which these factors are divided.
+        ``weighed``: mixture whose shares multiply the loss weights of labels instead of deciding which samples are
+            drawn; None: all samples weigh the same.
+        ``sizes``: share of each source in all tokens, by which the shares of ``weighed`` are divided.
     """
 
     start: int

@@ -132,7 +132,7 @@ class RowList:
 
     @property
     def total(self) -> int:
-        """Number of rows."""
+        """Number of rows in the list, each of which is one sample."""
         return len(self.rows)
 
     def row(self, sample: int) -> Row:

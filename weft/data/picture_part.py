@@ -31,7 +31,7 @@ class PictureClusters(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of images of each cluster."""
+        """Number of images of each cluster, in the order of the clusters' numbers."""
         return tuple(np.bincount(self.labels, minlength=self.clusters).tolist())
 
 

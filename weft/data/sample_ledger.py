@@ -182,7 +182,7 @@ class SampleLedger:
 
     @property
     def free(self) -> int:
-        """Number of slots that no group takes."""
+        """Number of slots that no group takes, and thus of groups that :meth:`admit` can accept now."""
         return self.slots - len(self._groups)
 
     def admit(self, samples: int) -> int | None:
@@ -263,7 +263,9 @@ class SampleLedger:
         return min(versions, default=self.version)
 
     def holds(self, lease: SampleLease, row: SampleRow) -> bool:
-        """Return whether ``row`` is still worked on under ``lease``."""
+        """Return whether ``lease`` is still valid for ``row``: the row was neither handed out again nor begun anew
+        since it was leased.
+        """
         samples = self._groups.get(row.place, [])
         return (
             lease.number in self._leases
@@ -394,7 +396,7 @@ class SampleLedger:
         return self.times + Counter({0: undrawn})
 
     def state(self) -> dict[str, Any]:
-        """Return the ledger as JSON values, for a checkpoint."""
+        """Return the state of the ledger as JSON values, for a checkpoint; :meth:`load_state` restores it."""
         buffered = {}
         if self.buffer is not None:
             times = [[*pair] for pair in self.times.items()]

@@ -40,7 +40,7 @@ class SourcePiece:
 
     @property
     def files(self) -> list[Path]:
-        """Paths of the piece's files."""
+        """Paths of the files that the piece consists of."""
         return [Path(stamp.file) for stamp in self.stamps]
 
     @staticmethod
@@ -52,5 +52,5 @@ class SourcePiece:
 
 
 def stamp_of(file: Path) -> FileStamp:
-    """Return the present state of ``file``."""
+    """Return path, size and time of the last change of ``file`` as they are now, to notice later changes."""
     return FileStamp(str(file), *file_state(file))

@@ -38,7 +38,7 @@ class SourceReport:
         self.unread.update(set(unread))
 
     def skip(self, error: object) -> None:
-        """Count one record that is skipped because of ``error``."""
+        """Count one more record that is skipped because of ``error``. The report shows the first such error."""
         self.skipped += 1
         self.first = self.first or str(error)
 

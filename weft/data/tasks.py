@@ -146,9 +146,9 @@ def question_texts(
 ) -> tuple[Text, ...]:
     """Return the token ids of the question's prompt with each of its answers.
 
-    Without ``encoder`` they are tokenized as plain text. With ``encoder``, which must have been built with
-    ``learn="last"``, the prompt is a turn of the user, and each answer is a turn of the assistant up to the token that
-    ends the turn. Raises :class:`WeftError`, which names the question, if an answer has no token of its own.
+    Without ``encoder`` they are tokenized as plain text. With ``encoder`` the prompt is a turn of the user, and each
+    answer a turn of the assistant up to the token that ends it. The encoder must have been built with ``learn="last"``.
+    Raises :class:`WeftError`, which names the question, if an answer has no token of its own.
     """
     try:
         texts = tuple(
@@ -210,7 +210,7 @@ class Answered:
 
     @property
     def accuracy(self) -> float:
-        """Share of the questions that are answered right."""
+        """Fraction of the questions that are answered right, from 0 to 1."""
         return self.right / self.questions
 
 

@@ -202,7 +202,9 @@ class Tokenizer:
         } | template
 
     def save(self, folder: str | Path) -> None:
-        """Write :meth:`files` into ``folder``."""
+        """Write the files of the tokenizer (:meth:`files`) into ``folder``, which :func:`load_tokenizer` and
+        transformers read.
+        """
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
             (Path(folder) / name).write_bytes(content)

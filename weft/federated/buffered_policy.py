@@ -20,10 +20,10 @@ class BufferedPolicy(FederationPolicy):
     """Base class of asynchronous policies, which change the model after any ``size`` updates.
 
     A client continues with the newest model as soon as it has sent its update. A change sums ``size`` updates. Without
-    correction, the weight of an update of client ``i`` is ``N p_i / size``, with ``N`` clients and their shares
-    ``p_i``; fast clients then count more than their share. With correction (``unbiased``) the weight is ``p_i / f_i``,
-    where ``f_i`` is the client's mean number of updates per change so far. The mean weight of each client is then its
-    share (Fraboni et al. 2023). Stale updates are discounted.
+    correction, the weight of an update of client ``i`` is ``N p_i / size``. Here ``N`` is the number of clients, and
+    ``p_i`` the client's share. Fast clients then count more than their share. With correction (``unbiased``) the weight
+    is ``p_i / f_i``, where ``f_i`` is the client's mean number of updates per change so far. The mean weight of each
+    client is then its share (Fraboni et al. 2023). Stale updates are discounted.
     """
 
     size = 1

@@ -39,10 +39,10 @@ class ClientCohort(Protocol):
     """
 
     def names(self) -> Sequence[str]:
-        """Return the names of all clients."""
+        """Return the names of all simulated clients, in a fixed order."""
 
     def samples(self, client: str) -> int:
-        """Return the number of samples that a client holds."""
+        """Return the number of samples that the client named ``client`` holds."""
 
     def train(
         self,
@@ -69,4 +69,4 @@ class ClientCohort(Protocol):
         """Return the state that clients keep between local steps, as tensors and plain values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state between local steps that :meth:`state_dict` returned."""
+        """Restore ``state``, which :meth:`state_dict` returned: what clients keep between two rounds of local steps."""

@@ -35,7 +35,9 @@ Opener = Callable[[ClientState, Callable[[str], object]], WorkSource]
 
 @dataclass
 class PresentVersion:
-    """Holder of the version ``number`` of the model that a client trains on at present, shared by parts of its run."""
+    """Object that holds the ``number`` of the model version on which a client trains now. Parts of the client's run
+    share it: the loader sets the number, and the learning rate depends on it.
+    """
 
     number: int = 0
 
@@ -71,7 +73,7 @@ class ClientJob(Job):
 
     @property
     def samples(self) -> int:
-        """Number of samples that the client holds."""
+        """Number of samples that the client holds, of which it tells the server."""
         return sum(stream.rows for stream in self.corpus.train.streams)
 
     def training_loader(

@@ -32,7 +32,7 @@ class Partition:
 
     @property
     def sizes(self) -> list[int]:
-        """The number of samples of each client."""
+        """Number of samples of each client, in the order of the clients."""
         return [len(rows) for rows in self.rows]
 
     @property
@@ -41,7 +41,7 @@ class Partition:
         return digest(self.kind, [rows.tolist() for rows in self.rows])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the partition as JSON values, for checkpoints."""
+        """Return kind, rows and digest of the partition as JSON values, for checkpoints."""
         rows = [rows.tolist() for rows in self.rows]
         return {"kind": self.kind, "rows": rows, "digest": self.digest}
 

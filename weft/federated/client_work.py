@@ -57,7 +57,7 @@ class WorkOrder:
 
     @property
     def is_plain(self) -> bool:
-        """Whether gradients are used without a correction."""
+        """Whether the client uses its gradients as they are, without a correction by vectors of the server."""
         return self.beta == 1.0 and not self.control
 
 
@@ -122,7 +122,7 @@ class WorkSource(Protocol):
         """Return whether the server has accepted the last answer; None without a reply within ``limit`` seconds."""
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection to the server."""
 
 
 @dataclass

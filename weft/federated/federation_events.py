@@ -32,11 +32,11 @@ class EventLog:
 
     @property
     def size(self) -> int:
-        """Size of the file in bytes."""
+        """Size of the file of events in bytes, after the last event."""
         return self._file.seek(0, 2)
 
     def write(self, event: FederationEvent) -> None:
-        """Append an event, and flush the file."""
+        """Append ``event`` to the file as a line, and flush the file, so that a crash loses no event."""
         self._file.write(json.dumps(asdict(event)).encode() + b"\n")
         self._file.flush()
 
@@ -45,7 +45,7 @@ class EventLog:
         self._file.truncate(keep)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of events."""
         self._file.close()
 
 

@@ -73,7 +73,7 @@ class FederationForms:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the model's learning parameters."""
+        """Number of elements of all learning parameters of the model together."""
         return sum(math.prod(shape) for shape in self.whole.shapes.values())
 
 

@@ -22,7 +22,7 @@ MOST_LANES = 40
 
 
 class CurveTick(NamedTuple):
-    """A mark at an axis of a curve: its position on the page, and its text."""
+    """A mark at an axis of a drawn curve: its position on the page in units of the drawing, and its text."""
 
     place: float
     text: str
@@ -58,7 +58,7 @@ class ClientLane(NamedTuple):
 
 
 class ClientRow(NamedTuple):
-    """A row of the table of clients, as texts."""
+    """A row of the table of clients on the page of a federated run: name and numbers of a client, as texts."""
 
     client: str
     samples: str
@@ -86,7 +86,7 @@ def write_federation_page(folder: Path) -> Path:
 
 
 def federation_page(records: Records) -> str:
-    """Return the page of a federated run as HTML."""
+    """Return the page about a federated run as HTML. ``records``: the records of the run."""
     changes = records.get("federated", [])
     head: Record = records.get("run", [{}])[-1]
     settings = (head.get("recipe") or {}).get("federated") or {}

@@ -29,7 +29,7 @@ class FlowerGrid(Protocol):
     """Interface of a Flower grid, as far as Weft's server uses it to reach clients."""
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the numbers of the nodes that are connected."""
+        """Return the numbers of the nodes (Flower's clients) that are connected now."""
 
     def push_messages(self, messages: Iterable[Any]) -> Iterable[str]:
         """Queue messages to clients, and return an id for each."""
@@ -128,7 +128,7 @@ class FlowerSessions:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking for further clients."""
+        """Stop looking for further clients, and end the thread that does so."""
         self._closed = True
         self._thread.join(10)
 

@@ -85,7 +85,7 @@ class KnownUpdate(NamedTuple):
 
     @property
     def size(self) -> float:
-        """The L1 norm of the difference."""
+        """L1 norm of the difference: the sum of the magnitudes of all elements."""
         return _distance(self.difference, {})
 
 
@@ -165,9 +165,10 @@ class EstimatedUpdate:
 class FreshUpdates:
     """Replaces stale updates by estimates of the updates that their clients would send now.
 
-    The estimates are checked when the client's next update comes. Two vectors are compared with this update: the
-    client's last stale update, and the estimate that its synthetic samples give for the model from which the new update
-    began. If the stale updates are closer, summed over all comparisons of a client, its updates are no longer replaced.
+    The estimates are checked when the client's next update comes. Two vectors are compared with this update. One is the
+    client's last stale update. The other is the estimate that its synthetic samples give for the model from which the
+    new update began. If the stale updates are closer, summed over all comparisons of a client, its updates are no
+    longer replaced.
 
     Attributes:
         ``errors``: by client, pairs of L1 distances to the true update: of the stale update and of the estimate.
@@ -193,7 +194,7 @@ class FreshUpdates:
         )
 
     def forget_models(self, needed: set[int]) -> None:
-        """Delete the stored models of all versions but ``needed``."""
+        """Delete the stored models of all versions that are not in ``needed``."""
         self._models = {
             version: model
             for version, model in self._models.items()

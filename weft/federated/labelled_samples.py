@@ -29,7 +29,7 @@ class LabelledSamples:
 
     @property
     def classes(self) -> int:
-        """The number of classes."""
+        """Number of classes: one more than the largest label."""
         return int(self.labels.max()) + 1
 
 

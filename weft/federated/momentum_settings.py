@@ -6,7 +6,9 @@ from weft.section import Section
 
 
 class MomentumSettings(Section):
-    """Settings of federation policies with momentum."""
+    """Settings of federation policies with momentum: the weight of a client's own gradient against the last
+    direction.
+    """
 
     beta: float = Field(
         0.1,

@@ -90,7 +90,7 @@ class ClientStep:
 
     @property
     def is_plain(self) -> bool:
-        """Whether gradients stay as they are."""
+        """Whether gradients stay as they are: ``beta`` is 1, and there is no control variate."""
         return self.beta == 1.0 and not self.control
 
 
@@ -265,7 +265,9 @@ class FederationPolicy:
         return self.sample_share(client) / self.total_share(among)
 
     def total_share(self, among: Sequence[str] | None = None) -> float:
-        """Return the sum of the unnormalised weights of the clients ``among``, by default of all clients."""
+        """Return the sum of the unnormalised weights (:meth:`sample_share`) of the clients ``among``, by default of all
+        clients that have ever joined.
+        """
         return sum(map(self.sample_share, self.members if among is None else among))
 
     def change(
@@ -288,7 +290,9 @@ class FederationPolicy:
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the policy's state as tensors and plain values."""
+        """Return the policy's state as tensors and plain values, for a checkpoint; :meth:`load_state_dict` restores
+        it.
+        """
         return {
             "version": self.version,
             "first_join": self._first_join,
@@ -313,7 +317,9 @@ class FederationPolicy:
         return {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that :meth:`own_state` returned."""
+        """Restore ``state``, which :meth:`own_state` returned. A subclass with a state of its own overrides both
+        methods.
+        """
 
     def _counted(self, change: ModelChange | None) -> ModelChange | None:
         self.version += change is not None
@@ -324,7 +330,9 @@ class FederationPolicy:
         return present >= self.settings.clients
 
     def sample_share(self, client: str) -> float:
-        """Return the unnormalised weight of ``client`` in the objective."""
+        """Return the unnormalised weight of ``client`` in the objective: its number of samples, or 1 if all clients
+        weigh the same. A client that has not told its number counts as one sample.
+        """
         if self.settings.weights == "equal":
             return 1.0
         # a client that has not said how many samples it has counts as one sample

@@ -58,7 +58,7 @@ class RealRunDifference(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is as small as rounding errors."""
+        """Whether the difference is at most ``limit``, and thus explained by rounding."""
         return self.difference <= self.limit
 
 

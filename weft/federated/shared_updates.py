@@ -156,7 +156,7 @@ class SharedUpdates:
         return int(self._answer()) + self.slots
 
     def close(self) -> None:
-        """End the aggregator, and free the shared memory."""
+        """End the aggregator's process, and free the shared memory."""
         if self._child is not None:
             self._child.pipe.close()
             with suppress(Exception):

@@ -17,8 +17,8 @@ class SimulatedSpeeds:
     """Simulated durations of clients' work by ``federated.speeds``, with random deviations (``jitter``) and losses
     (``drops``).
 
-    A duration depends only on the seed, the client, and how often this client has worked, so that a resumed run
-    continues as it would have without a break.
+    A duration depends only on the seed, the client, and how often this client has worked. A resumed run thus continues
+    as it would have without a break.
     """
 
     def __init__(self, settings: Federated, clients: Sequence[str]) -> None:
@@ -39,9 +39,9 @@ class SimulatedSpeeds:
         return WorkTime(seconds)
 
     def state_dict(self) -> dict[str, int]:
-        """Return how often each client has worked."""
+        """Return how often each client has worked, by its name, for a checkpoint."""
         return dict(self._works)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore the state that :meth:`state_dict` returned."""
+        """Restore how often each client has worked, from the ``state`` that :meth:`state_dict` returned."""
         self._works = dict(state)

@@ -50,8 +50,8 @@ def split_data(
     Returns the share of each client.
 
     Arguments:
-        ``path``: "sklearn:NAME" or an .npz file of labelled arrays, from which clients get .npz files; or a .jsonl file
-            of records or a folder of texts, from which clients get .jsonl files.
+        ``path``: labelled arrays, as "sklearn:NAME" or an .npz file, from which clients get .npz files. Or records, as
+            a .jsonl file, or a folder of texts; clients then get .jsonl files.
         ``kind``: how samples are divided, as in ``federated.partition``.
         ``label``, ``group``: fields of a record that name its class and its group. The group "folder" of a text is the
             folder that it is in.

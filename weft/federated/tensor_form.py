@@ -61,7 +61,7 @@ class TensorForm:
 
     @cached_property
     def nbytes(self) -> int:
-        """Number of bytes of all encoded tensors."""
+        """Number of bytes that all tensors take when they are encoded."""
         return sum(
             self.compressor.nbytes(shape, self.dtype) for shape in self.shapes.values()
         )

@@ -29,7 +29,7 @@ class TrafficCount:
 
     @property
     def total(self) -> int:
-        """Bytes in both directions."""
+        """Number of bytes that were sent in both directions together."""
         return self.down + self.up
 
     def count(
@@ -53,10 +53,10 @@ class TrafficCount:
                 self.by_client[event.client] = self.by_client.get(event.client, 0) + bytes_sent  # fmt: skip
 
     def state_dict(self) -> dict[str, object]:
-        """Return the counts so far, for a checkpoint."""
+        """Return the counts so far as plain values, for a checkpoint; :meth:`load_state_dict` restores them."""
         return {"down": self.down, "up": self.up, "by_client": dict(self.by_client)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore the state that :meth:`state_dict` returned."""
+        """Restore the counts from ``state``, which :meth:`state_dict` returned."""
         self.down, self.up = state["down"], state["up"]  # type: ignore[assignment]
         self.by_client = dict(state["by_client"])  # type: ignore[call-overload]

@@ -73,7 +73,7 @@ class HandedWork:
     payload: bytes = b""
 
     def join(self, about: Mapping[str, Any]) -> None:
-        """Do nothing: a simulation knows its clients."""
+        """Do nothing: the server of a simulation knows its clients, so that they need not announce themselves."""
 
     def next_order(self, limit: float) -> WorkOrder | None:
         order, self.order = self.order, None
@@ -101,7 +101,7 @@ class HandedWork:
         self.taken = taken
 
     def close(self) -> None:
-        """Do nothing: there is no connection."""
+        """Do nothing: a simulated client has no connection that could be closed."""
 
 
 @dataclass

@@ -67,7 +67,7 @@ class WorkTime(NamedTuple):
 
 
 class ClientSpeeds(Protocol):
-    """Interface of the simulated durations of clients' local steps."""
+    """Interface of objects that say how long simulated clients take for their local steps."""
 
     def work_time(self, client: str, version: int, steps: int) -> WorkTime:
         """Return how long a client takes for ``steps`` local steps on the model of ``version``."""
@@ -201,7 +201,7 @@ class VirtualClock:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned."""
+        """Restore the state of clock, policy and clients from ``state``, which :meth:`state_dict` returned."""
         from weft.federated.client_cohort import LocalResult
 
         self.parameters = dict(state["parameters"])

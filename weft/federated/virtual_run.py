@@ -98,7 +98,9 @@ class SimulatedFederation:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which the simulation continues."""
+        """Return the state from which the simulation continues, for a checkpoint: clock, model, policy, clients and
+        counts.
+        """
         return {
             "clock": self.clock.state_dict(),
             "speeds": self.speeds.state_dict(),
@@ -106,7 +108,7 @@ class SimulatedFederation:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned."""
+        """Restore the simulation from ``state``, which :meth:`state_dict` returned."""
         self.clock.load_state_dict(state["clock"])
         self.speeds.load_state_dict(state["speeds"])
         self.traffic.load_state_dict(state["traffic"])

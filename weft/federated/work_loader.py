@@ -204,7 +204,9 @@ class WorkLoader:
         return {name: part.values for name, part in targets.items()}
 
     def send_answer(self) -> None:
-        """Send the answer to the present work order. Collective."""
+        """Gather the client's update on its first rank, and send it to the server as the answer to the present work
+        order. Collective.
+        """
         order, self.present.order = self.present.order, None
         assert order is not None
         seconds = time.monotonic() - self.began

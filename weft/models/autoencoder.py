@@ -49,12 +49,15 @@ class AutoencoderSettings(Section):
     block_out_channels: tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...] = Field(
         (64,),
         min_length=1,
-        description="Channels at each resolution; from one to the next it is halved.",
+        description=(
+            "Number of channels at each resolution, the highest resolution first. Each resolution is "
+            "half the one before."
+        ),
     )
     layers_per_block: PositiveInt = Field(
         1,
         le=64,
-        description="Residual blocks at each resolution; the decoder has one more.",
+        description="Number of residual blocks at each resolution of the encoder; the decoder has one more.",
     )
     norm_num_groups: PositiveInt = Field(
         32, description="Number of groups of channels in each group norm."
@@ -63,7 +66,7 @@ class AutoencoderSettings(Section):
         0.18215,
         gt=0,
         allow_inf_nan=False,
-        description="Factor of latents, after 'shift_factor' was taken off.",
+        description="Factor by which latents are multiplied, after 'shift_factor' was subtracted.",
     )
     shift_factor: float | None = Field(
         None,
@@ -71,10 +74,10 @@ class AutoencoderSettings(Section):
         description="Number that is subtracted from latents before they are scaled; if not set: 0.",
     )
     use_quant_conv: bool = Field(
-        True, description="Whether a convolution of one pixel follows the encoder."
+        True, description="Whether a 1 x 1 convolution follows the encoder."
     )
     use_post_quant_conv: bool = Field(
-        True, description="Whether a convolution of one pixel precedes the decoder."
+        True, description="Whether a 1 x 1 convolution precedes the decoder."
     )
     mid_block_add_attention: bool = Field(
         True, description="Whether there is attention at the lowest resolution."

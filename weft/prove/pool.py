@@ -110,7 +110,7 @@ class ProcessPool:
         self._calls = 0
 
     def pids(self) -> list[int]:
-        """Return the process ids of the workers."""
+        """Return the operating-system ids of the worker processes that run now."""
         return [worker.process.pid or 0 for worker in self._workers]
 
     def run(

@@ -51,7 +51,7 @@ class CodeSandbox:
         raise WeftError("the process that runs code ended twice; see its lines above")
 
     def close(self) -> None:
-        """End the sandbox's process."""
+        """End the sandbox's process; code cannot be run in it any more."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

@@ -57,13 +57,13 @@ class Curriculum:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Pass rate of each level, from 0 to 1."""
+        """Pass rate of each level, from 0 to 1, as estimated from the rewards of the answers so far."""
         pairs = zip(self.passed, self.answers, strict=True)
         return tuple((p + PRIOR) / (n + 2 * PRIOR) for p, n in pairs)
 
     @property
     def chances(self) -> tuple[float, ...]:
-        """Probability of each level for the next questions."""
+        """Probability with which the next question has each level; the sum is 1."""
         variances = [rate * (1 - rate) for rate in self.rates]
         total, even = sum(variances), self.floor / len(variances)
         return tuple(even + (1 - self.floor) * v / total for v in variances)

@@ -166,13 +166,13 @@ class Episode:
 
     @property
     def seed(self) -> int:
-        """Seed of the next turn."""
+        """Seed with which the policy's next turn is to be sampled."""
         return Random(f"turn {self._seed}/{self._written}").getrandbits(48)
 
     def take(self, answer: WrittenAnswer) -> None:
         """Add the policy's next turn, let the environment act on it, and append the environment's messages.
 
-        An episode also ends if its turns or its room are used up, if the turn was cut off, and if the environment
+        An episode also ends in these cases: its turns or its room are used up, the turn was cut off, or the environment
         fails or takes too long; ``why`` then says so. The reward of a turn on which the environment failed is None.
         """
         text = self._encoder.text(answer.ids)
@@ -231,7 +231,7 @@ class Episode:
 
     @property
     def trajectory(self) -> Trajectory:
-        """The trajectory so far."""
+        """The turns so far as a trajectory, with their tokens and rewards."""
         tools = tuple(self._environment.tools) or None
         facts = {"answer": self.question.answer} if self.question.answer else {}
         if self.why:

@@ -84,9 +84,9 @@ def generation_groups(
 ) -> GenerationGroups:
     """Divide the training ranks into groups that generate under ``layout``, so that few weights have to be sent.
 
-    Among all divisions that a process group permits, the one with the most kept elements is chosen; among equal ones,
-    the one whose groups consist of the nearest neighbours. Ranks follow each other at equal intervals along every axis,
-    and the order of the axes may change.
+    Among all divisions that a process group permits, the one with the most kept elements is chosen. Among equal
+    divisions it is the one whose groups consist of the nearest neighbours. Ranks follow each other at equal intervals
+    along every axis, and the order of the axes may change.
 
     ``held``: for each training rank, the boxes that it holds, by name; their number is a multiple of the ranks of
     ``layout``. ``needed``: for each rank of ``layout``, the box of each parameter that it computes with.

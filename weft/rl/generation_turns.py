@@ -38,7 +38,7 @@ class FollowingEngine:
         return []
 
     def close(self) -> None:
-        """Wait until the first rank's engine ends."""
+        """Compute this rank's part of all further steps, until the first rank's engine ends."""
         self.follow()
 
 
@@ -72,7 +72,9 @@ class GenerationTurns:
         self.generation, self.engine = generation, engine
 
     def own(self, numbers: Sequence[int]) -> list[int]:
-        """Return those of the question ``numbers`` whose answers this rank writes."""
+        """Return the question numbers, out of ``numbers``, whose answers this rank's engine writes. Ranks without an
+        engine get an empty list.
+        """
         if not self.generation.leads:
             return []
         group, groups = self.generation.group, self.generation.groups

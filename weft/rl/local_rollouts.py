@@ -92,5 +92,5 @@ class LocalRollouts:
         return SentWeights()
 
     def close(self) -> None:
-        """End the engine."""
+        """End the engine, with all requests that it has."""
         self.engine.close()

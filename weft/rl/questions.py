@@ -146,7 +146,7 @@ class QuestionStream:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer."""
+        """Ids of the tokens that end an answer, from the model's tokenizer."""
         return self.tokenizer.stops
 
     def answer_text(self, ids: Sequence[int]) -> str:

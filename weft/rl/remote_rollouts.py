@@ -53,7 +53,8 @@ class RemoteSettings:
     """How engines in processes of their own write rollouts.
 
     Attributes:
-        ``bound``: largest number of policy updates between the weights that begin an answer and those that it trains.
+        ``bound``: largest number of policy updates between the weights that begin an answer and the weights that learn
+            from it.
         ``batch``: number of groups of an update.
         ``group``: largest number of answers of a group.
         ``spare``: number of further groups that an update may take beyond ``batch``, for a bound of 0.
@@ -212,9 +213,9 @@ class RemoteRollouts:
         """Send the newest weights, version ``version``, to the engines. Collective over the ranks that train.
 
         Answers in progress go on with these weights from their next token. Answers that begin from now on are written
-        by weights that are new enough for the bound on staleness; for a bound of 0 these are the new weights
-        themselves. The first call also waits for the engines. Raises :class:`WeftError` if they do not come, and
-        :class:`ValueError` for a version that is not newer than the last.
+        by weights that are new enough for the bound on staleness. With a bound of 0 only the new weights are. The first
+        call also waits for the engines. Raises :class:`WeftError` if they do not come, and :class:`ValueError` for a
+        version that is not newer than the last.
         """
         if self._versions and version <= max(self._versions):
             raise ValueError(f"version {version} of the weights is not newer than {max(self._versions)}")  # fmt: skip
@@ -390,7 +391,7 @@ class FollowingRollouts:
         return self.sender.sent_weights()
 
     def close(self) -> None:
-        """End the connections to engines."""
+        """Close the connections over which engines get weights from this rank."""
         self.sender.close()
 
 

@@ -52,7 +52,9 @@ class RewardTask:
 
     @property
     def common(self) -> RewardSettings:
-        """The settings that every task with a reward has."""
+        """The settings that every task with a reward has, such as limits of time and memory, apart from the settings of
+        this task.
+        """
         return self.settings.own(RewardSettings)
 
     def prepare(self) -> None:

@@ -148,11 +148,11 @@ class RewardWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """System ids of the processes."""
+        """Operating-system ids of the processes that score answers."""
         return [worker.process.pid for worker in self._workers]
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes that score answers; :meth:`scores` then raises an error."""
         for worker in self._workers:
             worker.kill()
         self._workers = []

@@ -140,7 +140,7 @@ class RlLoader:
     def step(self, position: int) -> list[Batch]:
         """Return the batches of this rank, one per pass, of the step that starts at sample ``position``.
 
-        :meth:`make_ready` must have been called for this step, unless :meth:`is_ready` returns True.
+        The answers must be written: :meth:`make_ready` has been called for this step, or :meth:`is_ready` returns True.
         """
         if position < self.job.supervised:
             questions = map(
@@ -162,7 +162,7 @@ class RlLoader:
         return row_batches(self.job, self.mesh, rows, position)
 
     def close(self) -> None:
-        """End the processes that write and score."""
+        """End the processes that write answers and those that score them."""
         self.rollouts.close()
         if self.remote:
             self.local.close()

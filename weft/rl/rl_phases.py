@@ -80,13 +80,13 @@ class RlPhases(Job):
 
     @property
     def rl(self) -> Reinforcement:
-        """The recipe's section ``[rl]``."""
+        """The recipe's section ``[rl]``, with the settings of reinforcement learning."""
         assert self.recipe.rl is not None
         return self.recipe.rl
 
     @property
     def loss(self) -> PolicyLoss:
-        """The settings of the policy loss."""
+        """The settings of the policy loss, such as its clipping, that the recipe's section ``[rl]`` gives."""
         return self.rl.policy_loss
 
     @property
@@ -96,7 +96,7 @@ class RlPhases(Job):
 
     @property
     def asked(self) -> int:
-        """Number of questions of a rollout phase."""
+        """Number of questions that the policy is asked in one rollout phase."""
         return self.rl.batch or self.recipe.train.batch // self.rl.group
 
     @property
@@ -120,7 +120,7 @@ class RlPhases(Job):
 
     @property
     def answers_at_once(self) -> bool:
-        """Whether every answer is written in a single turn."""
+        """Whether every answer is written in a single turn, because no task has an environment that answers."""
         return all(
             type(task).environment is RewardTask.environment
             for task in self.questions.tasks

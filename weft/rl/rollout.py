@@ -113,4 +113,4 @@ class RolloutSource(Protocol):
         """Return the bytes of weights that this rank has sent to other processes so far."""
 
     def close(self) -> None:
-        """End the generation, and free its resources."""
+        """End the writing of answers, and free engines, processes and connections."""

@@ -138,7 +138,7 @@ class RolloutEngine:
             raise self.failure
 
     def close(self) -> None:
-        """End the engine."""
+        """Close the connections to the training run, and free the engine."""
         self.weights.close()
         self.member.close()
         self.engine.close()

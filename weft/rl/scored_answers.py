@@ -30,7 +30,7 @@ class ScoredGroup:
 
     @property
     def number(self) -> int:
-        """Index of the question in the run."""
+        """Index, in the run, of the question that the group answers."""
         return self.group.request.number
 
     @property

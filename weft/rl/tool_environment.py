@@ -42,7 +42,7 @@ class AgentTool:
 
     @property
     def name(self) -> str:
-        """Name by which the agent calls the tool."""
+        """Name by which the agent calls the tool, from its schema."""
         name: str = self.schema["function"]["name"]
         return name
 

@@ -129,7 +129,7 @@ class WeightSender:
         return SentWeights(self.sent, self.spared)
 
     def close(self) -> None:
-        """End all connections."""
+        """End all connections to engines, so that no more weights are sent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -49,7 +49,7 @@ class DeviceExchange:
 
     @property
     def serves(self) -> bool:
-        """Whether this rank is the server."""
+        """Whether this rank is the server, to which devices send their vectors."""
         return self.mesh.rank("dp") == 0
 
     def mean(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MashaSettings(Section):
-    """Settings of the saddle methods MASHA1 and MASHA2."""
+    """Settings of the saddle methods MASHA1 and MASHA2: how often a round ends with a new reference point."""
 
     refresh: float = Field(
         0.0,

@@ -104,9 +104,10 @@ class SaddleMethod(ABC):
 
 
 class Extragradient(SaddleMethod):
-    """The extragradient method for saddle points. A round takes a step to a point ahead, then a step from the old point
-    along the operator (the signed gradients of both players) at the point ahead. :meth:`agreed` computes the mean of
-    all devices' operators, compressed or not.
+    """The extragradient method for saddle points. An operator is the gradients of both players, with the sign turned
+    for the player that maximises. A round takes a step to a point ahead. It then takes a step from the old point,
+    against the operator at the point ahead. :meth:`agreed` computes the mean of all devices' operators, compressed
+    or not.
     """
 
     def agreed(self, parts: Sequence[Values], number: int) -> Values:

@@ -53,7 +53,7 @@ class SaddleProblem(ABC):
 
     @abstractmethod
     def start(self) -> Values:
-        """Return the parameters with which the search begins."""
+        """Return the parameters with which the search begins: a tensor for each name."""
 
     @abstractmethod
     def value(self, number: int, values: Mapping[str, T], draw: Draw) -> T:

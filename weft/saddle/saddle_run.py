@@ -41,8 +41,8 @@ def open_saddle(recipe: Recipe, mesh: Mesh) -> SaddleMethod:
 
 
 def saddle_facts(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that must not change when a run is continued: all of ``[saddle]`` except the number of
-    rounds, the interval of evaluations and the learning rate, and the seed and type of ``[train]``.
+    """Return the settings that must not change when a run is continued. They are the settings of ``[saddle]`` without
+    the number of rounds, the interval of evaluations and the learning rate. Seed and type of ``[train]`` are added.
     """
     assert recipe.saddle is not None
     facts: dict[str, Any] = recipe.saddle.model_dump(mode="json")

@@ -31,7 +31,9 @@ class JudgedExpression(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, str]:
-        """Sort key that puts the best expression first: cost, then size, then text."""
+        """Sort key that puts the best expression first: by its cost, and of equal cost by the size and the text of the
+        expression.
+        """
         return self.cost, f"{self.expression.size:04d} {self.expression}"
 
 

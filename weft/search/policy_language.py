@@ -121,12 +121,12 @@ _SIGNS: dict[type[ast.AST], str] = {
 
 
 def number(value: float) -> Expression:
-    """Return the expression of the constant ``value``."""
+    """Return an expression that is the constant ``value``."""
     return Expression("number", value=rounded(_bounded(value)))
 
 
 def feature(name: str) -> Expression:
-    """Return the expression of the feature called ``name``."""
+    """Return an expression whose value is the feature called ``name``, such as a queue's length."""
     return Expression("feature", name=name)
 
 

@@ -177,7 +177,7 @@ class ChatTemplate:
 
     @property
     def writes_date(self) -> bool:
-        """Whether the written text depends on the date."""
+        """Whether the text that the template writes depends on the present date."""
         return "strftime_now" in self.source or (
             self.tool_use is not None and self.tool_use.writes_date
         )

@@ -34,8 +34,8 @@ class Conversation:
         ``tools``: the tools that the assistant may call, as JSON schemas; None without tools.
         ``weights``: loss weight that the data gives each message, 1 by default; 0: not learned.
         ``weight``: loss weight of the whole conversation, by which the weights of messages are multiplied.
-        ``masks``: weights from the data that apply even if ``data.chat.learn`` is "all" (every token has weight 1
-            then), as pairs: the number of a message, and the weight of its tokens.
+        ``masks``: pairs of the number of a message and the weight of its tokens, from masks in the data. They apply
+            even if ``data.chat.learn`` is "all", where all other tokens have weight 1.
         ``variables``: variables that the record gives the template.
         ``unread``: names of the record's fields that Weft does not use. A field of a message is named
             ``messages[].name``, and is nevertheless passed to the template.

@@ -68,8 +68,9 @@ class ChatEncoder:
     """Encoder that converts conversations to token ids by the chat template ``template``.
 
     ``learn``: which tokens are learned: "assistant", "last" (only the assistant's last turn), "all" (every token), or a
-    list of roles. ``reasoning``: what happens if the template drops the reasoning of earlier turns. "split" makes
-    several samples of a conversation, "keep" renders the reasoning nevertheless, and "template" leaves it out.
+    list of roles. ``reasoning``: what happens if the template drops the reasoning of earlier turns. With "split" a
+    conversation becomes several samples, so that the reasoning stays. With "keep" the reasoning is rendered against the
+    template, and with "template" it is left out.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class Fields:
         )
 
     def has(self, *fields: str) -> bool:
-        """Return whether the record has values for all ``fields``."""
+        """Return whether the record has a value for each of the ``fields``, which are names that Weft uses."""
         return all(self.name(field) is not None for field in fields)
 
     def take(self, field: str) -> Any:
@@ -135,8 +135,8 @@ class Fields:
 def messages_of(value: Any) -> Any:
     """Convert a list of turns in any known form to a list of dictionaries. Any other value is returned unchanged.
 
-    The forms are a list in JSON or Python syntax, a dictionary of columns (a list for each key), a single turn, and a
-    text that marks turns by ``Human:`` and ``Assistant:``.
+    There are four forms: a list in JSON or Python syntax; a dictionary of columns with a list for each key; a single
+    turn; and a text in which ``Human:`` and ``Assistant:`` begin the turns.
     """
     if isinstance(value, str) and value.startswith(_HUMAN):
         return _dialogue(value)
@@ -166,8 +166,8 @@ def _is_turn(value: Any) -> bool:
 def turns_of(value: Any) -> Any:
     """Return a conversation as a list of turns, from any form that :func:`messages_of` knows, or from a list of pairs.
 
-    Each element of a list of pairs is a dictionary with a question and its answer, which become a turn of the user and
-    one of the assistant. A value in an unknown form is returned unchanged.
+    Each element of a list of pairs is a dictionary with a question and its answer. They become a turn of the user and a
+    turn of the assistant. A value in an unknown form is returned unchanged.
     """
     pairs = from_text(value)
     if (

@@ -144,7 +144,7 @@ def has_words(value: Any) -> bool:
 
 
 def count_marks(value: Any) -> int:
-    """Return the number of marks in a JSON value."""
+    """Return how many marks of words the texts of a JSON value contain."""
     return sum(text.count(_MESSAGE) for text in _texts_in(value))
 
 
@@ -213,7 +213,9 @@ class Marked:
 
 
 def read_marks(rendered: str) -> Marked:
-    """Remove the marks from ``rendered`` and record their positions."""
+    """Remove the marks from ``rendered``, a text that a chat template has written. Return the text without marks, and
+    the positions of the marks in it.
+    """
     pieces: list[str] = []
     words: list[WordMark] = []
     generations, plain, opened = [], set(), []

@@ -93,7 +93,9 @@ class Notes:
         self.learned = self.learned or facts.stops
 
     def sentences(self) -> list[str]:
-        """Return the notes as lines for the user."""
+        """Return the collected facts as lines for the user: parts that the template left out, and a warning if no stop
+        id is learned.
+        """
         said = [
             f"the chat template {kind} ({_records(count)}){_remedy(kind)}"
             for kind, count in sorted(self.counts.items())

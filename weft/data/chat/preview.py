@@ -46,7 +46,7 @@ class TokenRun:
 
     @property
     def learned(self) -> bool:
-        """Whether the loss counts these tokens."""
+        """Whether the loss counts these tokens: their weight is above 0 and they are not cut off."""
         return self.weight > 0 and not self.cut
 
 

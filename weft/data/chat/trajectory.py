@@ -109,7 +109,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """Sum of the rewards of all turns."""
+        """Sum of the rewards of all turns; turns without a reward count 0."""
         return sum(turn.reward or 0.0 for turn in self.turns)
 
     def without_tokens(self) -> Trajectory:

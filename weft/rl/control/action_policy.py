@@ -110,7 +110,7 @@ class ActionPolicy(nn.Module):
         return ((observations - self.shift) / self.scale).clamp(-10, 10)
 
     def values(self, observations: T) -> T:
-        """Return the critic's values of ``observations``, ``[rows]``."""
+        """Return the values of ``observations`` that the critic predicts, float ``[rows]``."""
         return self.critic(self.normalised(observations)).squeeze(-1)
 
     def outputs(self, observations: T) -> T:

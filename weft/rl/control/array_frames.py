@@ -38,7 +38,7 @@ class FramePipe:
         return self._connection.fileno()
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end of the pipe; the process at the other end then reads the end of the pipe."""
         self._connection.close()
 
     def poll(self, seconds: float = 0.0) -> bool:
@@ -80,7 +80,7 @@ class FramePipe:
 
 
 def pipe_ends() -> tuple[FramePipe, FramePipe]:
-    """Return both ends of a new pipe."""
+    """Return both ends of a new pipe, one for this process and one for its child."""
     a, b = Pipe()
     return FramePipe(a), FramePipe(b)
 

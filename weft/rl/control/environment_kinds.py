@@ -15,7 +15,7 @@ from weft.errors import UsageError, WeftError, nearest
 
 
 class ControlEnvironment(Protocol):
-    """Environment with the interface of :class:`gymnasium.Env`."""
+    """Interface of an environment for control tasks: the methods of :class:`gymnasium.Env` that Weft calls."""
 
     observation_space: Any
     action_space: Any
@@ -201,14 +201,18 @@ class LimitedEpisodes:
 
 @dataclass(frozen=True)
 class ChoiceRange:
-    """Space of ``n`` choices, as :class:`gymnasium.spaces.Discrete` without Gymnasium."""
+    """Action space of ``n`` choices. It takes the place of :class:`gymnasium.spaces.Discrete` in environments that do
+    without Gymnasium.
+    """
 
     n: int
 
 
 @dataclass(frozen=True)
 class NumberRange:
-    """Space of arrays of a shape between two bounds, as :class:`gymnasium.spaces.Box` without Gymnasium."""
+    """Space of arrays of one shape between two bounds. It takes the place of :class:`gymnasium.spaces.Box` in
+    environments that do without Gymnasium.
+    """
 
     low: float
     high: float

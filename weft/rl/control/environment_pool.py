@@ -128,13 +128,13 @@ class EnvironmentProcess:
         return frame.arrays
 
     def end(self) -> None:
-        """End the process at once."""
+        """Kill the process at once. :meth:`start` can start it again."""
         if self.process is not None:
             end_process(self.process, self.pipe)
         self.process = None
 
     def close(self) -> None:
-        """End the process, and free its memory."""
+        """End the process for good, and free the memory that it shares with this one."""
         self.end()
         self._marker.close()
         os.close(self._marker_handle)
@@ -194,16 +194,16 @@ class EnvironmentPool:
 
     @property
     def pids(self) -> list[int]:
-        """System ids of the pool's processes."""
+        """Operating-system ids of the pool's processes."""
         return [p.process.pid for p in self._processes if p.process is not None]
 
     def step(self, actions: np.ndarray) -> PoolStep:
         """Take one step in every environment. ``actions``: choices ``[environments]``, or numbers ``[environments,
         numbers]``.
 
-        If the process of an environment dies or hangs, the environment is marked as ``dropped``: the process is started
-        anew, and the observation is that of a new episode. Raises :class:`WeftError` if a process fails :data:`TRIES`
-        times in a row.
+        If the process of an environment dies or hangs, it is started anew. The environment is marked as ``dropped`` in
+        the result, and its observation is the first one of a new episode. Raises :class:`WeftError` if a process fails
+        :data:`TRIES` times in a row.
         """
         failed: dict[EnvironmentProcess, ProcessEnd] = {}
         for process, share in zip(self._processes, self._shares, strict=True):

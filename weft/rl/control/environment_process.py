@@ -61,7 +61,9 @@ class EpisodeRunner:
         self.begin(seed)
 
     def begin(self, seed: int | None = None) -> np.ndarray:
-        """Begin an episode and return its first observation, ``[observed]``."""
+        """Begin an episode and return its first observation, ``[observed]``. ``seed``: seed of the episode; None: the
+        environment's random numbers go on.
+        """
         seen, _ = self.environment.reset(seed=seed)
         self.observation = flat_observation(self.form, seen)
         self._reward.begin(self.observation)
@@ -105,7 +107,9 @@ def end_with_parent() -> None:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an exception as one line for the user."""
+    """Return an exception as one line for the user: its message if it is an error of Weft's, else its type and
+    message.
+    """
     text = str(error).splitlines()[0] if str(error) else ""
     return text if is_usage(error) else f"{type(error).__name__}: {text}"
 

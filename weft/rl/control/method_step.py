@@ -46,4 +46,4 @@ class ControlMethod(Protocol):
         """Return the policy's actions without exploration for ``observations``, ``[environments, observed]``."""
 
     def close(self) -> None:
-        """End all processes of the method."""
+        """End all processes that act in environments."""

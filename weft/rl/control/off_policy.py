@@ -111,7 +111,7 @@ class WorkerProcess:
         return frame
 
     def end(self) -> None:
-        """End the process at once."""
+        """Kill the worker process at once."""
         if self._process is not None:
             end_process(self._process, self.pipe)
         self._process = None
@@ -351,12 +351,14 @@ class OffPolicy:
         )
 
     def best(self, observations: np.ndarray) -> np.ndarray:
-        """Return the actions without exploration for ``observations``, ``[environments, observed]``."""
+        """Return the policy's actions for ``observations``, ``[environments, observed]``, without exploration: one
+        action per environment.
+        """
         layers = split_weights(self._flat(), self._learner.sizes)
         return best_actions(self.form, layers, observations)
 
     def close(self) -> None:
-        """End all workers."""
+        """End all worker processes, and free the memory that they share."""
         for worker in self._workers:
             worker.end()
         if self._published is not None:

@@ -225,7 +225,9 @@ class OnPolicy:
         return cut_off(store, f"weft/control/{number}", settings.horizon, enough)
 
     def best(self, observations: np.ndarray) -> np.ndarray:
-        """Return the most likely actions for ``observations``, ``[environments, observed]``."""
+        """Return the policy's most likely actions for ``observations``, ``[environments, observed]``: one action per
+        environment.
+        """
         like = self._policy.shift
         with torch.no_grad():
             inputs = torch.as_tensor(observations, dtype=like.dtype, device=like.device)

@@ -40,7 +40,7 @@ class SimpleReward:
         self._best = 0.0
 
     def begin(self, observation: np.ndarray) -> None:
-        """Begin an episode with its first ``observation``."""
+        """Begin an episode: forget the progress so far, and start from its first ``observation``, ``[observed]``."""
         if self._progress is not None:
             self._best = float(observation[self._progress])
 

@@ -213,6 +213,8 @@ class SacLearner:
 def stored_learner(
     settings: Control, form: ActionForm, seed: int, device: torch.device, dtype: torch.dtype,
 ) -> StoredLearner:  # fmt: skip
-    """Return the learner that ``settings.method`` names. Arguments: see :class:`DqnLearner`."""
+    """Return the learner that ``settings.method`` names, deep Q-learning ("dqn") or soft actor-critic. ``device`` and
+    ``dtype``: where its networks are, and their type. The other arguments are as for :class:`DqnLearner`.
+    """
     kind = DqnLearner if settings.method == "dqn" else SacLearner
     return kind(form, settings, seed, device, dtype)

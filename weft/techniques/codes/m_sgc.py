@@ -84,7 +84,7 @@ class Multiplexed(Code):
         return tuple(part for task in tasks for part in task.parts)
 
     def slots(self, rank: int, job: int, arrived: Arrived) -> list[int | None]:
-        """Return the task of ``rank`` in each round of the job number ``job``, in the order of these rounds: the index
+        """Return the tasks of ``rank`` in the rounds of the job number ``job``, in their order. An entry is the index
         of an uncoded task, or None for a coded one.
 
         The job begins in the round of the same number. ``arrived``: for each round of the run, the ranks whose results

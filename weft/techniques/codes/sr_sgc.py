@@ -32,10 +32,11 @@ WHOLE_BURSTS = Rule(
 class SelectiveRepetition(GradientCode):
     """SR-SGC: a gradient code whose ranks compute missing results again later, so that a weaker code suffices. A job is
     the gradient of some samples, and a new job begins in each round. A result is a weighted sum of gradients that a
-    rank computes for a job. When too few results of a job have arrived in time, some ranks compute one of its results
-    ``burst`` rounds after the job began, in place of one for the new job. ``burst``, ``window``, ``ranks_late``: in any
-    ``window`` successive rounds at most ``ranks_late`` different ranks may be late, each in at most ``burst`` rounds.
-    From these numbers follows ``stragglers``, the number of late ranks that the code tolerates in a round.
+    rank computes for a job. When too few results of a job have arrived in time, some ranks compute a missing one
+    ``burst`` rounds after the job began. In that round they compute none for the new job. ``burst``, ``window``,
+    ``ranks_late``: in any ``window`` successive rounds at most ``ranks_late`` different ranks may be late, each in
+    at most ``burst`` rounds. From these numbers follows ``stragglers``, the number of late ranks that the code
+    tolerates in a round.
     """
 
     burst: int = 1

@@ -20,8 +20,9 @@ class FedAsyncSettings(Section):
     unbiased: bool = Field(
         False,
         description=(
-            "Whether an update of a slow client counts more than that of a fast one, so that in the long run clients "
-            "count as 'weights' says. If false, fast clients count more, because they send more updates."
+            "Whether an update of a slow client counts more than that of a fast one, so that in the "
+            "long run clients count as federated.weights says. If false, fast clients count more, "
+            "because they send more updates."
         ),
     )
 
@@ -40,8 +41,8 @@ class FedAsyncSettings(Section):
 class FedAsync(BufferedPolicy):
     """Adds each update to the model as soon as it arrives; a stale update has less weight.
 
-    Unlike in the paper, the server adds the client's difference instead of mixing in the client's model, which would
-    undo the updates of other clients in the meantime. ``federated.rate`` is the paper's mixing weight.
+    Unlike in the paper, the server adds the client's difference instead of mixing in the client's model. Mixing would
+    undo the updates that other clients have sent in the meantime. ``federated.rate`` is the paper's mixing weight.
     """
 
     def __init__(self, settings: Federated) -> None:

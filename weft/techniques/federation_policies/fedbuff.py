@@ -26,8 +26,9 @@ class FedBuffSettings(Section):
     unbiased: bool = Field(
         False,
         description=(
-            "Whether an update of a slow client counts more than that of a fast one, so that in the long run clients "
-            "count as 'weights' says. If false, fast clients count more, because they send more updates."
+            "Whether an update of a slow client counts more than that of a fast one, so that in the "
+            "long run clients count as federated.weights says. If false, fast clients count more, "
+            "because they send more updates."
         ),
     )
 

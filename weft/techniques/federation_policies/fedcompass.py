@@ -32,13 +32,14 @@ class FedCompassSettings(Section):
     """Settings of FedCompass: limits of a client's local steps, and how long a group of clients waits."""
 
     min_steps: PositiveInt = Field(
-        20, description="Smallest number of local steps of a client."
+        20,
+        description="Smallest number of local steps that the server orders of a client.",
     )
     max_steps: PositiveInt = Field(
         100,
         description=(
-            "Largest number of local steps of a client. Its first work order has this number, by which its speed is "
-            "measured."
+            "Largest number of local steps that the server orders of a client. The first work order "
+            "has this number; the client's speed is measured with it."
         ),
     )
     latest: float = Field(

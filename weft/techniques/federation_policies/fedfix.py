@@ -26,13 +26,14 @@ class FedFixSettings(Section):
     """Settings of FedFix: the time between two changes of the model, and the weight of slow clients."""
 
     tick: PositiveFloat = Field(
-        60.0, description="Seconds between two changes of the model."
+        60.0, description="Seconds between two changes of the server's model."
     )
     unbiased: bool = Field(
         True,
         description=(
-            "Multiply an update by the number of ticks that it took, so that a slow client, whose updates "
-            "are rarer, counts in the long run as much as 'weights' says. false: slow clients count less."
+            "Whether an update is multiplied by the number of ticks that it took. A slow client, "
+            "whose updates are rarer, then counts in the long run as much as federated.weights says. "
+            "If false, slow clients count less."
         ),
     )
 

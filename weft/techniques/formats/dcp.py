@@ -26,7 +26,7 @@ MOMENT = r"(?:(?:optimizer|optim|optimizers|optimizer_state_dict)\.)?state\.(.+)
     figure="weights and moments to the last bit, also those that several ranks saved",
 )
 class DistributedCheckpoint(SourceFormat):
-    """Reads PyTorch's distributed checkpoints (DCP)."""
+    """Reads PyTorch's distributed checkpoints (DCP), for ``weft convert`` and for runs that start from other models."""
 
     patterns = (".metadata",)
     place = 10

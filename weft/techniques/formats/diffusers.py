@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     figure="the same weights there and back",
 )
 class Diffusers(SourceFormat):
-    """Reads folders of diffusers' ``DiTTransformer2DModel`` and ``PixArtTransformer2DModel``."""
+    """Reads models that diffusers has written as ``DiTTransformer2DModel`` or ``PixArtTransformer2DModel``, from their
+    folder.
+    """
 
     patterns = ("diffusion_pytorch_model.safetensors",)
     place = 45

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure=("weights to the last bit of what the gguf package decodes, in six kinds"),
 )
 class Gguf(SourceFormat):
-    """Reads llama.cpp's GGUF files."""
+    """Reads models in llama.cpp's GGUF files, with their tokenizers."""
 
     patterns = ("*.gguf",)
     suffix = ".gguf"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     figure="the same bytes there and back, through Weft and DCP",
 )
 class HuggingFace(SourceFormat):
-    """Reads Hugging Face's safetensors."""
+    """Reads models in folders of Hugging Face: safetensors files, configuration and tokenizer."""
 
     patterns = ("model.safetensors.index.json", "model.safetensors")
     place = 40

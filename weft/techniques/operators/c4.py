@@ -17,7 +17,7 @@ from weft.section import Section
 
 
 class C4Settings(Section):
-    """Settings of C4's rules on pages; the defaults are the paper's."""
+    """Settings of C4's rules on whole pages. The defaults are those of the C4 paper (Raffel et al. 2020)."""
 
     least_sentences: int = Field(
         5, ge=0, description="Smallest number of sentences in a document that is kept."

@@ -14,7 +14,9 @@ from weft.section import Section
 
 
 class C4LinesSettings(Section):
-    """Settings of C4's rules about lines that are kept; the defaults are the paper's."""
+    """Settings of C4's rules on single lines: which lines of a document are kept. The defaults are those of the C4
+    paper (Raffel et al. 2020).
+    """
 
     line_words: int = Field(
         3, ge=0, description="Smallest number of words in a line that is kept."
@@ -22,7 +24,7 @@ class C4LinesSettings(Section):
     longest_word: int = Field(
         1000,
         ge=1,
-        description="Largest number of characters in the longest word of a line that is kept.",
+        description="Largest number of characters of a word in a line that is kept.",
     )
     ended: bool = Field(
         True,

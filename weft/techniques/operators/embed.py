@@ -11,10 +11,15 @@ from weft.registry import register
 
 
 class EmbedSettings(EmbeddingSettings):
-    """Settings of the operator that computes document embeddings."""
+    """Settings of the operator that computes an embedding (a vector) of each document: the model, and the column to
+    write.
+    """
 
     model: str = Field(
-        description="A run, a checkpoint, a folder of Hugging Face, a GGUF file or an id of the hub."
+        description=(
+            "Model that computes the embeddings: a run, a checkpoint, a folder of Hugging Face, a "
+            "GGUF file or an id of the hub."
+        )
     )
     column: str = Field(
         "embedding", description="Name of the column to which the vectors are written."

@@ -16,24 +16,28 @@ from weft.section import Section
 
 
 class FineWebSettings(Section):
-    """Settings of FineWeb's own quality rules; the defaults are the paper's."""
+    """Settings of FineWeb's own quality rules. The defaults are those of the FineWeb paper (Penedo et al. 2024)."""
 
     least_ended_lines: float = Field(
         0.12,
         ge=0,
         le=1,
-        description="Smallest share of lines that end with a punctuation mark.",
+        description="Smallest share of lines that end with a punctuation mark, in a document that is kept.",
     )
     most_short_lines: float = Field(
-        0.67, ge=0, description="Largest share of short lines."
+        0.67,
+        ge=0,
+        description="Largest share of short lines in a document that is kept. 'short' says which lines count.",
     )
     most_repeated_characters: float = Field(
-        0.01, ge=0, description="Largest share of characters in repeated lines."
+        0.01,
+        ge=0,
+        description="Largest share of characters in repeated lines, in a document that is kept.",
     )
     most_line_breaks: float = Field(
         0.3,
         ge=0,
-        description="Largest number of line breaks per word; lists have many.",
+        description="Largest number of line breaks per word in a document that is kept; lists have many.",
     )
     short: int = Field(
         30,

@@ -16,7 +16,7 @@ from weft.section import Section
 
 
 class GopherSettings(Section):
-    """Settings of Gopher's quality rules; the defaults are the paper's."""
+    """Settings of Gopher's quality rules. The defaults are those of the Gopher paper (Rae et al. 2021)."""
 
     least_words: int = Field(
         50, ge=0, description="Smallest number of words in a document that is kept."
@@ -25,25 +25,40 @@ class GopherSettings(Section):
         100_000, ge=1, description="Largest number of words in a document that is kept."
     )
     least_word_length: float = Field(
-        3, ge=0, description="Smallest mean length of a word, in characters."
+        3,
+        ge=0,
+        description="Smallest mean length of a word, in characters, in a document that is kept.",
     )
     most_word_length: float = Field(
-        10, ge=0, description="Largest mean length of a word, in characters."
+        10,
+        ge=0,
+        description="Largest mean length of a word, in characters, in a document that is kept.",
     )
     most_hashes: float = Field(
-        0.1, ge=0, description="Largest number of hash signs per word."
+        0.1,
+        ge=0,
+        description="Largest number of hash signs (#) per word in a document that is kept.",
     )
     most_ellipses: float = Field(
-        0.1, ge=0, description="Largest number of ellipses per word."
+        0.1,
+        ge=0,
+        description="Largest number of ellipses (...) per word in a document that is kept.",
     )
     most_bullet_lines: float = Field(
-        0.9, ge=0, description="Largest share of lines that begin with a bullet."
+        0.9,
+        ge=0,
+        description="Largest share of lines that begin with a bullet, in a document that is kept.",
     )
     most_ellipsis_lines: float = Field(
-        0.3, ge=0, description="Largest share of lines that end with an ellipsis."
+        0.3,
+        ge=0,
+        description="Largest share of lines that end with an ellipsis (...), in a document that is kept.",
     )
     least_alphabetic: float = Field(
-        0.8, ge=0, le=1, description="Smallest share of words with a letter."
+        0.8,
+        ge=0,
+        le=1,
+        description="Smallest share of words with at least one letter, in a document that is kept.",
     )
     least_stop_words: int = Field(
         2,
@@ -51,7 +66,8 @@ class GopherSettings(Section):
         description="Smallest number of different stop words in a document that is kept.",
     )
     stop_words: Sequence[str] = Field(
-        STOP_WORDS, description="Words that are common in the documents' language."
+        STOP_WORDS,
+        description="Words that are common in the documents' language. A text of sentences has some of them.",
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PairSettings(Section):
-    """Settings of the pairs of real and rephrased documents."""
+    """Settings of the operator that keeps real and rephrased documents at a given ratio."""
 
     ratio: float = Field(
         1.0,
@@ -29,7 +29,7 @@ class PairSettings(Section):
     )
     seed: int = Field(
         0,
-        description="Seed of the random choice of documents, where there are more than needed.",
+        description="Seed of the random choice of rephrased documents, where there are more than needed.",
     )
 
 

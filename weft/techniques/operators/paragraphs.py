@@ -46,7 +46,10 @@ class ParagraphsSettings(SurvivorSettings):
         0.5,
         ge=0,
         le=1,
-        description="Share of a document's characters in repeated paragraphs above which it is dropped; 1: never.",
+        description=(
+            "Largest share of a document's characters that may be in repeated paragraphs; a document "
+            "above it is dropped. 1: none is dropped."
+        ),
     )
 
 

@@ -18,7 +18,10 @@ class PerplexitySettings(Section):
     """Settings of the filter of documents by the loss of a language model."""
 
     model: str = Field(
-        description="A run, a checkpoint, a folder of Hugging Face, a GGUF file or an id of the hub."
+        description=(
+            "Model under which the loss is computed: a run, a checkpoint, a folder of Hugging Face, a "
+            "GGUF file or an id of the hub."
+        )
     )
     least: float | None = Field(
         None,
@@ -34,7 +37,10 @@ class PerplexitySettings(Section):
     window: int = Field(
         0,
         ge=0,
-        description="Tokens that are read at once; 0: as in the model's training.",
+        description=(
+            "Number of tokens of a text that the model reads at once; 0: the length with which it was "
+            "trained."
+        ),
     )
     device: Literal["cpu", "cuda"] = Field(
         "cpu", description="Device on which the model computes."

@@ -46,13 +46,19 @@ class PruneSettings(SelectionSettings):
             "ones, which are worth more if data are scarce. 'auto' measures both on held-out examples."
         ),
     )
-    label: str = Field("", description="Column with the class of each example.")
+    label: str = Field(
+        "",
+        description=(
+            "Column with the class of each example, which 'el2n', 'forgetting', keep = 'auto' and "
+            "'floor' need."
+        ),
+    )
     embedding: str = Field(
         "",
         description="Column with the embedding of each document. If not set: hashed n-grams of the text.",
     )
     floor: int = Field(
-        0, ge=0, description="Smallest number of examples that are kept of each class."
+        0, ge=0, description="Smallest number of examples of each class that are kept."
     )
     runs: int = Field(
         10,

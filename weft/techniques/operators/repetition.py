@@ -16,38 +16,45 @@ from weft.section import Section
 
 
 class RepetitionSettings(Section):
-    """Settings of Gopher's rules about documents that repeat themselves; the defaults are those of the paper's table
-    A1.
+    """Settings of Gopher's rules on documents that repeat themselves. The defaults are those of table A1 of the Gopher
+    paper (Rae et al. 2021).
     """
 
     most_repeated_lines: float = Field(
         0.3,
         ge=0,
-        description="Largest share of lines that repeat an earlier line of the document.",
+        description="Largest share of lines that repeat an earlier line, in a document that is kept.",
     )
     most_repeated_paragraphs: float = Field(
         0.3,
         ge=0,
-        description="Largest share of paragraphs that repeat an earlier paragraph of the document.",
+        description=(
+            "Largest share of paragraphs that repeat an earlier paragraph, in a document that is "
+            "kept."
+        ),
     )
     most_line_characters: float = Field(
-        0.2, ge=0, description="Largest share of characters in repeated lines."
+        0.2,
+        ge=0,
+        description="Largest share of characters in repeated lines, in a document that is kept.",
     )
     most_paragraph_characters: float = Field(
-        0.2, ge=0, description="Largest share of characters in repeated paragraphs."
+        0.2,
+        ge=0,
+        description="Largest share of characters in repeated paragraphs, in a document that is kept.",
     )
     most_top_grams: tuple[float, float, float] = Field(
         (0.2, 0.18, 0.16),
         description=(
-            "Three largest allowed shares of characters that belong to the most frequent sequence of 2, 3 and "
-            "4 words."
+            "Largest shares of a document's characters that may belong to its most frequent sequence "
+            "of words: three numbers, for sequences of 2, 3 and 4 words."
         ),
     )
     most_repeated_grams: tuple[float, float, float, float, float, float] = Field(
         (0.15, 0.14, 0.13, 0.12, 0.11, 0.1),
         description=(
-            "Six largest allowed shares of characters that belong to repeated sequences of 5, 6, ... and 10 "
-            "words."
+            "Largest shares of a document's characters that may belong to repeated sequences of "
+            "words: six numbers, for sequences of 5, 6, ... and 10 words."
         ),
     )
 

@@ -34,11 +34,15 @@ class SemanticSettings(EmbeddingSettings, SurvivorSettings):
 
     keep: Literal["far", "longest", "first", "best"] = Field(  # type: ignore[assignment]  # one choice more
         "far",
-        description="Document that is kept: the one farthest from its cluster's centroid, the longest, the first by "
-        "id, or the one with the highest value of the column 'score'. Equals are decided by id.",
+        description=(
+            "Document of a group of similar ones that is kept: the one farthest from its cluster's "
+            "centroid, the longest, the first by id, or the one with the highest value of the column "
+            "'score'. Equals are decided by id."
+        ),
     )
     model: str = Field(
-        "", description="Model of the embeddings: any that 'weft generate' opens."
+        "",
+        description="Model that computes the embeddings: any that 'weft generate' opens.",
     )
     column: str = Field(
         "", description="Column that holds the embeddings, in place of a model."

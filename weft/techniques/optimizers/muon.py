@@ -26,7 +26,7 @@ SCALE = 0.2
 
 
 class MuonSettings(Section):
-    """Recipe settings of Muon."""
+    """Settings of Muon that a recipe gives: the momentum."""
 
     momentum: float = Field(
         0.95,

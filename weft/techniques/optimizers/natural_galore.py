@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class NaturalGaLoreSettings(GaLoreSettings):
-    """Recipe settings of Natural GaLore."""
+    """Settings of Natural GaLore that a recipe gives: those of GaLore, and the number of gradients for its Fisher
+    matrix.
+    """
 
     history: PositiveInt = Field(
         4,

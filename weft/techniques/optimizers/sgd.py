@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @register("optimizer", "sgd", title="Stochastic gradient descent")
 class SGD(UpdateRule):
-    """Subtracts the gradient times the learning rate, without momentum."""
+    """Stochastic gradient descent: subtracts the gradient times the learning rate, without momentum."""
 
     elementwise = True
     stays = True

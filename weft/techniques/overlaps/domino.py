@@ -30,8 +30,9 @@ class Domino(Overlap):
     """Cuts a pass into halves of its rows, and a single row into halves of its tokens.
 
     While a half's reduction travels, the other half computes. A pass that cannot be cut, such as a single row under
-    ``cp``, overlaps inside layers: half of the columns of the last product travel while the others are computed. Both
-    together were measured as slower over links with latency, because they send twice as many messages.
+    ``cp``, overlaps inside layers. Half of the columns of a layer's last product are sent while the other half is
+    computed. The two ways are not combined: this was slower over links with latency, because it sends twice as many
+    messages.
     """
 
     def __call__(self, tokens: PassTokens) -> Weave:

@@ -122,8 +122,8 @@ class CostQuota(QuotaController):
 
 def fitted_costs(passes: list[PassTime], rounds: int = 200) -> PhaseCosts:
     """Return the cost model that fits the times of ``passes`` best, by relative errors. It has four costs, none
-    negative: of a token and of a product of query and key in compute, and of a pass and of a key in memory traffic.
-    ``rounds``: number of iterations of the fit.
+    negative. Those of compute are per token, and per product of a query and a key. Those of memory traffic are per
+    pass, and per key. ``rounds``: number of iterations of the fit.
     """
     saturation = PhaseCosts((), ()).saturation
     rows, squares = [], [[0.0] * 4 for _ in range(4)]

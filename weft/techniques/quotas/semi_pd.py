@@ -94,12 +94,14 @@ class LimitsQuota(QuotaController):
 
 
 def high(latencies: Sequence[float]) -> float:
-    """Return the latency that nine in ten of ``latencies`` do not exceed, in seconds; 0 if there are none."""
+    """Return the latency in seconds that nine in ten of ``latencies`` do not exceed; 0 if there are none."""
     ordered = sorted(latencies)
     last = len(ordered) - 1
     return ordered[min(last, int(RANK * len(ordered)))] if ordered else 0.0
 
 
 def pressure(latency: float, limit: float) -> float:
-    """Return ``latency / limit``, not less than :data:`CLEAR` and not more than :data:`LOST`."""
+    """Return how close a latency is to its limit: the ratio ``latency / limit``, raised to at least :data:`CLEAR` and
+    cut off at :data:`LOST`.
+    """
     return min(LOST, max(CLEAR, latency / limit))

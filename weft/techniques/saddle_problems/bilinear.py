@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class BilinearSettings(Section):
-    """Settings of the bilinear game: its size, and how much devices differ."""
+    """Settings of the bilinear game: number of variables, weight of the quadratic terms, and how much the simulated
+    devices' matrices differ.
+    """
 
     size: PositiveInt = Field(
         20,

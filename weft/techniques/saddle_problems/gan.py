@@ -62,9 +62,10 @@ class GanSettings(Section):
 )
 class DigitsGan(SaddleProblem):
     """A game of a generator, which makes images from random numbers, and a critic, which tells them from real digits.
-    Both are perceptrons with two hidden layers. The objective is the mean of ``log D(image)`` over a device's digits
-    and of ``log (1 - D(G(latent)))``, where ``D`` is the critic's probability that an image is real. The critic
-    maximises it, the generator minimises it. Device ``d`` of ``n`` has every ``n``-th digit, from the ``d``-th on.
+    Both are perceptrons with two hidden layers. The objective is the mean of ``log D(image)`` over a device's
+    digits, plus the mean of ``log (1 - D(G(latent)))``. ``D`` is the critic's probability that an image is real, and
+    ``G`` the generator. The critic maximises it, the generator minimises it. Device ``d`` of ``n`` has every
+    ``n``-th digit, from the ``d``-th on.
     """
 
     def __init__(

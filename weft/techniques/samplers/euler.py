@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     figure="ten steps of a flow to one Gaussian image are exact to 1e-12",
 )
 def euler(process: NoiseProcess, times: tuple[float, ...], x: torch.Tensor) -> Solving:
-    """Sample an image with steps of the first order: each step adds the predicted image and the predicted noise,
-    multiplied by the amounts of image and noise that belong to the next time. For a flow this is Euler's method, for
-    tables of noise levels it is DDIM without added noise. The arguments are those of
-    :class:`weft.diffusion.solver.Solver`.
+    """Sample an image with steps of the first order. Each step mixes the predicted image and the predicted noise in the
+    amounts that belong to the next time. For a flow this is Euler's method, for tables of noise levels it is DDIM
+    without added noise. The arguments are those of :class:`weft.diffusion.solver.Solver`.
     """
     import torch
 

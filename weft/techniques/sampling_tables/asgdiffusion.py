@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class AsgdiffusionSettings(Section):
-    """Settings of ASGDiffusion: size of the image, overlap of its tiles, how strongly and for how many steps a small
-    copy of the image guides the tiles, and by how many steps other ranks' predictions are stale.
+    """Settings of ASGDiffusion: size of the image, overlap of its tiles, and staleness of other ranks' predictions in
+    steps. Further settings say how strongly, and for how many steps, a small copy of the image guides the tiles.
     """
 
     scale: int = Field(

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class DistrifusionSettings(Section):
-    """Settings of DistriFusion: by how many steps the keys and values of other ranks' parts of the image are stale, and
-    the number of first steps in which they are not.
+    """Settings of DistriFusion: staleness, in steps, of the keys and values of other ranks' parts of the image. Another
+    setting is the number of first steps without staleness.
     """
 
     age: int = Field(
@@ -51,9 +51,9 @@ class DistrifusionSettings(Section):
     ),
 )
 class Distrifusion(SamplingScheme):
-    """Cuts the image into bands, one per rank, and lets a band attend to its own fresh keys and to all other bands'
-    keys of the previous step. Old keys can travel while the next step is computed. The first steps are synchronous:
-    they wait for fresh keys of all bands. Each rank has the whole model.
+    """Cuts the image into bands, one per rank. A band attends to its own fresh keys, and to all other bands' keys of
+    the previous step. Old keys can travel while the next step is computed. The first steps are synchronous: they
+    wait for fresh keys of all bands. Each rank has the whole model.
     """
 
     settings: DistrifusionSettings

@@ -20,7 +20,7 @@ class DualparalSettings(Section):
     frames: int = Field(
         8,
         ge=1,
-        description="Number of frames in a block, the unit that passes the pipeline.",
+        description="Number of frames in a block. Blocks pass the pipeline of ranks one after the other.",
     )
     context: int = Field(
         8,

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class PcppSettings(Section):
-    """Settings of PCPP: which part of the neighbouring ranks' bands of the image a rank sees, by how many steps its
-    keys and values are stale, and the number of first steps in which they are not.
+    """Settings of PCPP: the part of the neighbouring bands of the image that a rank sees, and the staleness of its keys
+    and values in steps. Another setting is the number of first steps without staleness.
     """
 
     part: float = Field(
@@ -57,9 +57,9 @@ class PcppSettings(Section):
     ),
 )
 class Pcpp(SamplingScheme):
-    """Cuts the image into bands, one per rank, and lets a band attend to itself and to a part of its two neighbours,
-    whose keys are one step old. Less travels than in DistriFusion, and only between neighbours. The parts that a band
-    does not see cause an error that more steps do not make smaller, unlike the error of old keys.
+    """Cuts the image into bands, one per rank. A band attends to itself, and to parts of its two neighbours with keys
+    that are one step old. Less travels than in DistriFusion, and only between neighbours. The parts that a band does
+    not see cause an error that more steps do not make smaller, unlike the error of old keys.
     """
 
     settings: PcppSettings

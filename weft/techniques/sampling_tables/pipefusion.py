@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class PipefusionSettings(Section):
-    """Settings of PipeFusion: number of patches of the image, the number of first steps without stale keys and values,
-    and by how many steps they are stale later.
+    """Settings of PipeFusion: number of patches of the image, number of first steps without stale keys and values, and
+    staleness in steps after them.
     """
 
     patches: int = Field(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class CO2Settings(OuterSettings):
-    """Recipe settings of CO2: its penalty and clipping, and the settings of the outer update with the defaults of CO2's
-    paper.
+    """Settings of CO2 that a recipe gives: penalty and clipping, and learning rate and momentum of the outer update.
+    The defaults are those of the CO2 paper.
     """
 
     lr: PositiveFloat = Field(
@@ -49,8 +49,8 @@ class CO2Settings(OuterSettings):
     clip: PositiveFloat = Field(
         1.0,
         description=(
-            "Largest absolute value of an element of the outer update's momentum; larger ones"
-            " are cut to it."
+            "Largest absolute value of an element of the outer update's momentum; larger values are "
+            "cut to it."
         ),
     )
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class NoLoCoSettings(OuterSettings):
-    """Recipe settings of NoLoCo: those of the outer update, with the defaults of NoLoCo's paper."""
+    """Settings of NoLoCo that a recipe gives: learning rate and momentum of the outer update, with the defaults of the
+    NoLoCo paper.
+    """
 
     momentum: float = Field(
         0.5,

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class StreamingSettings(OuterSettings):
-    """Recipe settings of streaming synchronisation, and those of the outer update."""
+    """Settings of streaming synchronisation that a recipe gives: how synchronised and own parameters are mixed, and
+    learning rate and momentum of the outer update.
+    """
 
     mix: float = Field(
         0.5,

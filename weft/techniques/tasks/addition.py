@@ -13,7 +13,7 @@ from weft.section import Section
 
 
 class AdditionSettings(Section):
-    """Settings of the task of adding two numbers."""
+    """Settings of the task of adding two numbers: how many digits the numbers have, and how they are written."""
 
     digits: int = Field(
         2,

@@ -22,8 +22,8 @@ class CombinedSettings(Section):
     parts: tuple[dict[str, Any], ...] = Field(
         (),
         description=(
-            "The rewards: tables such as [[tasks]], each with a reward, its settings and a weight (1 if not given). "
-            "The first one asks the questions."
+            "Rewards that are combined: a list of tables such as [[tasks]], each with a reward, the "
+            "settings of this reward and a weight (1 if not given). The first one asks the questions."
         ),
     )
     how: Literal["sum", "product"] = Field(

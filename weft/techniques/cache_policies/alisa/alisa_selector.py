@@ -64,8 +64,8 @@ def rounded(x: T) -> tuple[T, T]:
 
 class WeightSumSelector(BlockSelector):
     """Chooses the fraction ``share`` of the tokens: half of these are the last tokens, the others those with the
-    largest running sums of attention weights. All tokens of a block choose by the sums from the blocks before, so that
-    the choice does not depend on the pieces in which a text is computed. ``size``: tokens of a block; ``in_bytes``:
+    largest running sums of attention weights. All tokens of a block choose by the sums from the blocks before. The
+    choice thus does not depend on the pieces in which a text is computed. ``size``: tokens of a block; ``in_bytes``:
     whether keys and values are rounded to 8 bits.
     """
 

@@ -106,7 +106,9 @@ def share_context(
 
 
 def as_bytes(x: T) -> T:
-    """Return the values of ``x`` as bytes: uint8 ``[bytes]``."""
+    """Return the values of ``x`` as bytes, uint8 ``[bytes]``, so that tensors of different types can be sent in one
+    message.
+    """
     return x.contiguous().flatten().view(torch.uint8)
 
 

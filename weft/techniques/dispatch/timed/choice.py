@@ -89,9 +89,10 @@ class TimedDispatch(Adaptive):
         return self._by(option, x, choice, trials if timed else None)
 
     def size(self, x: T, choice: Choice) -> str:
-        """Return a name for the size of a pass; passes with equal names share their measured times. Passes share a name
-        if they are of one kind and shape among as many ranks, and if the largest number of tokens that a rank has lies
-        between the same powers of two. ``x``: this rank's tokens; ``choice``: their experts.
+        """Return a name for the size of a pass; passes with equal names share their measured times. The name has all
+        that the time depends on: number and sizes of ranks and experts, type of the tokens, and whether backward
+        follows. Numbers of tokens of a rank count as equal between two powers of two. ``x``: this rank's tokens;
+        ``choice``: their experts.
         """
         ranks = self.ranks
         tokens = (ranks.most(len(x)) if self.uneven else len(x)).bit_length()

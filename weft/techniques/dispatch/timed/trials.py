@@ -68,7 +68,9 @@ class OptionTimes:
             self.try_again(range(len(self.known)))
 
     def try_again(self, options: Sequence[int]) -> None:
-        """Begin a round of trials with ``options``."""
+        """Begin a round of trials of ``options``, which are indices of dispatch options. Times of earlier rounds are
+        forgotten as trials replace them.
+        """
         self.left, self.turn = [*options], 0
         self.best, self.passes = [inf] * len(self.known), 0
         self._forget()

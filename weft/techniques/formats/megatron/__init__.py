@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     ),
 )
 class Megatron(SourceFormat):
-    """Reads Megatron-LM's checkpoints."""
+    """Reads Megatron-LM's checkpoints, whose files belong to ranks of tensor and pipeline parallelism."""
 
     patterns = ("mp_rank_*/model_optim_rng.pt",)
     place = 20

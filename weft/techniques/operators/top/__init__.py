@@ -23,7 +23,10 @@ class TopSettings(SelectionSettings):
 
     column: str = Field(
         "",
-        description="Column of numbers by which documents are ranked. keep = 'random' needs none.",
+        description=(
+            "Column of numbers by which documents are ranked. With keep = 'random' it must not be "
+            "set."
+        ),
     )
     keep: Keep = Field(
         "high",
@@ -31,12 +34,14 @@ class TopSettings(SelectionSettings):
     )
     group: str = Field(
         "",
-        description="Column of classes or other groups, of each of which at least 'floor' documents are kept.",
+        description="Column of classes or other groups. At least 'floor' documents of each group are kept.",
     )
     floor: int = Field(
-        0, ge=0, description="Smallest number of documents that are kept of each group."
+        0, ge=0, description="Smallest number of documents of each group that are kept."
     )
-    seed: int = Field(0, ge=0, description="Seed of keep = 'random'.")
+    seed: int = Field(
+        0, ge=0, description="Seed of the random choice with keep = 'random'."
+    )
 
     @model_validator(mode="after")
     def _columns(self) -> TopSettings:

@@ -32,7 +32,9 @@ DIRECTIONS = Rule(
 
 
 class GaLoreSettings(Section):
-    """Recipe settings of GaLore and Natural GaLore."""
+    """Settings of GaLore that a recipe gives: number of directions onto which gradients are projected, and how often
+    these are computed anew.
+    """
 
     rank: PositiveInt = Field(
         128,

@@ -117,8 +117,8 @@ def singular_directions(grad: T, side: int, rank: int) -> T:
     """Return the first ``rank`` singular vectors of ``grad`` ``[m, n]``: ``[rank, m]`` or ``[rank, n]``. ``side``: 0
     for left singular vectors, 1 for right ones. Libraries choose signs differently. Therefore the entry of largest
     magnitude of each vector is made positive, or the first such entry if several are equal up to rounding. If the
-    gradient has a smaller rank than ``rank``, as after a step of a few tokens, the vectors beyond its rank are zero,
-    because rounding errors alone would determine them.
+    gradient has a smaller rank than ``rank``, as after a step of a few tokens, the vectors beyond its rank are zero.
+    Rounding errors alone would determine them.
     """
     left, sizes, right = torch.linalg.svd(grad, full_matrices=False)
     directions = right[:rank] if side == 1 else left[:, :rank].mT

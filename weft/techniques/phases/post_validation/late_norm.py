@@ -52,8 +52,8 @@ class PendingUpdate(NamedTuple):
 class PostValidation(PhaseFiller):
     """Updates a pipelined model before the gradient norm is known, and undoes an update that should have been clipped.
 
-    Results equal those of the plain step, but are returned one step later. The object holds a copy of parameters and
-    optimizer state. ``repeated``: number of steps whose passes had to be run again.
+    All numbers equal those of the plain step, but the result of a step is returned one step later. The object holds a
+    copy of parameters and optimizer state. ``repeated``: number of steps whose passes had to be run again.
     """
 
     def __init__(self, context: StepContext) -> None:

@@ -50,8 +50,10 @@ class RoutedWire:
         return getattr(self.wire, name)
 
     def take(self, value: Value, source: int, purpose: str) -> Any:
-        """Wait for ``value`` from rank ``source`` of this island, send it to the island where its route goes on, and
-        return the value that arrives from the island of this rank's own route.
+        """Receive ``value`` of this island's own pipeline, and exchange it for the value that this rank is to compute
+        with. First wait for it from rank ``source`` of this island, and send it to the island where its route goes
+        on. Then return the value that arrives from another island. Without ``routes`` nothing is exchanged.
+        ``purpose``: what the transfer is counted as.
         """
         payload: T = self.wire.take(value, source, purpose)
         if self.routes is None:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class DADAOSettings(Section):
-    """Recipe settings of DADAO, such as the condition number and the step size."""
+    """Settings of DADAO that a recipe gives: assumed condition number of the loss, step size, and number of
+    exchanges.
+    """
 
     condition: PositiveFloat = Field(
         8.0,

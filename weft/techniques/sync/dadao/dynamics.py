@@ -34,7 +34,7 @@ class LinkExchange(NamedTuple):
     number: int
 
     def partner_of(self, island: int) -> int:
-        """Return the island with which ``island`` exchanges."""
+        """Return the number of the island with which ``island`` exchanges its vector."""
         return sum(self.islands) - island
 
 
@@ -73,8 +73,8 @@ class Dynamics:
 
     @property
     def root(self) -> float:
-        """Rate at which an accelerated vector of the state and its slow partner approach each other: ``(2
-        condition)^(-1/2)``.
+        """Rate, per unit of time, at which each accelerated vector of the state and its slow partner approach each
+        other: ``(2 condition)^(-1/2)``.
         """
         return float((2 * self.condition) ** -0.5)
 
@@ -89,8 +89,8 @@ class Dynamics:
     def mixing(self) -> tuple[float, float]:
         """Two constants of the graph of links, if one exchange happens in a unit of time over all links together.
 
-        They are the inverse of the smallest positive eigenvalue of the graph's Laplacian (the slower the links mix, the
-        larger), and half the largest effective resistance of a link.
+        The first is the inverse of the smallest positive eigenvalue of the graph's Laplacian; it is larger if the links
+        mix more slowly. The second is half the largest effective resistance of a link.
         """
         count = 1 + max(max(link) for link in self.links)
         laplacian = np.zeros((count, count))
