@@ -70,6 +70,10 @@ _losses = (
     "With --mixtures: table of the runs' losses, if they stand in one of their own."
 )
 _target = "With --mixtures: column of the loss that is to be low."
+_propose = (
+    "Name this many small runs that would narrow the half-lives most, the best first."
+)
+_longest = "Most epochs of a run that --propose names; by default four times those of the longest run."
 _size = "Number of tokens that a pool has in reality, if the small runs had a part of it; repeatable."
 
 
@@ -276,6 +280,8 @@ def data_plan_command(
     ] = None,
     losses: Annotated[str | None, typer.Option(metavar="TABLE", help=_losses)] = None,
     target: Annotated[str | None, typer.Option(metavar="COLUMN", help=_target)] = None,
+    propose: Annotated[int, typer.Option(min=0, max=1000, help=_propose)] = 0,
+    longest: Annotated[float | None, typer.Option(min=1, help=_longest)] = None,
     as_json: AsJson = False,
 ) -> int:
     """Say which pools to train on, and how often or in which mixture, by the losses of small runs."""
@@ -287,6 +293,7 @@ def data_plan_command(
         return _best_mixture(mixtures, losses, target, as_json)
     from weft.curation.data_plan import budget_samples, plan_data, wear_text
     from weft.curation.measured_runs import pool_sizes, read_measured
+    from weft.curation.repetition_design import propose_runs
     from weft.curation.repetition_fit import fit_repetition_law
 
     if not measured:
@@ -297,8 +304,10 @@ def data_plan_command(
     samples = budget_samples(read, tokens, flops, steps, parameters, step_tokens)
     fitted = fit_repetition_law(read.runs).with_sizes(pool_sizes(size or []))
     plan = plan_data(fitted, samples, read.runs)
+    proposed = propose_runs(fitted, read.runs, propose, longest)
     if as_json:
-        typer.echo(json.dumps(plan.as_json(), indent=2))
+        next_runs = {"next": [asdict(run) for run in proposed]} if propose else {}
+        typer.echo(json.dumps(plan.as_json() | next_runs, indent=2))
         return 0
     print_table(
         ("pool", "tokens", "exponent", "half-life in epochs"),
@@ -326,6 +335,8 @@ def data_plan_command(
     typer.echo(f"\nwhy: {plan.reason}")
     for note in plan.notes:
         typer.echo(f"note: {note}")
+    for run in proposed:
+        typer.echo(f"next: {run.text()}")
     return 0
 
 
