@@ -81,6 +81,27 @@ def test_what_the_recipe_says_stays() -> None:
         choose_layout(recipe, recipe.model, Cluster(device="H100-80GB", count=11))
 
 
+@pytest.mark.parametrize("rows", [16, 64, 12])
+def test_a_recipe_may_ask_for_passes_that_nobody_would_try(rows: int) -> None:
+    """As long as the batch, longer than it, and such that the last pass is shorter."""
+    recipe = recipe_of(micro_batch=rows)
+    choice = choose_layout(recipe, recipe.model, local_cluster("CPU", 4e9, 2, 2))
+    assert choice.recipe.train.micro_batch == rows
+    assert f"train.micro_batch={rows}" in choice.overrides
+
+
+def test_only_layouts_that_the_recipe_takes_are_chosen() -> None:
+    recipe = load_recipe("coded")
+    for ranks in (2, 4):
+        cluster = local_cluster("CPU", 4e9, ranks, ranks)
+        layout = choose_layout(recipe, recipe.model, cluster).recipe.layout
+        assert layout.dp == layout.world == ranks
+    odd = recipe.optimizer.model_copy(update={"pairs": True})
+    no_layers = recipe.model_copy(update={"optimizer": odd})
+    with pytest.raises(UsageError, match=r"takes none of the .* layouts that fit"):
+        choose_layout(no_layers, recipe.model, local_cluster("CPU", 4e9, 2, 2))
+
+
 @pytest.mark.parametrize(
     "memory", [{"moments": "file"}, {"weights": "file"}, {"weights": "host"}], ids=str
 )

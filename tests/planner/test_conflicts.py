@@ -7,10 +7,10 @@ import pytest
 from weft.layout.layout import Layout
 from weft.planner.cost import RECOMPUTE
 from weft.planner.engine_constants import ENGINES
-from weft.planner.explain import layout_tree
 from weft.planner.finalists import Final, chunks_of
 from weft.planner.layout_search import Pin, search
 from weft.planner.machine import Cluster
+from weft.planner.planned_recipe import layout_tree
 from weft.recipe import Memory, ModelShape, Optimizer, Train
 from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
 from weft.shapes.shape import shape_of

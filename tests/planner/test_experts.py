@@ -13,12 +13,13 @@ from tests.conftest import Command
 from weft.layout.layout import Layout
 from weft.planner.cost import Plan, step_time
 from weft.planner.engine_constants import ENGINES
-from weft.planner.explain import exchanges, layout_tree
+from weft.planner.explain import exchanges
 from weft.planner.finalists import finalists, refine
 from weft.planner.layout_search import Pin, search
 from weft.planner.machine import load_cluster
 from weft.planner.memory import peak_memory, rank_memory
 from weft.planner.planned_model import SHAPES, load_model
+from weft.planner.planned_recipe import layout_tree
 from weft.recipe import Data, ModelShape, Recipe, Train, load_recipe
 from weft.rehearse.peak import peak_of
 from weft.schedule.exchange import Beside

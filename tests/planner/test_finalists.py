@@ -20,17 +20,13 @@ from tests.measured import until_true
 from weft.parallel.build import check_fits
 from weft.planner.cost import Plan, schedule_number
 from weft.planner.engine_constants import ENGINES
-from weft.planner.explain import (
-    best_alternatives,
-    differences,
-    layout_verdict,
-    recipe_tree,
-)
+from weft.planner.explain import best_alternatives, differences, layout_verdict
 from weft.planner.finalists import Final, finalists, refine
 from weft.planner.layout_search import Pin, SearchResult, pin_text, search
 from weft.planner.machine import load_cluster
 from weft.planner.page import PlanQuestion, page, timeline
 from weft.planner.planned_model import SHAPES, load_model
+from weft.planner.planned_recipe import recipe_tree
 from weft.recipe import build_recipe
 
 

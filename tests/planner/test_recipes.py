@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
+from weft.checkpoint.weights import shape_named
+from weft.planner.explain import best_alternatives
+from weft.planner.job import rank_layouts, read_job
 from weft.planner.planned_model import SECTIONS, SHAPES, load_model
-from weft.recipe import ModelShape, RopeScaling, load_recipe
+from weft.planner.planned_recipe import recipe_tree
+from weft.recipe import ModelShape, RopeScaling, build_recipe, load_recipe
 from weft.shapes.config import config_from_shape
 from weft.train.setup import model_shape, prepare
 
@@ -170,6 +174,56 @@ def test_a_recipe_keeps_what_its_owner_said(plan: Any, tmp_path: Path) -> None:
         and recipe.optimizer.post_validation
     )
     prepare(recipe)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "changed"),
+    [
+        (
+            "[layout]\ndp = 2\nscan = 'pass'\n[memory]\nweights = 'file'\nfolder = '/scratch'\nbuffer = 7\n"
+            "speculate = 'all'\n[train]\nbatch = 8\nmicro_batch = 3\n[observe]\ntrace = 3\n",
+            "layout.scan memory.folder memory.speculate",
+            "train.micro_batch memory.weights memory.buffer",
+        ),
+        (
+            "[layout]\ndp = 2\nisland = 2\nscan = 'pass'\n[memory]\nmoments = 'host'\nalternate = 0.0\n"
+            "[generate]\nprompts = ['A']\n",
+            "layout.scan memory.alternate",
+            "layout.island memory.moments",
+        ),
+    ],
+)
+def test_a_planned_recipe_keeps_all_sections(
+    plan: Any, tmp_path: Path, text: str, kept: str, changed: str
+) -> None:
+    """What it cannot keep, as it goes with another layout or place, is said."""
+    own, out = tmp_path / "own.toml", tmp_path / "plan.toml"
+    own.write_text("[model]\nlayers = 2\nembed = 64\n" + text)
+    code, said, err = plan(own, "--cluster", "h100", "--gpus", 2, "--recipe", out)
+    assert code == 0, err
+    before, after = load_recipe(own), load_recipe(out)
+    for setting in kept.split():
+        section, _, name = setting.partition(".")
+        assert getattr(getattr(after, section), name) == getattr(
+            getattr(before, section), name
+        )
+    others = {name for name, _ in before} - {"name", "layout", "memory", "train"}
+    assert all(getattr(after, name) == getattr(before, name) for name in others)
+    lines = [line for line in said.splitlines() if line.startswith("changed ")]
+    assert [line.split()[1] for line in lines] == changed.split()
+
+
+@pytest.mark.parametrize("name", ["coded", "robust"])
+def test_every_plan_of_a_recipe_is_one_that_it_takes(name: str) -> None:
+    job = read_job(
+        name, "h100", 4, None, None, None, "weft", [], 1.0, shape_named
+    )  # fmt: skip
+    ranked = rank_layouts(job, None, Path("none"), 5)
+    for final in ranked.finals:
+        build_recipe(recipe_tree(final, job.model))
+    for each in best_alternatives(ranked.searched, ranked.finals):
+        if each.final is not None:
+            build_recipe(recipe_tree(each.final, job.model))
 
 
 def test_a_plan_of_experts_spreads_them_as_the_recipe_says(

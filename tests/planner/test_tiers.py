@@ -22,7 +22,7 @@ from weft.planner.cost import (
     step_time,
 )
 from weft.planner.engine_constants import ENGINES, EngineConstants
-from weft.planner.explain import layout_tree, layout_verdict
+from weft.planner.explain import layout_verdict
 from weft.planner.finalists import finalists
 from weft.planner.layout_search import USABLE, WORTH, Pin, SearchResult, search
 from weft.planner.machine import CLUSTERS, DEVICES, Cluster, load_cluster, machine_of
@@ -34,6 +34,7 @@ from weft.planner.memory import (
     rank_memory,
 )
 from weft.planner.planned_model import SHAPES
+from weft.planner.planned_recipe import layout_tree
 from weft.planner.tiers import UPDATE, planned_time, room_away, with_tiers
 from weft.recipe import Memory, load_recipe
 

@@ -181,10 +181,10 @@ def plan_command(
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time, and explain why the first is fastest."""
     from weft.errors import UsageError
-    from weft.planner.explain import layout_tree
     from weft.planner.job import read_job
     from weft.planner.machine import load_cluster
     from weft.planner.planned_model import check_named
+    from weft.planner.planned_recipe import layout_tree
     from weft.recipe.shipped import find_recipe
 
     if rl:
@@ -240,8 +240,9 @@ def plan_command(
     tried: list[tuple[Final, Measured]] = []
     if probe:
         ranked, tried = _tried(ranked, job, probe)
+    changed = []
     if recipe is not None:
-        _write_recipe(ranked.finals[0], job, recipe)
+        changed = _write_recipe(ranked.finals[0], job, recipe)
     machines = job.machines
     where = f"{machines.count:,} x {machines.device}"
     if machines.probed:
@@ -259,10 +260,13 @@ def plan_command(
     if as_json:
         print(json.dumps(ranked.record(job, top) | {
             "checks": [vars(done) for done in checks],
+            "changed": changed,
             "probes": [{"layout": layout_tree(f), "predicted_s": f.seconds} | vars(ran) for f, ran in tried],
         }))  # fmt: skip
         return 0
     _show(job, where, ranked, top, tried, checks)
+    for line in changed:
+        plain_console().print(f"changed {line}", markup=False)
     for path, name in ((recipe, "recipe"), (html, "page")):
         if path is not None:
             plain_console().print(f"{name:<7} {path}", markup=False)
@@ -326,8 +330,8 @@ def _ranked(
 ) -> "RankedLayouts":
     """Return the layouts of a job: rehearsed on a probed machine, else compared by the closed forms alone."""
     from weft.observe.measured import FILE
-    from weft.planner.explain import recipe_tree
     from weft.planner.job import RankedLayouts, rank_layouts
+    from weft.planner.planned_recipe import recipe_tree
     from weft.recipe import RUNS, build_recipe
 
     if not job.machines.probed:
@@ -338,7 +342,7 @@ def _ranked(
     with Console(stderr=True).status("rehearsing") as status:
         searched, finals, compared = search_here(
             lambda final: build_recipe(recipe_tree(final, job.model)), job.shape, job.machines, gpus, job.batch,
-            job.seq, job.bits, job.pins, status.update,
+            job.seq, job.bits, job.pins, status.update, job.under_rules,
         )  # fmt: skip
     margin = (
         f"calibrated: the best {compared}, timed with what weft probe measured here"
@@ -522,10 +526,10 @@ def _bar(parts: dict[str, float], scale: float) -> Text:
     return bar
 
 
-def _write_recipe(final: "Final", job: "PlanJob", path: Path) -> None:
-    """Write the layout as a recipe for ``weft train``."""
+def _write_recipe(final: "Final", job: "PlanJob", path: Path) -> list[str]:
+    """Write the layout as a recipe for ``weft train``; return a line for each setting that is not the user's own."""
     from weft.pages import write
-    from weft.planner.explain import recipe_tree
+    from weft.planner.planned_recipe import changed_lines, recipe_tree
     from weft.recipe import build_recipe
     from weft.recipe.toml import write_toml
 
@@ -533,6 +537,7 @@ def _write_recipe(final: "Final", job: "PlanJob", path: Path) -> None:
     build_recipe(tree, str(path))
     comment = f"# Planned by: weft plan {job.name}. Your own data goes into [data].\n\n"
     write(path, comment + write_toml(tree), "--recipe")
+    return changed_lines(job.model, tree)
 
 
 def _shape_named(name: str) -> "ModelShape":

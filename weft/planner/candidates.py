@@ -31,6 +31,10 @@ FIRST = (
 )  # fmt: skip
 #: What is added to plans that it may help (:func:`variants`).
 ADDED = ("secondary", *AWAY, *IN_PARTS)
+#: Sequences of a pass that are tried; others only where they are asked for.
+ROWS = (1, 2, 4, 8, 16, 32)
+#: Tokens of a pass on a rank beyond which no pass is tried that nobody asks for.
+LONGEST_PASS = 65536
 #: Tiles of a weight that are tried where whole weights do not fit.
 TILES = 16
 CHOSEN = (*FIRST, *ADDED)
@@ -64,7 +68,10 @@ class Refused:
 class Rules:
     """Rules of divisibility that a layout of ``count`` ranks must meet, for ``batch`` sequences of ``seq`` tokens.
 
-    ``shape``: the model; ``machine``: the devices and links of the cluster.
+    ``shape``: the model; ``machine``: the devices and links of the cluster. ``rows``: sequences of a pass that are
+    asked for, beside those that are always tried (:data:`ROWS`); a rank whose share of the batch is smaller takes its
+    whole share. ``replicas``: whether ranks that keep whole copies of the state are tried as well. Where nobody asks
+    for them, ZeRO is never slower.
     """
 
     shape: Shape
@@ -72,6 +79,8 @@ class Rules:
     count: int
     batch: int
     seq: int
+    rows: tuple[int, ...] = ()
+    replicas: bool = False
 
     def ways(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield every ``(tp, pp, cp, data)`` whose product is the number of ranks.
@@ -168,10 +177,11 @@ class Rules:
     ) -> Iterator[tuple[float, ...]]:
         """Yield the rows of :data:`FIRST`: all further choices for these sizes."""
         share, ranks = self.batch // data, data * cp * tp
+        asked = {min(rows, share) for rows in self.rows}
         micro = [
             b
-            for b in (1, 2, 4, 8, 16, 32)
-            if share % b == 0 and b * self.seq // cp <= 65536
+            for b in sorted({*ROWS, *asked})
+            if b in asked or (share % b == 0 and b * self.seq // cp <= LONGEST_PASS)
         ] or [1]
         contexts = (
             [0, ULYSSES]
@@ -179,7 +189,8 @@ class Rules:
             else [0]
         )
         inside = max(1, int(self.machine.domain) // (tp * cp))
-        sharding = [(data, 1, 0)] if data == 1 else [(1, data, 1), (1, data, 3)]
+        whole = [(data, 1, 0)] if data == 1 or self.replicas else []
+        sharding = whole + ([(1, data, 1), (1, data, 3)] if data > 1 else [])
         if 1 < inside < data and data % inside == 0:
             sharding.append((data // inside, inside, 3))
         sites = self.count // int(min(self.machine.site, self.count))
@@ -196,7 +207,7 @@ class Rules:
             way: [e for e in experts if _folds(e, *way[:2], cp, tp)] for way in sharding
         }
         for b in micro:
-            schedules = _schedules(pp, share // b, int(self.shape.layers))
+            schedules = _schedules(pp, -(-share // b), int(self.shape.layers))
             ways = [(way, ep) for way in sharding for ep in folding[way]]
             for (schedule, virtual), (
                 (dp, shard, zero),

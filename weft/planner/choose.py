@@ -1,18 +1,20 @@
 """The planner's first choice for a recipe that names no layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import UsageError
 from weft.layout.layout import Layout
+from weft.planner.acceptance import under_rules
 from weft.planner.cost import AWAY, BITS, FILE, HOST, RECOMPUTE
 from weft.planner.engine_constants import ENGINES, EngineConstants
-from weft.planner.explain import layout_tree, layout_verdict, title
+from weft.planner.explain import layout_verdict, title
 from weft.planner.finalists import Final, finalists
 from weft.planner.layout_search import Pin, search
 from weft.planner.machine import Cluster
 from weft.planner.planned_model import vocab_of
+from weft.planner.planned_recipe import layout_tree
 from weft.recipe import ModelShape, Recipe
 from weft.shapes.shape import shape_of
 
@@ -71,6 +73,8 @@ def unusable(recipe: Recipe) -> list[Pin]:
     ladder = recipe.model.residual == "ladder"
     whole = recipe.train.compile or ladder or recipe.model.kind
     pins = [Pin("overlap", "=", 0)] if whole else []
+    if recipe.resilience.combines:  # gradients of whole replicas
+        pins += [Pin(axis, "=", 1) for axis in ("shard", "tp", "cp", "pp")]
     if not _updates_in_parts(recipe):
         pins += [Pin("tiles", "=", 0), Pin("embedding", "=", 0)]
     return pins
@@ -107,10 +111,16 @@ def choose_layout(
         raise UsageError(
             f"no layout for {cluster.count} ranks: {error}; or name one: --layout dp=N"
         ) from None
+    searched = under_rules(searched, checked_under(recipe), model)
     finals = finalists(searched, 5, vocabulary=not recipe.model.kind)
     return choice_of(
         recipe, finals, f"of {len(searched.order):,} that fit {cluster.count} ranks"
     )
+
+
+def checked_under(recipe: Recipe) -> Callable[[Final], Recipe]:
+    """Return a function that puts a layout into ``recipe``, and raises :class:`ValueError` if the recipe refuses it."""
+    return lambda final: Recipe.model_validate(dict(recipe_under(recipe, final)[0]))
 
 
 def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
@@ -120,7 +130,8 @@ def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
     """
     plan = final.plan
     train: dict[str, Any] = {
-        "micro_batch": int(plan.micro_batch),
+        # a rank whose share of the batch is smaller takes its share
+        "micro_batch": recipe.train.micro_batch or int(plan.micro_batch),
         "recompute": RECOMPUTE[int(plan.recompute)],
     }
     new = {"train": train, "memory": plan.memory}

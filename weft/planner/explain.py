@@ -6,24 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from weft.errors import UsageError
-from weft.layout.layout import Layout
-from weft.layout.placement_groups import experts_per_node
 from weft.pages import render
 from weft.planner.candidates import ADDED, CHOSEN, SET
-from weft.planner.cost import (
-    BITS,
-    CONTEXT,
-    OVERLAP,
-    RECOMPUTE,
-    Plan,
-    Recompute,
-    expert_cut,
-    schedules,
-)
+from weft.planner.cost import Plan, Recompute, expert_cut
 from weft.planner.finalists import Final, refine
 from weft.planner.layout_search import NAMES, SearchResult, describe, pin_text
-from weft.planner.planned_model import PlannedModel
+from weft.planner.planned_recipe import layout_tree
 from weft.schedule.exchange import Beside
 from weft.shapes.shape import Shape
 
@@ -168,10 +156,14 @@ def best_alternatives(
             set(column) - {own}, key=lambda v: (abs(np.log((v + 0.5) / (own + 0.5))), v)
         )[:3]
         for value in sorted(values):
-            fit = limit[column[limit] == value]
+            all_fit = fit = limit[column[limit] == value]
             if axis != "pp" and (quick := fit[searched.plans.pp[fit] <= DEEP]).size:
                 fit = quick
-            if not len(fit):
+            quickest = fit[total[fit].argsort(kind="stable")]
+            best = searched.first_taken(quickest)
+            if len(all_fit) and best is None:
+                continue  # the recipe refuses this value
+            if best is None:
                 result.append(
                     Alternative(
                         axis,
@@ -181,7 +173,6 @@ def best_alternatives(
                     )
                 )
                 continue
-            best = int(fit[total[fit].argmin()])
             final = refine(
                 searched, searched.plan(best), searched.seconds(best), 0, tables
             )
@@ -301,69 +292,3 @@ def sizes(shape: Shape) -> str:
     )
     cached = f"{float(shape.cache_bytes) / 1024:,.3g} KiB per token cached"
     return f"{float(shape.parameters) / 1e9:.3g} B parameters{active}, {cached}"
-
-
-def untrainable_line(model: PlannedModel, bits: int) -> str:
-    """Explain why ``weft train`` cannot yet train ``model`` with products of ``bits`` bits; empty if it can."""
-    return model.untrainable or (
-        "" if bits >= 16 else f"weft train has no products of {bits} bits yet"
-    )
-
-
-def recipe_tree(final: Final, model: PlannedModel) -> dict[str, Any]:
-    """Return the sections of a recipe with which ``weft train`` trains ``model`` under the layout of ``final``.
-
-    They are a nested dictionary, in which settings that ``model`` brings are kept. Raises :class:`UsageError` for
-    models that Weft cannot train yet.
-    """
-    plan, tree = final.plan, dict(model.recipe)
-    if reason := untrainable_line(model, int(plan.bits)):
-        raise UsageError(f"no recipe can be written: {reason}; leave --recipe out")
-    train: dict[str, Any] = {
-        "batch": int(plan.batch),
-        "micro_batch": int(plan.micro_batch),
-    }
-    train |= {"recompute": RECOMPUTE[int(plan.recompute)]}
-    if BITS.get(tree.get("train", {}).get("dtype", "")) != plan.bits:
-        train["dtype"] = "float32" if plan.bits == 32 else "bfloat16"
-    tree["data"] = tree.get("data", {}) | {"seq_len": int(plan.seq)}
-    tree["layout"] = layout_tree(final)
-    tree["train"] = tree.get("train", {}) | train
-    memory = {
-        key: value for key, value in tree.pop("memory", {}).items() if key == "folder"
-    } | plan.memory
-    tree |= {"memory": memory} if memory else {}
-    return tree
-
-
-def layout_tree(final: Final) -> dict[str, Any]:
-    """Return the layout of ``final`` as the ``[layout]`` section of a recipe, a dictionary of settings."""
-    plan = final.plan
-    layout: dict[str, Any] = {
-        axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")
-    }
-    layout |= {"zero": max(1, int(plan.zero)), "context": CONTEXT[int(plan.context)]}
-    layout |= {"secondary": int(plan.secondary)} if plan.secondary else {}
-    if plan.pp > 1:
-        layout["schedule"] = schedules()[int(plan.schedule)]
-        layout |= {"virtual": int(plan.virtual)} if plan.virtual > 1 else {}
-        layout |= {"vocab_barriers": final.barriers} if final.barriers else {}
-    order = final.order or ("dp pp shard cp tp" if plan.outer else "")
-    layout |= (
-        {"order": " ".join(axis for axis in order.split() if layout[axis] > 1)}
-        if order
-        else {}
-    )
-    if plan.overlap:
-        layout["overlap"] = OVERLAP[int(plan.overlap)]
-    if plan.ep > 1:
-        rows = final.shape.rows_sent(plan.ep)
-        layout |= {
-            "ep": int(plan.ep),
-            "dispatch": min(rows, key=lambda way: float(rows[way])),
-        }
-        nodes = {"node": int(final.machine.domain)}
-        # slow links carry a token to a node once
-        if 1 < experts_per_node(Layout(**layout, **nodes)) < plan.ep:
-            layout |= nodes | {"dispatch": "per-node"}
-    return layout

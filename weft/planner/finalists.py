@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.planner.cost import (
     AWAY,
     IN_PARTS,
@@ -24,7 +24,7 @@ from weft.planner.cost import (
     rest,
     schedules,
 )
-from weft.planner.layout_search import USABLE, SearchResult, at
+from weft.planner.layout_search import MOST_ASKED, USABLE, SearchResult, at, describe
 from weft.planner.machine import Machine
 from weft.planner.memory import (
     RankMemory,
@@ -149,24 +149,32 @@ def finalists(
     """Simulate the fastest ``count`` layouts of a search that fit in memory, and return them by simulated time.
 
     The fastest comes first. If none of these layouts has a certain pipeline schedule, the best layout with that
-    schedule is simulated too, provided that its time is close. ``vocabulary``: whether the program can cut embedding
+    schedule is simulated too, provided that its time is close. Layouts that the user's recipe refuses are left out;
+    :class:`UsageError` if it refuses all. ``vocabulary``: whether the program can cut embedding
     and output layer over all ranks of a pipeline (Yeung et al. 2024). ``searched``: the result of the search.
     """
     total = np.asarray(searched.cost.total)
     columns = np.stack([getattr(searched.plans, name) for name in FAMILY])
     # One of each family, and of every schedule that is near: closed forms err, and not for all schedules alike.
     families: dict[tuple[float, ...], int] = {}
-    for i in searched.order[:4000]:
-        families.setdefault(tuple(columns[:, i]), int(i))
+    first_seconds = np.inf
+    for i in searched.order[:MOST_ASKED]:
+        if len(families) >= count and total[i] > (1 + NEAR) * first_seconds:
+            break
+        if tuple(columns[:, i]) not in families and searched.takes(i):
+            families[tuple(columns[:, i])] = int(i)
+            first_seconds = min(first_seconds, total[i])
     members = list(families.values())
+    if not members:
+        first = searched.plan(int(searched.order[0]))
+        raise UsageError(
+            f"the recipe takes none of the {len(searched.order):,} layouts that fit, such as {describe(first)}: "
+            f"{searched.refusal(first)}"
+        )
     schedules = {
         float(columns[FAMILY.index("schedule"), i]): i for i in reversed(members)
     }
-    near = [
-        i
-        for i in schedules.values()
-        if total[i] <= (1 + NEAR) * total[searched.order[0]]
-    ]
+    near = [i for i in schedules.values() if total[i] <= (1 + NEAR) * first_seconds]
     chosen = members[:count] + [
         i for i in members if i in near and i not in members[:count]
     ]
@@ -200,13 +208,13 @@ def finalists(
     for final in best if vocabulary else ():
         cut = (
             refine(searched, final.plan, final.closed, 1, tables)
-            if final.plan.pp > 1
+            if final.plan.pp > 1 and not searched.refusal(final.plan, 1)
             else None
         )
         finals += [cut] if cut else []
     # no table of these schedules can be built: closed forms are all there is
     if not finals:
-        i = int(searched.order[0])
+        i = members[0]
         finals = [Final(searched.shape, searched.machine, searched.plan(i), at(searched.cost, i),
                         (at(searched.memory, i),),
                         searched.seconds(i))]  # fmt: skip

@@ -6,7 +6,7 @@ the cost of a slow link. :func:`islands_of` finds how rarely they must agree for
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from weft.errors import UsageError
 from weft.planner.engine_constants import EngineConstants
 from weft.planner.explain import record, title
 from weft.planner.finalists import Final, finalists
-from weft.planner.layout_search import Pin, search
+from weft.planner.layout_search import Pin, SearchResult, search
 from weft.planner.machine import Cluster
 from weft.recipe.compressor_word import NONE, compressor_of
 from weft.registry import declared
@@ -91,11 +91,13 @@ def islands_of(
     seq: int,
     bits: int,
     pins: Sequence[Pin],
+    ruled: Callable[[SearchResult], SearchResult] = lambda searched: searched,
 ) -> Islands | None:
     """Plan one island per site: the best layout inside a site, and the costs of exchanges between the sites.
 
     A step has ``batch`` sequences of ``seq`` tokens, which the islands share equally. ``bits``: width of the operands
-    of matrix products. ``pins``: the user's demands on the layout. Returns None if the cluster has only one site, if
+    of matrix products. ``pins``: the user's demands on the layout. ``ruled``: adds to a search which plans the user's
+    recipe refuses. Returns None if the cluster has only one site, if
     its devices cannot be divided into whole sites, if the sites cannot share the batch equally, or if no layout fits a
     site.
     """
@@ -111,7 +113,7 @@ def islands_of(
     alone = cluster.model_copy(update={"count": site, "site": None, "between": None})
     try:
         inside = finalists(
-            search(shape, alone, engine, batch // count, seq, bits, pins), 3
+            ruled(search(shape, alone, engine, batch // count, seq, bits, pins)), 3
         )[0]
     except UsageError:
         return None  # no layout of the model fits one site

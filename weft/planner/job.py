@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, nearest
+from weft.planner.acceptance import under_rules
 from weft.planner.choose import unusable
 from weft.planner.engine_constants import ENGINES, EngineConstants
 from weft.planner.explain import (
@@ -16,7 +17,6 @@ from weft.planner.explain import (
     layout_verdict,
     record,
     title,
-    untrainable_line,
 )
 from weft.planner.finalists import Final, finalists
 from weft.planner.island_price import Islands, islands_of
@@ -26,7 +26,8 @@ from weft.planner.mixed_cluster import MixedPlan, mixed_plans
 from weft.planner.node_mapping import MappedFinal, with_links
 from weft.planner.own import Own, calibrated, own_runs
 from weft.planner.planned_model import SHAPES, PlannedModel, load_model, swept_values
-from weft.recipe import ModelShape, load_recipe
+from weft.planner.planned_recipe import recipe_tree, untrainable_line
+from weft.recipe import ModelShape, build_recipe, load_recipe
 from weft.recipe.shipped import find_recipe
 from weft.shapes.shape import Shape
 
@@ -79,9 +80,18 @@ class PlanJob:
 
         ``engine``: constants of the training program.
         """
-        return search(
+        searched = search(
             shape or self.shape, self.machines, engine, self.batch, self.seq, self.bits,
             self.pins,
+        )  # fmt: skip
+        return searched if shape else self.under_rules(searched)
+
+    def under_rules(self, searched: SearchResult) -> SearchResult:
+        """Return ``searched`` with a function that says which plans the user's recipe refuses, if there is one."""
+        if self.model.layout is None or self.untrainable:
+            return searched
+        return under_rules(
+            searched, lambda final: build_recipe(recipe_tree(final, self.model)), self.model.section
         )  # fmt: skip
 
     def islands(self, engine: EngineConstants) -> Islands | None:
@@ -93,7 +103,7 @@ class PlanJob:
         """
         return islands_of(
             self.shape, self.machines, engine, self.batch, self.seq, self.bits,
-            self.pins,
+            self.pins, self.under_rules,
         )  # fmt: skip
 
 

@@ -5,8 +5,9 @@ created. Layouts that do not fit in memory are kept, to explain what would make 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,8 @@ from weft.shapes.shape import Shape
 USABLE = 0.93
 #: What a plan with an addition may take of the time of the best without; less where its times were never measured.
 WORTH = {"secondary": 0.98} | dict.fromkeys((*AWAY, *IN_PARTS), 0.9)
+#: Candidates of which the rules are asked in one go.
+MOST_ASKED = 4000
 NAMES = {
     "context": CONTEXT,
     "schedule": schedules(),
@@ -108,6 +111,10 @@ class Pin:
         return f"{self.field} {self.sign} {pin_text(self.field, self.value)}"
 
 
+#: Demands that ask for whole copies of the state.
+WHOLE = (Pin("zero", "=", 0), Pin("zero", "<=", 0), Pin("shard", "=", 1), Pin("shard", "<=", 1))  # fmt: skip
+
+
 @dataclass(frozen=True)
 class SearchResult:
     """All candidate layouts of a search, scored.
@@ -118,6 +125,8 @@ class SearchResult:
         ``cost``, ``memory``: seconds of a step, and bytes on the fullest rank, as arrays ``[candidates]``.
         ``order``: indices of the candidates that fit in memory, fastest first.
         ``refused``: rules of divisibility that exclude further layouts.
+        ``refusal``: function that says why ``weft train`` would refuse a plan, given the plan and its
+            ``vocab_barriers``; empty if it takes the plan.
     """
 
     shape: Shape
@@ -128,6 +137,7 @@ class SearchResult:
     memory: RankMemory
     order: NDArray[np.int64]
     refused: list[Refused]
+    refusal: Callable[..., str] = lambda plan, barriers=0: ""
 
     @property
     def count(self) -> int:
@@ -142,6 +152,15 @@ class SearchResult:
     def gib(self, i: int) -> float:
         return float(self.memory.total[i]) / 2**30
 
+    def takes(self, i: int) -> bool:
+        """Return whether ``weft train`` takes candidate ``i`` with all else that the user's recipe says."""
+        return not self.refusal(self.plan(i))
+
+    def first_taken(self, candidates: Iterable[int]) -> int | None:
+        """Return the first of ``candidates`` that ``weft train`` takes; None if it takes none of the first few."""
+        tried = islice(candidates, MOST_ASKED)
+        return next((int(i) for i in tried if self.takes(int(i))), None)
+
     def rejected(self, count: int) -> list["Rejected"]:
         """Return up to ``count`` layouts that are faster than the best layout, but do not fit in memory.
 
@@ -150,7 +169,8 @@ class SearchResult:
         total = np.asarray(self.cost.total)
         large = np.asarray(self.memory.total) > float(self.machine.memory) * USABLE
         over = np.flatnonzero(large & (total < total[self.order[0]]))
-        return [self._rejected(int(i)) for i in over[np.argsort(total[over])][:count]]
+        quickest = (int(i) for i in over[np.argsort(total[over])][:MOST_ASKED])
+        return [self._rejected(i) for i in islice(filter(self.takes, quickest), count)]
 
     def _rejected(self, i: int) -> "Rejected":
         held, size = max(vars(at(self.memory, i)).items(), key=lambda part: part[1])
@@ -158,11 +178,12 @@ class SearchResult:
         changes = np.sum(
             [column[self.order] != column[i] for column in columns.values()], axis=0
         )
-        best = int(
-            self.order[
-                np.lexsort((np.asarray(self.cost.total)[self.order], changes))[0]
-            ]
-        )
+        alike = self.order[
+            np.lexsort((np.asarray(self.cost.total)[self.order], changes))
+        ]
+        best = self.first_taken(alike)
+        if best is None:
+            best = int(alike[0])
         new = [
             f"{name}={pin_text(name, column[best])}"
             for name, column in columns.items()
@@ -273,7 +294,9 @@ def search(
     or none fits in memory. The error names the demand that excludes all layouts, and the values that are possible.
     """
     machine = cluster.machine(bits)
-    rules = Rules(shape, machine, cluster.count, batch, seq)
+    rows = tuple(pin.value for pin in pins if pin.field == "micro_batch" and pin.value)
+    replicas = any(pin in WHOLE for pin in pins)
+    rules = Rules(shape, machine, cluster.count, batch, seq, rows, replicas)
     added = [pin for pin in pins if pin.field in ADDED]
     wanted = {pin.field: pin.value for pin in added if pin.sign == "="}
     asked = {wanted.get(kind, 0) for kind in AWAY} - {0}
@@ -336,6 +359,9 @@ def _pinned(plans: Plan, pins: Sequence[Pin]) -> Plan:
     for pin in pins:
         column = getattr(plans, pin.field)
         kept = pin.holds(column)
+        if pin.field == "micro_batch" and pin.sign == "=":
+            # as in a recipe: a rank takes no more than its share of the batch
+            kept = column == np.minimum(pin.value, plans.batch // plans.data)
         if not kept.any():
             values = sorted(
                 {pin_text(pin.field, v) for v in column}, key=lambda t: (len(t), t)

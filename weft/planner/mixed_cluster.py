@@ -152,7 +152,7 @@ def mixed_plans(searched: SearchResult, cluster: Cluster, bits: int) -> list[Mix
         if kind in kinds:
             continue
         best = _best_order(shape, engine, cluster, plan, machines)
-        if best is not None:
+        if best is not None and searched.takes(int(chosen[i])):
             kinds.add(kind)
             pipelines.append(best)
         if len(pipelines) == SIMULATED:

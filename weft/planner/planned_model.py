@@ -24,11 +24,13 @@ class PlannedModel:
 
     ``section``: the recipe's section of the model. ``recipe``: the other sections of a recipe that trains the model,
     except layout and batch. ``vocab``: size of the tokenizer's vocabulary, used if the section leaves it out.
+    ``layout``: the section ``[layout]`` of the user's recipe; None if the model is not from a recipe.
     """
 
     section: ModelShape
     recipe: dict[str, Any]
     vocab: int = 0
+    layout: dict[str, Any] | None = None
 
     @cached_property
     def shape(self) -> Shape:
@@ -121,7 +123,7 @@ def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> PlannedModel:
         raise WeftError(f"recipe {path} does not exist")
     tree = read_toml(path)
     recipe = build_recipe(tree, str(path))
-    tree.pop("layout", None)
+    layout = tree.pop("layout", {})
     section = (
         recipe.model if recipe.model.origin is None else named(recipe.model.origin)
     )
@@ -132,7 +134,7 @@ def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> PlannedModel:
         if recipe.adapter
         else section
     )
-    return PlannedModel(section, tree, vocab_of(recipe))
+    return PlannedModel(section, tree, vocab_of(recipe), layout)
 
 
 def vocab_of(recipe: Recipe) -> int:

@@ -17,7 +17,14 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.placement import rank_table
 from weft.memory.heap import keep_heap
-from weft.planner.choose import ChosenLayout, choice_of, demands, recipe_under
+from weft.planner.acceptance import under_rules
+from weft.planner.choose import (
+    ChosenLayout,
+    checked_under,
+    choice_of,
+    demands,
+    recipe_under,
+)
 from weft.planner.cost import AWAY, BITS, Cost
 from weft.planner.engine_constants import ENGINES
 from weft.planner.finalists import Final, refine
@@ -60,9 +67,9 @@ def shortlist(searched: SearchResult, most: int) -> list[int]:
     """
     kinds: dict[tuple[float, ...], int] = {}
     for i in searched.order:
-        kinds.setdefault(
-            tuple(float(getattr(searched.plans, name)[i]) for name in KIND), int(i)
-        )
+        kind = tuple(float(getattr(searched.plans, name)[i]) for name in KIND)
+        if kind not in kinds and searched.takes(i):
+            kinds[kind] = int(i)
     ways: dict[tuple[float, ...], int] = {}
     for kind, i in kinds.items():
         ways.setdefault(kind[:3], i)
@@ -274,14 +281,14 @@ class RehearsedLayouts(NamedTuple):
 
 def search_here(
     recipe_of: Callable[[Final], Recipe], shape: Shape, cluster: Cluster, ranks: int | None, batch: int, seq: int,
-    bits: int, pins: Sequence[Pin], say: Callable[[str], None],
+    bits: int, pins: Sequence[Pin], say: Callable[[str], None], ruled: Callable[[SearchResult], SearchResult],
 ) -> RehearsedLayouts:  # fmt: skip
     """Find the best layouts on the probed machine for ``ranks`` ranks, by default for every probed number of ranks.
 
     ``recipe_of``: returns the recipe with which a layout is rehearsed. ``shape``: the model. ``cluster``: the cluster
     file of the probe. ``batch``: sequences of ``seq`` tokens per step. ``bits``: width of the operands of products.
-    ``pins``: the user's demands on the layout. ``say``: called with lines about progress. Raises :class:`UsageError`
-    for a model that is too large to rehearse.
+    ``pins``: the user's demands on the layout. ``say``: called with lines about progress. ``ruled``: adds to a
+    search which plans the user's recipe refuses. Raises :class:`UsageError` for a model that is too large to rehearse.
     """
     if float(shape.parameters) * (ranks or cluster.count) > LARGEST:
         raise UsageError(
@@ -305,7 +312,9 @@ def search_here(
             update={"count": n, "per_node": min(n, cluster.per_node)} | share
         )
         try:
-            founds.append(search(shape, machines, engine, batch, seq, bits, pins))
+            founds.append(
+                ruled(search(shape, machines, engine, batch, seq, bits, pins))
+            )
         except UsageError as error:
             refusal = error
     if not founds:
@@ -333,10 +342,12 @@ def choose_here(
     ``say``: called with lines about progress.
     """
     train = recipe.train
-    shape = shape_of(model_shape(recipe), vocab_of(recipe))
+    model = model_shape(recipe)
+    shape = shape_of(model, vocab_of(recipe))
     rehearsed = search_here(
         lambda final: recipe_under(recipe, final)[0], shape, cluster, ranks, train.batch, recipe.data.seq_len,
         BITS[train.dtype], demands(recipe, cluster), say,
+        lambda searched: under_rules(searched, checked_under(recipe), model),
     )  # fmt: skip
     return choice_of(recipe, rehearsed.finals, rehearsed.compared)
 

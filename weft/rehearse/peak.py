@@ -21,9 +21,9 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.net.groups import fake_rank
-from weft.planner.explain import recipe_tree
 from weft.planner.finalists import Final
 from weft.planner.planned_model import PlannedModel
+from weft.planner.planned_recipe import recipe_tree
 from weft.recipe import ModelShape, Recipe, build_recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.rehearse.rehearsed_step import plain_batches

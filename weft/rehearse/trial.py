@@ -15,9 +15,10 @@ from pathlib import Path
 
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
-from weft.planner.explain import recipe_tree, title
+from weft.planner.explain import title
 from weft.planner.finalists import Final
 from weft.planner.planned_model import PlannedModel
+from weft.planner.planned_recipe import recipe_tree
 from weft.recipe import Recipe, load_recipe
 from weft.recipe.toml import write_toml
 from weft.rehearse.local_choice import correct_by_measured, to_try
