@@ -266,10 +266,11 @@ def kept_checkpoints(
 ) -> list[Storage]:
     """Return the checkpoints that must be kept when old ones are deleted.
 
-    Four rules keep a checkpoint. It is among the newest ``last`` ones. Its step is a multiple of ``every`` (0: no such
-    rule). It has the lowest of ``scores``, validation losses by step. Or it was committed most recently, which after a
-    resume from an earlier step need not be the highest step. If several checkpoints have one step, only the newest
-    counts for ``every`` and ``scores``. ``checkpoints``: all checkpoints, oldest first.
+    A checkpoint is kept if any of four conditions holds. It is among the newest ``last`` ones (at least 1). Its step is
+    a multiple of ``every`` (0: no such condition). It has the lowest of ``scores``, the validation losses by step. It
+    was committed most recently, which after a resume from an earlier step need not be the highest step. If several
+    checkpoints have one step, only the newest of them counts for ``every`` and ``scores``. ``checkpoints``: all
+    checkpoints, oldest first.
     """
     newest = {step_of(p): p for p in checkpoints}
     kept = (

@@ -24,8 +24,7 @@ class LenderAddress(NamedTuple):
     Attributes:
         ``name``: the engine's name.
         ``instance``: random text that no other process has.
-        ``host``,
-        ``port``: address of its endpoint.
+        ``host``, ``port``: where the engine listens for connections of other engines.
         ``blocks``: number of the engine's cache blocks.
     """
 

@@ -42,7 +42,7 @@ class RoleQuestion(NamedTuple):
     Attributes:
         ``requests``: recent requests, in the order of their arrival.
         ``engines``: number of engines.
-        ``current``: their present roles.
+        ``current``: how many engines have each role at present.
         ``rates``: seconds of an engine step for one of each of the numbers of :func:`weft.generate.step_work.work_of`,
             as a mean over the engines.
         ``cache``: tokens that the cache of an engine holds.

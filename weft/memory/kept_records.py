@@ -22,7 +22,7 @@ SUFFIX = ".weft-records"
 
 
 class KeptRecords(NamedTuple):
-    """An opened file of records, with the checksums of what it holds.
+    """An opened file of records, with a checksum of each piece of each record.
 
     Attributes:
         ``records``: the records.

@@ -40,9 +40,10 @@ ALIGNED = 64
 
 
 class ComingRow(NamedTuple):
-    """A row of a resting tensor on its way into a buffer.
+    """A row of a tensor that rests on the host or in a file, while the row is being read into a buffer.
 
-    ``buffer``: the buffer, which goes back to the pool after use; ``coming``: the transfer; ``values``: the row there.
+    ``buffer``: the buffer, which goes back to the pool after use; ``coming``: the transfer that fills the buffer;
+    ``values``: the row's values in the buffer, valid after the transfer.
     """
 
     buffer: T

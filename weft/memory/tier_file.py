@@ -421,10 +421,11 @@ class TierFile:
         return Region(self, start, room, mapped, piece=piece)
 
     def keep(self, path: Path) -> bool:
-        """Give the file the name ``path`` in its folder once all that was written is on the disk.
+        """Give the file the name ``path`` in its folder, once all that was written is on the disk.
 
-        A process that ends earlier leaves nothing behind. Returns whether a file of that name exists now. It may be the
-        file of another process, with the same content. It does not exist on file systems that cannot name an open file.
+        Until then the file has no name, so a process that ends earlier leaves nothing behind. Returns whether a file
+        called ``path`` exists afterwards: this file, or one that another process has made with the same content. The
+        result is False on file systems that cannot name an open file.
         """
         folder = os.open(self.folder, os.O_RDONLY)
         try:

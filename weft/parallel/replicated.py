@@ -36,7 +36,8 @@ ALONE = 1 << 20
 class Parcel:
     """Parameters of a unit whose gradients are summed over replicas by one all-reduce.
 
-    ``parameters``: at least one. Their gradients are complete once each has got one in the last pass of a step.
+    ``parameters``: these parameters, at least one. Their gradients are complete as soon as the last backward pass of a
+    step has reached every one of them.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

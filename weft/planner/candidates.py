@@ -321,9 +321,9 @@ def in_parts(plans: Plan, wanted: dict[str, int], tied: bool) -> list[Plan]:
     """Return variants of ``plans`` that bring weights to the device in parts instead of whole.
 
     The weights of all ``plans`` rest on the host or in files. There are up to three variants: rows of the embedding
-    table, tiles of the projections' weights, or both. Plans that cannot have them are left out. ``wanted``: values that
-    the user demands, by field. ``tied``: whether the output layer is the embedding table, which is then never cut into
-    rows.
+    table, tiles of the projections' weights, or both. Plans with a pipeline, with selective recomputation or with a
+    secondary partition are left out, because they cannot be combined with parts. ``wanted``: values that the user
+    demands, by field. ``tied``: whether the output layer is the embedding table, which is then never cut into rows.
     """
     fitting = (plans.recompute != Recompute.SELECTIVE) & (plans.secondary == 0)
     chosen = take(plans, fitting & (plans.pp == 1))
@@ -336,7 +336,7 @@ def in_parts(plans: Plan, wanted: dict[str, int], tied: bool) -> list[Plan]:
 
 
 def take(plans: Plan, which: Any) -> Plan:
-    """Return the rows of ``plans`` that ``which``, a mask or indices, selects.
+    """Return the layouts that ``which``, a mask or indices, selects from ``plans``, a plan whose fields are arrays.
 
     ``outer`` (which axis crosses between sites) becomes 0 in all of them, because the search chooses it last.
     """
@@ -346,7 +346,7 @@ def take(plans: Plan, which: Any) -> Plan:
 
 
 def join_splits(parts: Sequence[Plan]) -> Plan:
-    """Concatenate the rows of all ``parts``, which are plans of arrays.
+    """Join several plans whose fields are arrays, with an entry per layout, to one plan with the layouts of all.
 
     ``outer`` (which axis crosses between sites) becomes 0, because the search chooses it last.
     """

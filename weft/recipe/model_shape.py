@@ -536,10 +536,11 @@ class ModelShape(Section):
         return "softmax" if every and (layer + 1) % every == 0 else self.mixer
 
     def is_ladder(self, layer: int) -> bool:
-        """Return whether each part of a layer reads the residual stream without the output of the part just before
-        it.
+        """Return whether each part of a layer (attention, feed-forward) reads the residual stream without the output of
+        the part before it.
 
-        Its sum over ``tp`` can then travel while that part computes (``model.residual``).
+        The ranks of ``tp`` can then sum that output while the part computes (``model.residual``). ``layer``: index of
+        the layer.
         """
         return self.residual == "ladder" and layer >= self.ladder_from
 

@@ -28,7 +28,7 @@ ENDED = "the run has ended"
 
 
 class LifeMove(Enum):
-    """Next action of a rank in its life from view to view (set of members).
+    """Next action of a rank in a run whose set of members (view) may change.
 
     ``JOIN``: ask members of the run to be let in. ``AGREE``: agree with the others on the next view. ``STAY``: take
     part in the present view. ``END``: end.

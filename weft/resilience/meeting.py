@@ -20,7 +20,7 @@ def announce(
     """Write this rank's address and ``facts`` to ``store``, where the launcher and all other ranks read them.
 
     ``membership``: this rank's agent; ``store``: key-value store of the run's start; ``rank``: number of this rank;
-    ``facts``: what this rank tells the others, as JSON.
+    ``facts``: JSON values by name that the other ranks get to know about this rank; None: none.
     """
     store.set(
         f"{MEMBERS}/{rank}",
@@ -35,9 +35,8 @@ def exchange_addresses(
     """Exchange addresses with all ranks that were started together. Returns the first view (set of members) of the run.
 
     ``membership``: this rank's agent, which agrees on views; ``store``: key-value store that these ranks share;
-    ``rank``: number of this rank; ``world``: number of ranks. ``about``: what members that join later are told about
-    the run, such as the recipe, as JSON. ``facts``: what this rank tells the other ranks about itself, as JSON; None:
-    nothing.
+    ``rank``: number of this rank; ``world``: number of ranks. ``about``: JSON values about the run, such as the recipe,
+    for members that join later. ``facts``: JSON values about this rank for the other ranks; None: none.
     """
     announce(membership, store, rank, facts)
     met = [json.loads(store.get(f"{MEMBERS}/{other}")) for other in range(world)]

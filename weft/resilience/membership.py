@@ -142,8 +142,8 @@ class Membership:
     ) -> View:
         """Return the first view of a run. All members must call this with the same arguments.
 
-        ``members``: all members, by rank; ``about``: what the run tells later newcomers; ``facts``: what each member
-        tells the others, by rank. Both are JSON.
+        ``members``: all members, by rank; ``about``: JSON values about the run for members that join later; ``facts``:
+        JSON values about each member for the others, by rank.
         """
         numbers = max(member.number for member in members) + 1
         view = View(
@@ -179,10 +179,10 @@ class Membership:
     ) -> View:
         """Agree with the other members on the next view (set of members of the run), and return it.
 
-        ``facts``: what this member tells all members of that view, as JSON; the view has the facts of every member.
-        ``limit``: seconds that the agreement may take. ``patience``: after so many seconds, a member that is alive but
-        has not asked for the next view is left out. It has an effect only if the present view has lost a member, and is
-        half of ``limit`` by default.
+        ``facts``: JSON values about this member; the returned view has those of every member. ``limit``: seconds that
+        the agreement may take. ``patience``: after so many seconds, a member that is alive but has not asked for the
+        next view is left out. It has an effect only if the present view has lost a member, and is half of ``limit`` by
+        default.
 
         Raises :class:`LeftOut` if the others go on without this member, :class:`TooFew` if no view is agreed on in
         time, and :class:`Fatal` if a member says that the run must end.

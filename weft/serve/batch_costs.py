@@ -270,8 +270,9 @@ def measure_costs(
 ) -> BatchCosts:
     """Measure the costs of an engine's passes in a few passes over ``prompts``, the token ids of a batch's first texts.
     ``ring``: memory into which the experts of the engine's model are read. ``clock``: function that returns seconds,
-    such as ``time.thread_time``, which counts neither other programs nor waiting. First some prompts and one longer
-    text are read in pieces of several sizes; then tokens of 16, four, two and one texts are written.
+    such as ``time.thread_time``, which counts neither other programs nor waiting. First the engine reads some prompts
+    and one longer text, in pieces of several sizes. Then it generates tokens for several texts at a time, for fewer and
+    fewer of them, and at last for one alone.
     """
     timer, scheduler = PassTimer(engine.model, ring, clock), engine.scheduler
     before = scheduler.budget, scheduler.limit

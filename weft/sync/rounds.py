@@ -10,8 +10,9 @@ from weft.sync.payloads import shared_permutation
 def begins(step: int, fragment: int, how: Sync) -> bool:
     """Return whether a round of the fragment with number ``fragment`` ends after ``step``, and a new one begins.
 
-    A fragment is a subset of the parameters; each fragment is exchanged after other steps. A round is the time between
-    two exchanges of the same fragment. Steps are counted from 1. ``how``: the recipe's section ``[sync]``.
+    A fragment is a subset of the parameters; fragments are exchanged one after another, after different steps. A round
+    is the time between two exchanges of the same fragment. Steps are counted from 1. ``how``: the recipe's section
+    ``[sync]``.
     """
     return step > 0 and (step - how.every * fragment // how.fragments) % how.every == 0
 

@@ -136,8 +136,8 @@ class Attempt:
 def attempts_of(run: Path) -> list[Attempt]:
     """Return the attempts of the run in the folder ``run``, oldest first.
 
-    An attempt ends where the next one begins, because a resumed run takes later steps again. Raises :class:`UsageError`
-    for a run of reinforcement learning, whose samples are not documents.
+    An attempt ends where the next one begins, because a resumed run repeats the steps that came after its checkpoint.
+    Raises :class:`UsageError` for a run of reinforcement learning, whose samples are not documents.
     """
     records = read_metrics(run)
     last = max(r["step"] for kind in records.values() for r in kind)

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 
 def check_names(shape: ModelShape, train: Train) -> None:
-    """Raise :class:`UsageError` for a name pattern of ``adapter.targets`` or ``train.freeze`` that matches no
-    parameter.
+    """Raise :class:`UsageError` for a name pattern in the settings that matches no parameter of the model; the error
+    names it.
 
-    The same error is raised if the patterns leave no parameter to learn. It names the pattern.
+    The patterns are those of ``adapter.targets``, ``adapter.rank_pattern``, ``adapter.alpha_pattern`` and
+    ``train.freeze``. An error is also raised if ``train.freeze`` leaves no parameter to train. ``shape``: the model
+    with its adapter; ``train``: the recipe's section ``[train]``.
     """
     adapter = shape.adapter
     for pattern in adapter.targets if adapter else ():

@@ -278,11 +278,12 @@ class ChosenExperts(TableUnit):
 def listen_to_routers(
     model: Transformer, tiers: OnDevice, units: Sequence[TableUnit]
 ) -> None:
-    """Connect each layer's router to its unit among ``units``, which then gathers the chosen experts before they
-    compute.
+    """Connect each layer's router to the layer's unit of experts, so that the unit gathers the chosen experts before
+    they compute.
 
-    ``tiers``: the places where the experts rest; their summary then says how many experts were used, foreseen and
-    waited for.
+    ``units``: the units of the model's parameters, of which only those of experts (:class:`ChosenExperts`) are
+    connected. ``tiers``: the places where the experts rest. The summary that ``tiers`` prints then also says how many
+    experts were used, foreseen and waited for.
     """
     chosen = [unit for unit in units if isinstance(unit, ChosenExperts)]
     for unit in chosen:
