@@ -2,5 +2,7 @@
 
 
 def encodable(text: str) -> str:
-    """Replace lone surrogates, which neither a tokenizer nor UTF-8 can encode, by question marks."""
+    """Return ``text`` with question marks in place of lone surrogates, which neither a tokenizer nor UTF-8 can
+    encode.
+    """
     return text if text.isascii() else text.encode(errors="replace").decode()

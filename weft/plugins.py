@@ -50,7 +50,7 @@ class Callback:
         """React to the start of a run. Called once, before the first step."""
 
     def after_step(self, run: Any, result: Any) -> None:
-        """React to a training step, after it. ``result``: loss, gradient norm and other values of the step."""
+        """React to a training step, after its update. ``result``: loss, gradient norm and other values of the step."""
 
     def after_evaluation(self, run: Any, values: Mapping[str, float]) -> None:
         """React to an evaluation, after it. ``values``: the measured values by name."""

@@ -98,7 +98,7 @@ class DataPlan:
 
 
 def wear_text(half_life: Interval) -> str:
-    """Return the half-life of a pool's utility, in epochs, with its interval as text.
+    """Return as text ``half_life``, the number of epochs after which a pool's utility has halved, with its interval.
 
     A half-life too long to be measured is called "none seen".
     """

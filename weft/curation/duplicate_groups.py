@@ -40,7 +40,8 @@ class SurvivorSettings(Section):
 
 
 def survivor_scores(documents: Documents, settings: SurvivorSettings) -> np.ndarray:
-    """Return a score for each document, float64 ``[documents]``; the highest score of a group of duplicates survives.
+    """Return a score for each document, float64 ``[documents]``. Of a group of duplicates the document with the highest
+    score survives. ``settings``: say whether the score is the length, the order, or a column.
 
     A document without a score has -inf. Raises the errors of :func:`weft.curation.column_values.number_column`.
     """
@@ -161,5 +162,7 @@ def flat_ids(ids: Sequence[Sequence[str]]) -> list[str]:
 def joined_summaries(
     summaries: Sequence[Mapping[str, np.ndarray]], name: str
 ) -> np.ndarray:
-    """Return the array ``name`` of all shards, one after the other."""
+    """Return the array ``name`` of all shards, joined in the order of the shards. ``summaries``: the arrays of each
+    shard by name.
+    """
     return np.concatenate([summary[name] for summary in summaries])

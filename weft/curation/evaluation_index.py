@@ -97,7 +97,9 @@ def files_digest(paths: Sequence[str]) -> str:
 
 
 def set_names(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return a name for each evaluation set: its file or folder name, or its path if another set has this name."""
+    """Return a name for each evaluation set in ``paths``: its file or folder name, or its path if another set has this
+    name.
+    """
     short = [Path(path).name.split(".")[0] or path for path in paths]
     return tuple(
         name if short.count(name) == 1 else path

@@ -38,7 +38,9 @@ def minimum_hashes(shingles: HashedRuns, hashes: int, seed: int) -> np.ndarray:
 def text_signatures(
     texts: Sequence[str], ngram: int, hashes: int, seed: int
 ) -> np.ndarray:
-    """Return the MinHash signature of each text over its shingles of ``ngram`` words, uint32 ``[texts, hashes]``."""
+    """Return the MinHash signature of each text over its shingles of ``ngram`` words, uint32 ``[texts, hashes]``.
+    ``seed``: seed of the hash functions.
+    """
     signatures = np.full((len(texts), hashes), NO_WORDS)
     for block, shingles in text_shingles(texts, ngram):
         signatures[block] = minimum_hashes(shingles, hashes, seed)

@@ -40,7 +40,9 @@ class ResultTable(NamedTuple):
 
 
 def result_rows(result: DataResult) -> ResultTable:
-    """Return a table of what each step did: documents before and after it, and the most frequent reasons."""
+    """Return a table of what each step of the run ``result`` did: documents before and after it, and the most frequent
+    reasons.
+    """
     read = sum(source.read for source in result.sources)
     rows = [["read", "", f"{read:,}", ""]]
     for step in result.steps:

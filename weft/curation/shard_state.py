@@ -125,7 +125,9 @@ def digest_key(*parts: str | bytes) -> bytes:
 
 
 def document_keys(documents: Documents) -> list[bytes]:
-    """Return the 16-byte digest of each document's id, text and columns."""
+    """Return the 16-byte digest of each document's id, text and columns, by which results for the document are found
+    again.
+    """
     names = sorted(documents.columns)
     if not names:
         pairs = zip(documents.ids, documents.texts, strict=True)

@@ -80,7 +80,7 @@ def read_intact(path: Path, digest: str) -> bytes:
 
 
 def read_json_file(path: Path) -> Any:
-    """Return the value in a JSON file, or None if there is no such file or it is damaged."""
+    """Return the value in the JSON file ``path``; None if there is no such file or it is damaged."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -17,7 +17,9 @@ Numbered = Iterator[tuple[int, str]]
 def jsonl_texts(
     file: Path, source: Source, report: SourceReport, part: FilePart | None
 ) -> Numbered:
-    """Yield the texts in a file of records, or in the bytes ``part``, with the numbers of their lines."""
+    """Yield the texts in a file of records, or in the bytes ``part``, with the numbers of their lines. ``source`` says
+    which field has the text; ``report`` counts skipped records and unread fields.
+    """
     wrong = report.skip if source.skips else None
     for number, record in read_records(file, wrong, part):
         try:
@@ -67,7 +69,9 @@ def chat_texts(
 def parquet_texts(
     file: Path, source: Source, report: SourceReport, part: FilePart | None
 ) -> Numbered:
-    """Yield the texts in a Parquet file, or in the row groups ``part``, with the numbers of their rows."""
+    """Yield the texts in a Parquet file, or in the row groups ``part``, with the numbers of their rows. ``source`` says
+    which column has the text; ``report`` counts skipped rows and unread columns.
+    """
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(file) as table:

@@ -60,7 +60,9 @@ def nearest_bucket(buckets: Sequence[ImageSize], own: ImageSize) -> ImageSize:
 
 
 def filled_up(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return images ``[channels, height, width]`` with zeros below and to the right, so that all are of one size."""
+    """Return the images ``arrays``, ``[channels, height, width]`` each, padded with zeros below and to the right to one
+    common size.
+    """
     height, width = (max(array.shape[axis] for array in arrays) for axis in (1, 2))
     return [
         np.pad(array, ((0, 0), (0, height - array.shape[1]), (0, width - array.shape[2])))

@@ -134,7 +134,7 @@ def add_to_meta(folder: Path, more: Mapping[str, Any]) -> None:
 def encoded_documents(
     documents: Iterable[PlacedText], tokenizer: Tokenizer, places: DocumentPlaces
 ) -> Iterator[np.ndarray]:
-    """Yield the token ids of each document. Its place is added to ``places`` before its ids are yielded.
+    """Yield the token ids of each of the ``documents``. Its place is added to ``places`` before its ids are yielded.
 
     About a million characters are encoded at a time: enough to occupy all cores, little enough to stream.
     """

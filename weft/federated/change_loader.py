@@ -88,7 +88,7 @@ class ChangeLoader:
         return self.served is not None
 
     def make_ready(self, position: int) -> bool:
-        """Send the present model to clients, and wait for the next change of it. Collective.
+        """Send the present model to clients, and wait for the next change of it. All ranks must call it.
 
         Returns False if a rank is asked to end the run meanwhile.
         """

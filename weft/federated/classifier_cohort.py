@@ -223,7 +223,9 @@ class ClassifierCohort:
     def score(
         self, parameters: Differences, rows: np.ndarray | None = None
     ) -> ClassifierScore:
-        """Return the quality of the model ``parameters`` on samples, by default on those of all clients together."""
+        """Return the quality of the model ``parameters`` on samples. ``rows``: numbers of the samples; None: the
+        samples of all clients together.
+        """
         chosen = torch.from_numpy(np.concatenate([*self.rows.values()]) if rows is None else rows)  # fmt: skip
         logits = functional_call(self.net, dict(parameters), (self.features[chosen],))
         labels = self.labels[chosen]

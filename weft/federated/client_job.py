@@ -80,7 +80,7 @@ class ClientJob(Job):
         self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,
         kept: dict[str, Any],
     ) -> WorkLoader:  # fmt: skip
-        """Return the loader of the samples for the local steps that the server orders. Collective.
+        """Return the loader of the samples for the local steps that the server orders. All ranks must call it.
 
         The arguments are those of :meth:`Job.training_loader`.
         """

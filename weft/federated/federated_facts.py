@@ -28,7 +28,9 @@ SERVER_ALONE = ("listen", "join", "name")
 
 
 def learning_shapes(recipe: Recipe, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every learning parameter, by name. Only these parameters are sent."""
+    """Return the shape of every parameter of the model that learns, by name. Server and clients send only these
+    parameters to each other.
+    """
     return {
         p.name: tuple(p.shape)
         for p in parameters(shape)
@@ -37,7 +39,7 @@ def learning_shapes(recipe: Recipe, shape: ModelShape) -> dict[str, tuple[int, .
 
 
 def travel_dtype(recipe: Recipe) -> torch.dtype:
-    """Return the dtype in which a run's parameters are held and sent."""
+    """Return the dtype in which server and clients of a run hold parameters and send them."""
     return torch.float64 if recipe.train.dtype == "float64" else torch.float32
 
 

@@ -147,7 +147,9 @@ def drawn_curve(
 
 
 def client_lanes(changes: Sequence[Record], clients: Sequence[str]) -> list[ClientLane]:
-    """Return lanes of the first clients, with a bar from the start of each work order to the arrival of its update."""
+    """Return lanes of the first of ``clients``, with a bar from the start of each work order to the arrival of its
+    update. ``changes``: the records of the model's changes.
+    """
     end = max((change["time"] for change in changes), default=1.0) or 1.0
     bars: dict[str, list[WorkBar]] = {client: [] for client in clients[:MOST_LANES]}
     for change in changes:
@@ -171,7 +173,9 @@ def client_lanes(changes: Sequence[Record], clients: Sequence[str]) -> list[Clie
 
 
 def staleness_bars(changes: Sequence[Record]) -> list[StalenessBar]:
-    """Return the histogram of the updates' staleness. Its last bar counts all values from 12 on."""
+    """Return the histogram of the staleness of the updates in ``changes``, the records of the model's changes. Its last
+    bar counts all values from 12 on.
+    """
     counts = [0] * 13
     for change in changes:
         for stale in change["staleness"]:

@@ -95,7 +95,9 @@ class FlowerClient:
         }  # fmt: skip
 
     def work(self, head: Head, payload: memoryview) -> tuple[Head, bytes]:
-        """Take the local steps that a frame orders, and return a frame with the update."""
+        """Take the local steps that a frame orders, and return the head and payload of a frame with the update.
+        ``head``, ``payload``: those of the frame with the order.
+        """
         for note in head.get("said", ()):
             if note.get("kind") == "taken":
                 self.source.settle(note.get("taken") is True)

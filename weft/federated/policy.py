@@ -142,14 +142,16 @@ class FederationPolicy:
     # What drives a policy calls these.
 
     def join(self, client: str, now: float, samples: int = 0) -> None:
-        """Add an idle client, or one that has come back. ``samples``: how many it holds, 0 if unknown."""
+        """Add the client named ``client``, which is idle: it is new or has come back. ``samples``: number of samples
+        that it holds; 0 if unknown.
+        """
         member = self.members.setdefault(client, JoinedClient())
         self.members[client] = JoinedClient(samples or member.samples)
         if self._first_join is None:
             self._first_join = now
 
     def leave(self, client: str, now: float) -> None:
-        """Mark a client as absent, and drop its unfinished work."""
+        """Mark the client named ``client`` as absent, and drop its unfinished work."""
         member = self.members.get(client)
         if member is not None:
             member.present = False
@@ -273,7 +275,9 @@ class FederationPolicy:
     def change(
         self, updates: Sequence[ClientUpdate], weights: Sequence[float]
     ) -> ModelChange:
-        """Return the change ``sum_i weights_i difference_i``, added up in the order in which the clients joined."""
+        """Return the change of the model ``sum_i weights_i difference_i`` over ``updates``. It is added up in the order
+        in which the clients joined, so that rounding does not depend on the order of arrival.
+        """
         places = {name: place for place, name in enumerate(self.members)}
         order = sorted(range(len(updates)), key=lambda i: places[updates[i].client])
         weights = [weights[i] for i in order]

@@ -33,7 +33,9 @@ LEVELS = 3
 
 
 class TensorPlace(NamedTuple):
-    """Place of a tensor in a slot of shared memory: its name, shape, dtype and first byte."""
+    """Place of a tensor in a slot of shared memory: its name, shape and dtype, and the index in the slot of its first
+    byte.
+    """
 
     name: str
     shape: list[int]

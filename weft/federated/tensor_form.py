@@ -87,7 +87,9 @@ class TensorForm:
         return TensorPacket(views, rest)
 
     def unpacked(self, payload: memoryview, seed: int) -> dict[str, T]:
-        """Decode the tensors in ``payload``. Raises :class:`WeftError` if the bytes do not fit this form."""
+        """Decode the tensors in ``payload``. ``seed``: the seed with which they were encoded. Raises :class:`WeftError`
+        if the bytes do not fit this form.
+        """
         if payload.nbytes != self.nbytes:
             raise WeftError(
                 f"{payload.nbytes} bytes came where {len(self.shapes)} tensors take {self.nbytes}"

@@ -73,7 +73,9 @@ class HandedWork:
     payload: bytes = b""
 
     def join(self, about: Mapping[str, Any]) -> None:
-        """Do nothing: the server of a simulation knows its clients, so that they need not announce themselves."""
+        """Do nothing with ``about``: the server of a simulation knows its clients, so that they need not announce
+        themselves.
+        """
 
     def next_order(self, limit: float) -> WorkOrder | None:
         order, self.order = self.order, None
@@ -96,7 +98,7 @@ class HandedWork:
         return self.taken
 
     def settle(self, taken: bool) -> None:
-        """Store the server's decision: whether it has accepted the client's last answer."""
+        """Store the server's decision on the client's last answer. ``taken``: whether the server has accepted it."""
         self.kept.settle(taken)
         self.taken = taken
 

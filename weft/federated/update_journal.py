@@ -58,7 +58,7 @@ class UpdateJournal:
     folder: Path
 
     def write(self, place: int, taken: TakenUpdate) -> None:
-        """Store an accepted update.
+        """Store the accepted update ``taken``.
 
         ``place``: position of its event in the record of events, in bytes.
         """

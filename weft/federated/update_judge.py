@@ -33,7 +33,9 @@ class UpdateJudge:
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def accepted(self, difference: Mapping[str, T], steps: int) -> dict[str, T]:
-        """Return ``difference``, clipped to the norm ``clip``. Raises :class:`WeftError` if it is refused."""
+        """Return ``difference``, a client's update of ``steps`` local steps, clipped to the norm ``clip``. Raises
+        :class:`WeftError` if it is refused.
+        """
         check_finite(difference)
         norm = difference_norm(difference)
         if not norm < float("inf"):

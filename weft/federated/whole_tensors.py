@@ -27,7 +27,8 @@ def whole_part(values: T) -> Part:
 def gathered_parameters(
     state: State, mesh: Mesh, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, T]:
-    """Gather the whole learning parameters, by name, on the first rank; return an empty dict elsewhere. Collective.
+    """Gather the whole learning parameters, by name, on the first rank; return an empty dict elsewhere. All ranks must
+    call it.
 
     ``shapes``: the shape of each learning parameter of the whole model. The tensors are copies on the host.
     """
@@ -41,7 +42,7 @@ def gathered_parameters(
 def gathered_parts(
     own: Mapping[str, Part], mesh: Mesh, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, T]:
-    """Gather the ranks' parts of tensors on the first rank; return an empty dict elsewhere. Collective.
+    """Gather the ranks' parts of tensors on the first rank; return an empty dict elsewhere. All ranks must call it.
 
     ``own``: this rank's part of each tensor. ``shapes``: the shape of each tensor. The result is a copy on the host.
     """
@@ -65,7 +66,9 @@ def gathered_parts(
 
 @torch.no_grad()
 def scatter_parameters(state: State, mesh: Mesh, whole: Mapping[str, T]) -> None:
-    """Set the learning parameters of all ranks from ``whole``, which the first rank has by name. Collective."""
+    """Set the learning parameters of all ranks from ``whole``, which the first rank has by name. All ranks must call
+    it.
+    """
     state.bring_home()
     state.expose()
     scatter_parts(
@@ -78,7 +81,9 @@ def scatter_parameters(state: State, mesh: Mesh, whole: Mapping[str, T]) -> None
 def scatter_parts(
     targets: Mapping[str, Part], mesh: Mesh, whole: Mapping[str, T]
 ) -> None:
-    """Fill this rank's parts ``targets`` from the whole tensors that the first rank has. Collective."""
+    """Fill this rank's parts ``targets`` from ``whole``, the whole tensors that the first rank has by name. All ranks
+    must call it.
+    """
     if mesh.layout.world == 1:
         for name, part in targets.items():
             part.values.copy_(whole[name][part.index].view_as(part.values))

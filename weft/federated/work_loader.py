@@ -99,7 +99,7 @@ class WorkLoader:
         return self.left > 0
 
     def make_ready(self, position: int) -> bool:
-        """Send the answer to the last work order, and wait for the next order. Collective.
+        """Send the answer to the last work order, and wait for the next order. All ranks must call it.
 
         Returns False if a rank is asked to end the run meanwhile, or if the server has ended the run.
         """
@@ -205,7 +205,7 @@ class WorkLoader:
 
     def send_answer(self) -> None:
         """Gather the client's update on its first rank, and send it to the server as the answer to the present work
-        order. Collective.
+        order. All ranks must call it.
         """
         order, self.present.order = self.present.order, None
         assert order is not None

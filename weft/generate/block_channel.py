@@ -39,8 +39,8 @@ class BlockStock(Protocol):
         """
 
     def store(self, key: bytes, contents: Contents) -> bool | None:
-        """Keep the block of ``key``, if there is room. Return whether it was taken; None if the store had it
-        already.
+        """Keep the block with the key ``key`` and the bytes ``contents``, if there is room. Return whether it was
+        taken; None if the store had it already.
         """
 
 

@@ -55,8 +55,9 @@ class BlockSource(Protocol):
         """
 
     def store(self, key: bytes, contents: Contents) -> bool | None:
-        """Keep a block if there is room. A later :meth:`find` may or may not see it. Return whether the block was
-        taken; None if the source had it already, or takes no blocks at all.
+        """Keep the block with the key ``key`` and the bytes ``contents``, if there is room. A later :meth:`find` may or
+        may not see it. Return whether the block was taken; None if the source had it already, or takes no blocks at
+        all.
         """
 
     def close(self) -> None:
@@ -107,7 +108,9 @@ class HostBlocks:
             return done([self._blocks[key] for key in there])
 
     def store(self, key: bytes, contents: Contents) -> bool | None:
-        """Keep a block in memory. Return whether it was taken, or None if it was there already."""
+        """Keep the block with the key ``key`` and the bytes ``contents`` in memory. Return whether it was taken, or
+        None if it was there already.
+        """
         size = len(contents)
         with self._lock:
             if key in self._blocks or size > self.most:
@@ -163,9 +166,7 @@ class TieredBlocks:
         return self._reader.submit(self._collect, keys)
 
     def store(self, key: bytes, contents: Contents) -> None:
-        """Store a block in every source that accepts it. ``contents``: bytes of the block, which is found under ``key``
-        later.
-        """
+        """Store the block with the key ``key`` and the bytes ``contents`` in every source that accepts it."""
         for source in self.sources:
             self._store(source, key, contents)
 

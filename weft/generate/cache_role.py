@@ -59,7 +59,9 @@ class CacheStock:
         return self._tiers.fetch(keys)
 
     def store(self, key: bytes, contents: Contents) -> bool | None:
-        """Keep a block in memory and files. Return None if it was there already, else True."""
+        """Keep the block with the key ``key`` and the bytes ``contents`` in memory and files. Return None if it was
+        there already, else True.
+        """
         if self._tiers.find([key]):
             return None
         self._tiers.store(key, contents)
@@ -113,8 +115,8 @@ class CachePeer:
         return blake2b(key, digest_size=8, key=repr(self.address).encode()[:64]).digest()  # fmt: skip
 
     def store(self, key: bytes, contents: Contents) -> bool | None:
-        """Queue a block to be sent to the cache engine. Return True if it was queued, None if the cache engine has it
-        already, and False if too many bytes wait to be sent.
+        """Queue the block with the key ``key`` and the bytes ``contents``, to be sent to the cache engine. Return True
+        if it was queued, None if the cache engine has it already, and False if too many bytes wait to be sent.
         """
         if self.has(key):
             return None
@@ -207,8 +209,8 @@ class CacheEngines:
         return self._joiner.submit(_joined, shares, parts)
 
     def store(self, key: bytes, contents: Contents) -> bool | None:
-        """Send a block to the cache engine to which it belongs. Return whether it will be sent; None if that engine has
-        it, or there is no cache engine.
+        """Send the block with the key ``key`` and the bytes ``contents`` to the cache engine to which its key belongs.
+        Return whether it will be sent; None if that engine has it, or there is no cache engine.
         """
         peers = self._all()
         return owner_of(key, peers).store(key, contents) if peers else None

@@ -65,7 +65,9 @@ class LayerStream:
 
 
 def can_stream(pages: Sequence[Pages]) -> bool:
-    """Return whether all layers cache keys and values of each token, and none a recurrent state of the whole text."""
+    """Return whether a :class:`LayerStream` can send the cache of all layers: each must cache keys and values of
+    tokens, and none a recurrent state of the whole text. ``pages``: the cache of each layer.
+    """
     return all(isinstance(each, KeyValuePages) for each in pages)
 
 

@@ -92,8 +92,8 @@ class OutsideCache:
         self._fetching.append(request)
 
     def note_full(self, request: Request, key: bytes, block: int) -> None:
-        """Note that the cache block number ``block`` is full, so that it is stored under ``key`` before it can be
-        overwritten.
+        """Note that the cache block number ``block``, of ``request``, is full. It is stored under ``key`` before it can
+        be overwritten.
         """
         if self._knows(request) and block >= 0:
             self._full.append((request, key, block))

@@ -132,11 +132,11 @@ def path_costs(paths: T, small: float) -> T:
 def candidate_paths(
     model: Transformer, text: Windows, small: float, budgets: Sequence[float]
 ) -> T:
-    """Return the paths ``[layers, paths]`` among which a best one is chosen. A path names for each layer the module
-    that a token takes. In a shallow model these are all paths. In a deep one they come from a beam search. It starts
-    from all big modules and replaces one module after the other by a cheaper one. It ends when a path costs no more
-    than the smallest of ``budgets``. The result then has every path that was in the beam. ``small``: cost of a small
-    module, where that of a big one is 1.
+    """Return the paths ``[layers, paths]`` among which the study chooses a best one for each token of ``text``. A path
+    names for each layer the module that a token takes. In a shallow model these are all paths. In a deep one they
+    come from a beam search. It starts from all big modules and replaces one module after the other by a cheaper one.
+    It ends when a path costs no more than the smallest of ``budgets``. The result then has every path that was in
+    the beam. ``small``: cost of a small module, where that of a big one is 1.
     """
     layers = model.shape.layers
     if layers <= EXHAUSTIVE:

@@ -41,16 +41,17 @@ class PhaseCosts:
         return Demand(compute, memory)
 
     def seconds(self, needs: Demand, share: float, other: float = 0.0) -> float:
-        """Return the seconds of a pass that may use the fraction ``share`` of the device. ``other``: fraction of the
-        time in which the other phase reads memory.
+        """Return the seconds of a pass that may use the fraction ``share`` of the device. ``needs``: seconds that it
+        needs with the whole device (:meth:`demand`). ``other``: fraction of the time in which the other phase reads
+        memory.
         """
         bandwidth = min(1.0, share / self.saturation) / (1.0 + other)
         compute, memory = needs.compute / share, needs.memory / bandwidth
         return max(compute, memory) if self.overlapped else compute + memory
 
     def reading(self, needs: Demand, share: float) -> float:
-        """Return the fraction of its time in which a pass reads memory, from 0 to 1, if it may use the fraction
-        ``share`` of the device.
+        """Return the fraction of its time, from 0 to 1, in which a pass reads memory. ``share``: fraction of the device
+        that it may use. ``needs``: seconds that it needs with the whole device (:meth:`demand`).
         """
         memory = needs.memory / min(1.0, share / self.saturation)
         whole = self.seconds(needs, share)

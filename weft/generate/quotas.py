@@ -95,7 +95,8 @@ class QuotaController:
 
     def choose(self, view: PhaseView) -> float:
         """Return the share of the device that reading prompts may use from now on, from :data:`LEAST` to
-        :data:`LARGEST`. The caller asks whenever a forward pass has ended.
+        :data:`LARGEST`. The caller asks whenever a forward pass has ended. ``view``: requests and cache at this
+        moment.
         """
         raise NotImplementedError
 

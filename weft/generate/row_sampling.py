@@ -246,7 +246,7 @@ def exponentials(values: T, best: T, hows: Sequence[Sampling]) -> T:
 
 def above_least(weights: T, hows: Sequence[Sampling]) -> T:
     """Return ``weights`` with 0 for tokens whose weight is below the row's ``min_p``. The largest weight of each row
-    must be 1.
+    must be 1. ``hows``: settings of sampling of each row.
     """
     if not any(how.min_p for how in hows):
         return weights
@@ -273,7 +273,8 @@ def nuclei(values: T, hows: Sequence[Sampling]) -> Iterator[Candidates]:
     """Yield, for groups of the rows of ``values`` ``[rows, vocab]``, the smallest sets of likeliest tokens whose
     probability is ``top_p`` together.
 
-    Rows that need few tokens come first, as only their likeliest tokens must be sorted.
+    Rows that need few tokens come first, as only their likeliest tokens must be sorted. ``hows``: settings of sampling
+    of each row.
     """
     vocab, left = values.shape[1], torch.arange(len(values), device=values.device)
     totals = exponentials(values, values.amax(-1, True), hows)

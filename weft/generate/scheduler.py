@@ -55,7 +55,9 @@ class OutsideBlocks(Protocol):
         """
 
     def note_full(self, request: Request, key: bytes, block: int) -> None:
-        """Note that the cache block number ``block`` is full, so that it is stored under ``key``."""
+        """Note that the cache block number ``block``, of ``request``, is full, so that a copy of it is kept under
+        ``key``.
+        """
 
 
 class Scheduler:

@@ -62,8 +62,8 @@ class SharedArena:
         return dict(self.tensors)
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> T:
-        """Return a new tensor of zeros that lies in the arena under ``name``. It takes no main memory before something
-        is written to it.
+        """Return a new tensor of zeros, of this ``shape`` and ``dtype``, that lies in the arena under ``name``. It
+        takes no main memory before something is written to it.
         """
         offset = self._used
         self._used += aligned_bytes(prod(shape) * dtype.itemsize)

@@ -55,7 +55,9 @@ class FlatArrays(nn.Module):
 
 
 def mean_squared_error(predicted: T, target: T) -> T:
-    """Return the mean squared difference of each row, ``[rows]``, of two tensors ``[rows, values]``."""
+    """Return the mean squared difference of ``predicted`` and ``target``, ``[rows, values]`` each, for each row:
+    ``[rows]``.
+    """
     return (predicted - target).square().mean(1)
 
 

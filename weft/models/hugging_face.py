@@ -293,7 +293,8 @@ def check_stored(folder: Path, shape: ModelShape) -> None:
 def exported_dtype(asked: str | None, files: Mapping[str, bytes]) -> torch.dtype | None:
     """Return the type in which weights are exported: ``asked``, or else the type in the model's ``config.json``.
 
-    The result is None if neither names a type; weights then keep the type in which they are stored.
+    ``files``: contents of the model's files, by name. The result is None if neither names a type; weights then keep the
+    type in which they are stored.
     """
     name = asked or carried_dtype(files)
     if name in ("float64", "float32", "bfloat16", "float16"):

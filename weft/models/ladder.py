@@ -86,8 +86,8 @@ class LadderLayer(Protocol):
 
 
 def landed(late: T | LatePart | None) -> T | None:
-    """Wait for the output of a part whose sum over ``tp`` may be under way, and return it. Other values are returned
-    unchanged.
+    """Return the output ``late`` of a part, attention or a feed-forward. If its sum over ``tp`` is under way, wait for
+    the sum first; a tensor or None is returned unchanged.
     """
     return late.wait() if isinstance(late, LatePart) else late
 

@@ -59,7 +59,8 @@ def vocabulary_group(mesh: Mesh) -> dist.ProcessGroup | None:
 def scale_of(labels: T, counts: T | None, dtype: torch.dtype) -> T:
     """Return the factor of each token's loss, ``[tokens, 1]``: its entry of ``counts``, or 0 without a label.
 
-    With ``counts`` None the factor is 1 for every token with a label.
+    With ``counts`` None the factor is 1 for every token with a label. ``labels``: ``[tokens]``; ``dtype``: type of the
+    result.
     """
     valid = (labels != IGNORE)[:, None]
     if counts is None:
@@ -203,7 +204,9 @@ def merged_entropy(lse: T, mean: T, group: dist.ProcessGroup | None) -> T:
 
 
 def entropy_of_shares(lses: T, means: T) -> T:
-    """Return the entropy over the whole vocabulary from the log-sum-exps and mean logits of its shares along dim 0."""
+    """Return the entropy over the whole vocabulary, which is divided into shares. ``lses``, ``means``: log-sum-exp and
+    mean logit of each share, with the shares along dimension 0.
+    """
     return lses.logsumexp(0) - (lses.softmax(0) * means).sum(0)
 
 

@@ -31,7 +31,8 @@ def patchify(pixels: T, settings: DiffusionSettings) -> T:
 def unpatchify(patches: T, settings: DiffusionSettings) -> T:
     """Return the pixels ``[batch, channels, (frames,) height, width]`` of ``patches`` ``[batch, patches, values]``.
 
-    This is the reverse of :func:`patchify`. The number of channels follows from the number of values.
+    This is the reverse of :func:`patchify`, with the same ``settings`` of the diffusion model. The number of channels
+    follows from the number of values.
     """
     grid, patch = settings.grid, settings.patch_size
     axes = len(grid)
@@ -46,7 +47,7 @@ def unpatchify(patches: T, settings: DiffusionSettings) -> T:
 
 def real_values(settings: DiffusionSettings) -> T:
     """Return which values of the patches belong to pixels of the image, bool ``[patches, values]``; the others lie
-    beyond its border.
+    beyond its border. ``settings``: settings of the diffusion model, with the sizes of image and patches.
     """
     ones = torch.ones(1, settings.channels, *settings.size)
     return patchify(ones, settings)[0] > 0

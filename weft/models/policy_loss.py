@@ -63,7 +63,8 @@ class PolicyFigures:
         self.sums[-OF_CRITIC:] += sums
 
     def take(self, mesh: Mesh) -> dict[str, float]:
-        """Return the figures of all ranks since the last call, as means and shares per token, by name. Collective.
+        """Return the figures of all ranks since the last call, as means and shares per token, by name. All ranks must
+        call it.
 
         ``policy.tokens``: number of tokens. ``policy.entropy``: mean entropy. ``policy.kl``: mean divergence from the
         reference model. ``policy.ratio``: mean ratio. ``policy.clipped_low`` and ``policy.clipped_high``: shares of

@@ -357,7 +357,9 @@ def projected_columns(module: Projections, x: T, name: str, pieces: int) -> Iter
 
 
 def wait_columns(leaving: Sequence[Pending | Arrived]) -> T:
-    """Wait for the sums that :func:`start_columns` has started; return this rank's tokens, ``[batch, seq/tp, out]``."""
+    """Wait for the sums ``leaving``, which :func:`start_columns` has started; return this rank's tokens, ``[batch,
+    seq/tp, out]``.
+    """
     pieces = [each.wait() for each in leaving]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
@@ -409,7 +411,9 @@ def part_ends(ends: T, part: TokenPart) -> T:
 
 
 def add_up_counts(seen: RouterPass, of_parts: Sequence[RouterPass]) -> None:
-    """Record in ``seen`` the sums of the counts that the routers have recorded for parts of the pass."""
+    """Record in ``seen`` the counts of the whole pass: the sums of the counts that routers have recorded in
+    ``of_parts``, one for each part of the pass.
+    """
     for name in ("own", "chosen", "dropped"):
         counts = [getattr(each, name) for each in of_parts]
         for layer in counts[0]:

@@ -221,7 +221,7 @@ def prove(recipe: Recipe, steps: int) -> Difference | None:
 def compare_with_one_device(
     trace: StepTrace, job: Job, mesh: Mesh
 ) -> Difference | None:
-    """Train the same steps on one device, and compare every rank's trace with the results. Collective.
+    """Train the same steps on one device, and compare every rank's trace with the results. All ranks must call it.
 
     Returns the differences on the first rank, and None on all others. ``trace``: the results of this rank. ``job``: the
     prepared recipe.

@@ -516,7 +516,8 @@ def write_pictures() -> None:
 
 
 def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:
-    """Compare the layout of ``recipe`` with one device over ``steps`` training steps, on the CPU. Collective.
+    """Compare the layout of ``recipe`` with one device over ``steps`` training steps, on the CPU. All ranks must call
+    it.
 
     Returns the fields of :class:`Difference` on rank 0, and None on all other ranks.
     """

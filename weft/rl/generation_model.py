@@ -83,7 +83,8 @@ class GenerationModel:
         self._movers: dict[bool, WeightMover] = {}
 
     def refresh(self, version: int) -> WeightsMoved:
-        """Give the model the newest weights of the training state, which are version ``version``. Collective.
+        """Give the model the newest weights of the training state, which are version ``version``. All ranks must call
+        it.
 
         Postponed updates are run first, and experts that were moved to other ranks are moved back. Only the first call
         moves frozen parameters; later calls move the parameters that learn, which with an adapter are the adapter

@@ -37,7 +37,7 @@ class AnswerArrays:
 def phase_samples(
     groups: Sequence[ScoredGroup], job: RlPhases, built: Built, mesh: Mesh
 ) -> list[PolicySample]:
-    """Return the training samples of all answers of a rollout phase, group by group. Collective.
+    """Return the training samples of all answers of a rollout phase, group by group. All ranks must call it.
 
     Computes the advantages, and the log-probabilities that the loss needs: under the weights before the first update,
     and under the reference model. ``built``: the model that is trained, and its state.

@@ -150,7 +150,7 @@ class QuestionStream:
         return self.tokenizer.stops
 
     def answer_text(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer, without the token that ends it."""
+        """Return the text of the answer with the token ids ``ids``, without the token that ends it."""
         return self.tokenizer.decode([i for i in ids if i not in self.stops])
 
 

@@ -45,7 +45,7 @@ class RlJob(RlPhases):
         self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,
         kept: dict[str, Any],
     ) -> RlLoader:  # fmt: skip
-        """Return the loader whose batches are answers that the policy writes. Collective.
+        """Return the loader whose batches are answers that the policy writes. All ranks must call it.
 
         ``built``: the model that is trained, and its state. ``recorder``: writes the run's records. ``interrupted``:
         function that returns whether this rank is asked to end the run. ``stack``: closes the loader's processes when

@@ -110,7 +110,7 @@ class WeightSender:
     def publish(self, version: int) -> None:
         """Copy this rank's newest weights, version ``version``.
 
-        Threads then send the copy while training goes on. Collective.
+        Threads then send the copy while training goes on. All ranks must call it.
         """
         self.state.bring_home()
         self.state.settle()

@@ -56,9 +56,9 @@ class DeviceExchange:
         self, parts: Sequence[Values], number: int, up: Direction, down: Direction
     ) -> Values:
         """Send the vectors of all devices to the server, and their mean back. Return the mean with its errors of
-        compression, the same on all ranks. Collective. ``parts``: for each device of this rank, a tensor for each
-        parameter. ``number``: number of the exchange, which seeds random choices. ``up``, ``down``: compression on the
-        way to the server and on the way back.
+        compression, the same on all ranks. All ranks must call it. ``parts``: for each device of this rank, a tensor
+        for each parameter. ``number``: number of the exchange, which seeds random choices. ``up``, ``down``:
+        compression on the way to the server and on the way back.
         """
         like = parts[0]
         messages = [

@@ -26,8 +26,8 @@ class SaddleDifference(NamedTuple):
 
 
 def compare_saddle(recipe: Recipe, rounds: int) -> SaddleDifference | None:
-    """Join the ranks of ``recipe``, take ``rounds`` rounds there and on one device, and compare the parameters.
-    Collective. Return the differences on the first rank, and None on all others.
+    """Join the ranks of ``recipe``, take ``rounds`` rounds there and on one device, and compare the parameters. All
+    ranks must call it. Return the differences on the first rank, and None on all others.
     """
     device = device_type(recipe)
     with rank_process(device, recipe.train.timeout, recipe.train.threads):

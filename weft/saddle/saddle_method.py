@@ -45,7 +45,7 @@ class SaddleMethod(ABC):
 
     @abstractmethod
     def take_round(self, number: int) -> Values:
-        """Update the parameters; return by how much they have changed, by name. Collective.
+        """Update the parameters; return by how much they have changed, by name. All ranks must call it.
 
         ``number``: number of the round.
         """
@@ -68,13 +68,13 @@ class SaddleMethod(ABC):
 
     def resume(self, wholes: int) -> None:
         """Continue after the tensors of a checkpoint have been loaded. ``wholes``: the saved value of :attr:`wholes`.
-        Collective.
+        All ranks must call it.
         """
         self.wholes = wholes
 
     def whole_mean(self, parts: Sequence[Values]) -> Values:
         """Send ``parts``, the values of this rank's devices, without compression, and return the mean over all devices.
-        Collective.
+        All ranks must call it.
         """
         self.wholes += 1
         return self.exchange.mean(parts, self.wholes, self._plain, self._plain)
@@ -112,7 +112,7 @@ class Extragradient(SaddleMethod):
 
     def agreed(self, parts: Sequence[Values], number: int) -> Values:
         """Return the mean of all devices' operators, their gradients with the sign turned for parameters that maximise.
-        ``parts``: the operators of this rank's devices; ``number``: number of the exchange. Collective.
+        ``parts``: the operators of this rank's devices; ``number``: number of the exchange. All ranks must call it.
         """
         return self.whole_mean(parts)
 

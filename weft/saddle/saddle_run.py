@@ -54,7 +54,7 @@ def saddle_facts(recipe: Recipe) -> dict[str, Any]:
 def saddle_job(
     recipe: Recipe, mesh: Mesh, out: Path | None = None, resume: str | None = None
 ) -> Outcome:
-    """Search for a saddle point of the recipe's min-max problem, measure the result, and save. Collective.
+    """Search for a saddle point of the recipe's min-max problem, measure the result, and save. All ranks must call it.
 
     The search ends when the recipe's rounds are over or a signal arrives.
 

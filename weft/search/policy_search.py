@@ -65,7 +65,9 @@ class PolicyFind(NamedTuple):
 def mean_cost(
     policy: JudgedPolicy, expression: Expression, workloads: Sequence[Any]
 ) -> float:
-    """Return the mean cost of a policy over ``workloads``. It is :data:`FAILED` where the simulation fails."""
+    """Return the mean cost over ``workloads`` of the policy that ``expression`` describes. It is :data:`FAILED` where
+    the simulation fails.
+    """
     formula = run_of(expression, [*policy.features])
     costs = []
     for workload in workloads:

@@ -121,7 +121,9 @@ def conversation(
 
 
 def as_messages(given: Any, role: str = "user") -> Any:
-    """Return a text as a list of one message with this ``role``. Any other value is returned unchanged."""
+    """Return ``given``, if it is a text, as a list of one message with this ``role``. Any other value is returned
+    unchanged.
+    """
     return [{"role": role, "content": given}] if isinstance(given, str) else given
 
 

@@ -97,7 +97,9 @@ class ChatEncoder:
         )
 
     def encode(self, talk: Conversation) -> Encoded:
-        """Encode a conversation. Raises :class:`TemplateError` if the template refuses it or nothing is learned."""
+        """Encode the conversation ``talk``: its token ids, and their loss weights. Raises :class:`TemplateError` if the
+        template refuses it or nothing is learned.
+        """
         find = spans_with_reasoning if self.reasoning == "keep" else learned_spans
         template = self.template.of(talk.tools)
         if self.learn == "all":

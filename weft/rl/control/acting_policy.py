@@ -61,7 +61,7 @@ def scaled_action(form: ActionForm, unit: np.ndarray) -> np.ndarray:
 
 
 def random_action(form: ActionForm, draw: np.random.Generator) -> ChosenAction:
-    """Return a random action of the form ``form``, drawn uniformly."""
+    """Return a random action of the form ``form``, drawn uniformly by the generator ``draw``."""
     if form.choices:
         choice = np.array(draw.integers(form.choices))
         return ChosenAction(choice, choice)
@@ -78,8 +78,8 @@ def exploring_action(
 ) -> ChosenAction:
     """Return the action for one ``observation``, ``[observed]``, with the policy's exploration.
 
-    Among choices it is the one with the highest value or, with probability ``explore``, a random one. Continuous
-    actions are drawn from a Gaussian and squashed by tanh.
+    ``layers``: the policy's network; ``draw``: random generator. Among choices it is the one with the highest value or,
+    with probability ``explore``, a random one. Continuous actions are drawn from a Gaussian and squashed by tanh.
     """
     dtype = layers[0].weight.dtype
     if form.choices:
@@ -98,7 +98,10 @@ def exploring_action(
 def best_actions(
     form: ActionForm, layers: Sequence[ActingLayer], observations: np.ndarray
 ) -> np.ndarray:
-    """Return the policy's actions without exploration for ``observations``, ``[rows, observed]``."""
+    """Return the policy's actions without exploration for ``observations``, ``[rows, observed]``: choices ``[rows]``,
+    or numbers ``[rows, numbers]`` within the environment's bounds. ``form``: form of the actions; ``layers``: the
+    policy's network.
+    """
     outputs = network_outputs(layers, observations.astype(layers[0].weight.dtype))
     if form.choices:
         return outputs.argmax(-1)

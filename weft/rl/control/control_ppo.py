@@ -227,7 +227,8 @@ def minibatches(
     seed: int,
     add_up: SumOverRanks,
 ) -> Iterator[OwnShare]:
-    """Yield the minibatches of all epochs of the run's step ``number``, each as this rank's share. Collective.
+    """Yield the minibatches of all epochs of the run's step ``number``, each as this rank's share. All ranks must call
+    it.
 
     The order is drawn over the transitions of all ranks, so that minibatches do not depend on how many ranks there are.
     ``add_up``: adds a tensor up over all ranks.
@@ -278,7 +279,8 @@ def learn_from_steps(
     seed: int,
     add_up: SumOverRanks,
 ) -> Learned:
-    """Update ``policy`` by PPO with the steps that all ranks have collected, and return metrics. Collective.
+    """Update ``policy`` by PPO with the steps that all ranks have collected, and return metrics. All ranks must call
+    it.
 
     ``number``: number of the run's step, which together with ``seed`` determines the order of transitions. ``add_up``:
     adds a tensor up over all ranks.
@@ -331,7 +333,8 @@ def learn_from_steps(
 
 
 def standardised(advantages: T, size: int, add_up: SumOverRanks) -> T:
-    """Shift and scale a rank's ``advantages`` of a minibatch to mean 0 and deviation 1 over all ranks. Collective.
+    """Shift and scale a rank's ``advantages`` of a minibatch to mean 0 and deviation 1 over all ranks. All ranks must
+    call it.
 
     ``size``: number of transitions in the minibatch over all ranks. ``add_up``: adds a tensor up over all ranks.
     """

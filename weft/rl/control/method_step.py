@@ -40,7 +40,7 @@ class ControlMethod(Protocol):
         """
 
     def take_step(self, number: int) -> MethodStep:
-        """Take the run's step ``number``, from 0: act in environments and learn. Collective."""
+        """Take the run's step ``number``, from 0: act in environments and learn. All ranks must call it."""
 
     def best(self, observations: np.ndarray) -> np.ndarray:
         """Return the policy's actions without exploration for ``observations``, ``[environments, observed]``."""

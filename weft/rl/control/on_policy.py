@@ -89,7 +89,8 @@ class SeenObservations:
         }
 
     def add(self, rows: np.ndarray, policy: ActionPolicy, add_up: SumOverRanks) -> None:
-        """Add this rank's observations ``[rows, observed]``, and set the normalisation of ``policy``. Collective.
+        """Add this rank's observations ``[rows, observed]``, and set the normalisation of ``policy``. All ranks must
+        call it.
 
         ``add_up``: adds a tensor up over all ranks.
         """
@@ -162,13 +163,15 @@ class OnPolicy:
         )
 
     def resume(self, begun: int, updates: int) -> None:
-        """Begin new episodes after ``begun`` steps of the run, with other seeds than before."""
+        """Begin new episodes after ``begun`` steps of the run, with other seeds than before. ``updates`` is not
+        used.
+        """
         if begun:
             self._pool.close()
             self._pool = self._open_pool(begun)
 
     def take_step(self, number: int) -> MethodStep:
-        """Take the run's step ``number``, from 0: collect steps and learn from them. Collective."""
+        """Take the run's step ``number``, from 0: collect steps and learn from them. All ranks must call it."""
         settings, begun = self._settings, time.perf_counter()
         if settings.decay:
             self._optimizer.param_groups[0]["lr"] = settings.lr * (

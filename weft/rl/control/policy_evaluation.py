@@ -42,7 +42,7 @@ def evaluate_policy(
     seed: int,
     stops: Callable[[], bool] = lambda: False,
 ) -> Evaluated | None:
-    """Play ``settings.episodes`` episodes with the policy's best actions. Collective.
+    """Play ``settings.episodes`` episodes with the policy's best actions. All ranks must call it.
 
     Every environment plays an equal share of the episodes, so that short episodes do not count more often. Returns None
     if the run has to end at once.

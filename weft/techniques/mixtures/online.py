@@ -117,8 +117,8 @@ class Online:
         return max(0, sample - self.about["start"]) // int(self.about["block"])
 
     def decide(self, position: int, losses: Sequence[float | None]) -> None:
-        """Decide the shares of the sources in the next block of samples. ``losses``: mean loss of each source; None for
-        a loss that is not known.
+        """Decide the shares of the sources in the next block of samples, which begins at sample number ``position``.
+        ``losses``: mean loss of each source; None for a loss that is not known.
         """
         excess = [
             0.0 if loss is None else max(0.0, loss - target)

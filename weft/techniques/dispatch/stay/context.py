@@ -43,9 +43,9 @@ class SharedStep(NamedTuple):
 def share_context(
     members: ExpertRanks, pages: Sequence[Pages], path: Sequence[HeldTokens], places: T, blocks: int
 ) -> SharedStep:  # fmt: skip
-    """Cache on every rank the keys and values of a step's tokens, and give the first rank its output. Collective. A
-    rank sends the others the numbers of the tokens that it had in each layer, and then the layers' keys and values. It
-    sends the first rank the tokens that it has after the last layer.
+    """Cache on every rank the keys and values of a step's tokens, and give the first rank its output. All ranks must
+    call it. A rank sends the others the numbers of the tokens that it had in each layer, and then the layers' keys
+    and values. It sends the first rank the tokens that it has after the last layer.
 
     Args:
         ``members``: the ranks that hold the experts.
@@ -113,16 +113,16 @@ def as_bytes(x: T) -> T:
 
 
 def cached_rows(pages: Pages, places: T) -> T:
-    """Return the cached values of some tokens in one layer: ``[tokens, parts, heads, width]``. ``places``: indices of
-    the tokens in the cache, counted over the tokens of all blocks, ``[tokens]``.
+    """Return the cached values of some tokens in one layer, whose cache is ``pages``: ``[tokens, parts, heads,
+    width]``. ``places``: indices of the tokens in the cache, counted over the tokens of all blocks, ``[tokens]``.
     """
     assert pages.store is not None
     return pages.store.flatten(1, 2)[:, places].transpose(0, 1)
 
 
 def write_rows(pages: Pages, places: T, rows: T) -> None:
-    """Write ``rows`` to a layer's cache: the values of the tokens at ``places``, in the form that :func:`cached_rows`
-    returns.
+    """Write ``rows`` to ``pages``, the cache of a layer. ``rows`` are the values of the tokens at ``places``, in the
+    form that :func:`cached_rows` returns.
     """
     assert pages.store is not None
     pages.store.flatten(1, 2)[:, places] = rows.transpose(0, 1)

@@ -83,7 +83,7 @@ class StayingTokens:
         )
 
     def run(self, row: T, spans: Sequence[Span]) -> T:
-        """Compute the layers of a step, and cache its keys and values on all ranks. Collective.
+        """Compute the layers of a step, and cache its keys and values on all ranks. All ranks must call it.
 
         ``row``: ids and positions, int64 ``[2, tokens]``; ``spans``: the text of each token. Returns on the first rank
         the last block's output for all tokens, ``[1, tokens, embed]``, and on others no rows.

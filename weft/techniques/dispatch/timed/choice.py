@@ -132,8 +132,8 @@ class TimedDispatch(Adaptive):
             self.table.keep(size, {str(i): s for i, s in times if isfinite(s)})
 
     def agree(self, trials: OptionTimes, device: torch.device) -> bool:
-        """Agree with all ranks on each option's time on its slowest rank, and give these times to ``trials``.
-        Collective. Return whether a round of trials has ended.
+        """Agree with all ranks on each option's time on its slowest rank, and give these times to ``trials``. All ranks
+        must call it. Return whether a round of trials has ended.
         """
         seconds = [trials.forward, trials.backward]
         slowest = torch.tensor(seconds, dtype=torch.float64, device=device)

@@ -63,15 +63,16 @@ class Coding(PhaseFiller):
         )
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """Return 0 without computing anything. The gradients are computed in :meth:`agree`, because the results that
-        arrive decide which ones are needed.
+        """Return 0 without computing anything. The arguments are not used. The gradients are computed in :meth:`agree`,
+        because the results that arrive decide which ones are needed.
         """
         return torch.zeros(())
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
         """Compute parts and send weighted sums of their gradients, until the step's gradient can be decoded.
 
-        Returns the decoded gradients and a function that returns the step's result. ``shares`` is not used.
+        Returns the decoded gradients and a function that returns the step's result. ``given``: batches and learning
+        rate of the step. ``shares`` is not used.
         """
         model, state = self.context.model, self.context.state
         parts = self.code.parts_of(self.rank)

@@ -60,7 +60,8 @@ class InBackward(PhaseFiller):
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
         """Run forward and backward passes, and update each unit as soon as its gradients are complete.
 
-        Returns this rank's share of the mean loss.
+        Returns this rank's share of the mean loss. ``given``: batches and learning rate of the step. ``agree`` is not
+        used.
         """
         self.lr = given.lr
         self.square.zero_()

@@ -75,7 +75,8 @@ class Speculation(PhaseFiller):
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
         """Run forward and backward passes, and update the units in ``early`` meanwhile.
 
-        Returns this rank's share of the mean loss.
+        Returns this rank's share of the mean loss. ``given``: batches and learning rate of the step. ``agree`` is not
+        used.
         """
         self.lr, self.begun, self.steps = given.lr, False, self.steps + 1
         context = self.context
@@ -91,7 +92,8 @@ class Speculation(PhaseFiller):
             )
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
-        """Reduce gradients and sums as the plain step does.
+        """Reduce gradients and sums over ranks as the plain step does, and return both. ``shares``: this rank's share
+        of the mean loss.
 
         Undoes the early updates if the step must be clipped or skipped.
         """
@@ -110,7 +112,9 @@ class Speculation(PhaseFiller):
         return Agreed(grads, lambda: result)
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Update the units that were not updated during backward, or all units if the early updates were undone."""
+        """Update the units that were not updated during backward, or all units if the early updates were undone.
+        ``agreed``: the reduced gradients. Returns a list with the step's result.
+        """
         result = update_unless_skipped(self.context, given, agreed, self._update_others)
         self.tried.commit()
         return [result._replace(undone=self.wrong)]

@@ -168,7 +168,8 @@ class ZerothOrder(PhaseFiller):
 
 
 def direction(held: Held, number: int) -> T:
-    """Return this rank's shard of a parameter's random direction in step ``number``: standard normal values.
+    """Return this rank's shard of the random direction of the parameter ``held`` in step ``number``: standard normal
+    values.
 
     They are drawn some rows at a time, to save memory.
     """
