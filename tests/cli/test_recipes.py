@@ -110,7 +110,10 @@ def test_new_begins_with_ten_settings_and_has_all_on_request(command: Command) -
     short, long = Path("short.toml").read_text(), Path("long.toml").read_text()
     settings = re.findall(r"(?m)^(\w+) = ", short)
     assert len(settings) == 10 and not re.search(r"(?m)^#\w+ = ", short)
-    assert "# Learning rate after warm-up.\nlr = 4e-3" in short
+    assert (
+        "# Largest learning rate, which is reached at the end of the warm-up.\nlr = 4e-3"
+        in short
+    )
     assert len(re.findall(r"(?m)^#\w+ = ", long)) > 150
     assert load_recipe("short").train == load_recipe("long").train
 

@@ -18,15 +18,18 @@ class Level(Section):
     to: str = Field(
         "",
         description=(
-            "Where checkpoints are saved: a folder, s3://bucket/prefix (object storage) or 'memory' (this machine's "
-            "memory). If not set: the folder 'checkpoints' of the run."
+            "Where checkpoints are saved: a folder, s3://bucket/prefix (object storage) or 'memory' (the memory of "
+            "this machine). Empty: the folder 'checkpoints' within that of the run."
         ),
     )
     every: int = Field(
-        0, ge=0, description="Steps between checkpoints; 0: only at the end of the run."
+        0,
+        ge=0,
+        description="Number of steps between two checkpoints. 0: only at the end of the run.",
     )
     keep: PositiveInt = Field(
-        2, description="Number of newest checkpoints to keep; older ones are deleted."
+        2,
+        description="Number of newest checkpoints that are kept. Older ones are deleted.",
     )
 
 
@@ -36,23 +39,23 @@ class Checkpoint(Level):
     export: Literal["", "model", "adapter"] = Field(
         "",
         description=(
-            "Write the trained model for other programs at the end of the run: the 'model' for "
-            "transformers, with adapters merged, or the 'adapter' alone for PEFT; empty: "
-            "neither."
+            "What is written at the end of the run for other programs: the whole model for transformers, with any "
+            "adapter merged into it ('model'), or the adapter alone for PEFT ('adapter'). Empty: nothing."
         ),
     )
     on_error: Literal["warn", "stop"] = Field(
         "warn",
         description=(
-            "What happens when a save fails in the background: 'warn' and go on, or 'stop' the "
-            "run at the next save."
+            "What happens if saving a checkpoint in the background fails. 'warn': the run goes on with a warning; "
+            "'stop': it ends at the next save."
         ),
     )
     levels: tuple[Level, ...] = Field(
         (),
         description=(
-            "Several places, each with its own 'to', 'every' and 'keep' instead of those of "
-            "this section; the fastest place first. The last one gets the final checkpoint."
+            "Several places for checkpoints, each with its own 'to', 'every' and 'keep' in place of those of this "
+            "section; the fastest place first. The last one gets the checkpoint at the end of the run. Empty: only "
+            "the place 'to'."
         ),
     )
 

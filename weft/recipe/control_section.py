@@ -11,18 +11,20 @@ class RewardTerm(Section):
     """Soft penalty for one component of the observation that is far from zero."""
 
     index: int = Field(
-        0, ge=0, description="Component of the observation, counted from 0."
+        0,
+        ge=0,
+        description="Index, from 0, of the element of the observation that is penalised.",
     )
     limit: PositiveFloat = Field(
         1.0,
-        description="Absolute value of the component from which on the full 'penalty' applies.",
+        description="Absolute value of the element from which on the full 'penalty' applies.",
     )
     free: float = Field(
         0.0,
         ge=0,
         description=(
-            "Absolute value of the component up to which there is no penalty; between 'free' and 'limit' the penalty "
-            "grows linearly."
+            "Absolute value of the element up to which there is no penalty. From there to 'limit' the penalty grows "
+            "in a straight line."
         ),
     )
     penalty: float = Field(
@@ -30,13 +32,16 @@ class RewardTerm(Section):
         ge=0,
         le=1,
         description=(
-            "Size of the full penalty: with control.reward = 'product' the share of the "
-            "reward that is lost, with 'sum' what is subtracted from the reward."
+            "Size of the full penalty. With control.reward = 'product': the share of the reward that is lost, so "
+            "that 1 loses all of it; with 'sum': what is subtracted from the reward."
         ),
     )
     ends: bool = Field(
         False,
-        description="End the episode, without a reward, as soon as the component's absolute value is above 'limit'.",
+        description=(
+            "Whether the episode ends without a reward as soon as the absolute value of the element is above "
+            "'limit'."
+        ),
     )
 
     @model_validator(mode="after")
@@ -54,177 +59,234 @@ class Control(Section):
     environment: str = Field(
         "CartPole-v1",
         description=(
-            "Environment: an id that Gymnasium knows, or 'module:name' of a class or function "
-            "of your own that returns one."
+            "Environment in which the policy learns to act: an id that Gymnasium knows, or 'module:name' of your "
+            "own class or function that returns one."
         ),
     )
     settings: dict[str, Any] = Field(
-        {}, description="Keyword arguments for the environment."
+        {},
+        description="Keyword arguments with which the environment is created, such as { gravity = 9.0 }.",
     )
     time_limit: int = Field(
         0,
         ge=0,
-        description="Steps after which an episode is truncated; 0: the environment's own limit.",
+        description="Number of steps after which an episode is cut off. 0: the environment's own limit.",
     )
     reward: Literal["own", "product", "sum"] = Field(
         "own",
         description=(
-            "Reward to learn from: the environment's 'own'; its progress multiplied by soft "
-            "penalties ('product', as in CaRL); or its progress minus the penalties ('sum')."
+            "Reward from which the policy learns. 'own': the environment's; 'product': progress (see 'progress') "
+            "multiplied by soft penalties for the observations in 'terms', as in CaRL; 'sum': progress minus these "
+            "penalties."
         ),
     )
     progress: int | None = Field(
         None,
         ge=0,
         description=(
-            "For reward = 'product' and 'sum': index of the component of the observation that measures progress, by "
-            "its growth beyond its best value in the episode. If not set: the environment's own reward."
+            "For reward = 'product' and 'sum': index, from 0, of the element of the observation that measures "
+            "progress. The progress of a step is its growth beyond its largest value in the episode so far. If not "
+            "set: the environment's own reward is the progress."
         ),
     )
     terms: tuple[RewardTerm, ...] = Field(
-        (), description="Soft penalties of reward = 'product' and 'sum'."
+        (),
+        description=(
+            "For reward = 'product' and 'sum': soft penalties, each for an element of the observation that is far "
+            "from zero. Empty: no penalties."
+        ),
     )
     method: Literal["ppo", "dqn", "sac"] = Field(
         "ppo",
         description=(
-            "How the policy learns: from its own newest steps ('ppo'), or from stored "
-            "transitions, for choices ('dqn') or continuous actions ('sac')."
+            "Learning method. 'ppo': learns from the newest steps of the policy alone; 'dqn': learns from stored "
+            "steps, for actions that are a choice of a few; 'sac': learns from stored steps, for actions that are "
+            "continuous numbers."
         ),
     )
     policy: Literal["auto", "categorical", "gaussian", "beta"] = Field(
         "auto",
         description=(
-            "Distribution of actions with method = 'ppo'; 'auto': categorical for choices, "
-            "beta for bounded actions, else gaussian."
+            "For method = 'ppo': distribution from which actions are drawn. 'categorical': for choices; 'gaussian' "
+            "or 'beta': for continuous actions, of which 'beta' has bounds. 'auto': what suits the environment's "
+            "actions."
         ),
     )
     hidden: tuple[PositiveInt, ...] = Field(
-        (64, 64), description="Widths of the hidden layers of each network."
+        (64, 64),
+        description="Widths of the hidden layers of each network (policy and critic), one number for each layer.",
     )
     transitions: PositiveInt = Field(
         100_000,
-        description="Steps of environments in the whole run, over all ranks together.",
+        description=(
+            "Number of environment steps in the whole run, over all ranks together. The run ends after them."
+        ),
     )
     environments: PositiveInt = Field(
         8,
         description=(
-            "Environments that run side by side, over all ranks together. With 'dqn' and "
-            "'sac' each is an asynchronous worker."
+            "Number of environments that run side by side, over all ranks together. With 'dqn' and 'sac' each is a "
+            "process that does not wait for the others."
         ),
     )
     processes: int = Field(
         0,
         ge=0,
         description=(
-            "Processes of each rank that hold its environments, with method = 'ppo'; 0: one "
-            "for each core, or fewer if there are fewer environments."
+            "For method = 'ppo': number of processes of each rank that compute its environments. 0: one for each "
+            "CPU core, but no more than environments."
         ),
     )
     step_seconds: PositiveFloat = Field(
         60.0,
         description=(
-            "Seconds after which an environment that does not answer counts as hanging, and is "
-            "started anew."
+            "Seconds after which an environment that does not answer is taken to hang, and is started again."
         ),
     )
     horizon: PositiveInt = Field(
         128,
-        description="Steps of each environment between two updates of the policy, with method = 'ppo'.",
+        description=(
+            "For method = 'ppo': number of steps that each environment takes between two updates of the policy."
+        ),
     )
     epochs: PositiveInt = Field(
         4,
-        description="Number of passes of method = 'ppo' over the collected steps, before new steps are collected.",
+        description=(
+            "For method = 'ppo': number of passes over the collected steps in an update, before new steps are "
+            "collected."
+        ),
     )
     minibatch: PositiveInt = Field(
-        256, description="Transitions in each update, over all ranks together."
+        256,
+        description="Number of environment steps from which each gradient is computed, over all ranks together.",
     )
-    lr: PositiveFloat = Field(3e-4, description="Learning rate of Adam.")
+    lr: PositiveFloat = Field(
+        3e-4, description="Learning rate of Adam, which updates all networks."
+    )
     decay: bool = Field(
-        False, description="Lower the learning rate linearly to 0 over the run."
+        False,
+        description=(
+            "Whether the learning rate falls in a straight line to 0 over the run. If false, it stays the same."
+        ),
     )
     gamma: float = Field(
-        0.99, ge=0, le=1, description="Discount of a reward one step later."
+        0.99,
+        ge=0,
+        le=1,
+        description=(
+            "Discount factor: a reward one step later counts this much less, as a factor. 1: later rewards count in "
+            "full."
+        ),
     )
     trace: float = Field(
         0.95,
         ge=0,
         le=1,
         description=(
-            "Lambda of generalised advantage estimation, the decay per step, with method = 'ppo'."
+            "For method = 'ppo': decay per step (lambda) in generalised advantage estimation. 1: rewards up to the "
+            "end of the episode count; 0: only the critic's prediction one step ahead counts."
         ),
     )
     clip: PositiveFloat = Field(
         0.2,
-        description="Clip range of 'ppo': how far an action's probability ratio may move from 1.",
+        description=(
+            "For method = 'ppo': how far the ratio of an action's new to old probability may move from 1 before the "
+            "loss no longer rewards it."
+        ),
     )
     entropy: float = Field(
-        0.0, ge=0, description="Weight of the policy's entropy in the loss of 'ppo'."
+        0.0,
+        ge=0,
+        description=(
+            "For method = 'ppo': weight of the entropy of the policy's distribution, which is subtracted from the "
+            "loss so that actions stay diverse. 0: no such term."
+        ),
     )
     value: float = Field(
-        0.5, ge=0, description="Weight of the critic's loss in the loss of 'ppo'."
+        0.5,
+        ge=0,
+        description="For method = 'ppo': weight of the critic's loss beside that of the policy.",
     )
     max_norm: PositiveFloat = Field(
         0.5,
-        description="Norm to which gradients are clipped, with method = 'ppo' and 'dqn'.",
+        description=(
+            "For method = 'ppo' and 'dqn': largest norm of a gradient. Larger gradients are scaled down to it."
+        ),
     )
     cutoff: float = Field(
         1.0,
         gt=0,
         le=1,
         description=(
-            "Share of ranks that must have all their steps before the others stop collecting "
-            "and learn from what they have; 1: every rank waits for every other."
+            "For method = 'ppo' on several ranks: share of the ranks that must have collected all their steps "
+            "before the others stop collecting and learn from the steps that they have. 1: every rank collects all "
+            "its steps."
         ),
     )
     replay: PositiveInt = Field(
-        100_000, description="Transitions that are kept to learn from ('dqn', 'sac')."
+        100_000,
+        description=(
+            "For method = 'dqn' and 'sac': number of latest environment steps that are stored to learn from."
+        ),
     )
     warmup: PositiveInt = Field(
         1_000,
-        description="Transitions by random actions before learning begins ('dqn', 'sac').",
+        description=(
+            "For method = 'dqn' and 'sac': number of environment steps with random actions before learning begins."
+        ),
     )
     ratio: float = Field(
         0.0,
         ge=0,
         description=(
-            "Number of updates per transition ('dqn', 'sac'); workers or learner wait to keep it. 0: "
-            "neither waits, and the resulting ratio is recorded."
+            "For method = 'dqn' and 'sac': number of updates for each environment step. To keep it, environments "
+            "wait for the learner or the learner for environments. 0: nobody waits, and the ratio that results is "
+            "recorded."
         ),
     )
     lockstep: bool = Field(
         False,
         description=(
-            "Let workers and learner ('dqn', 'sac') take turns: after one step of every environment, the "
-            "learner makes one update per environment."
+            "For method = 'dqn' and 'sac': whether environments and learner take turns, so that a run can be "
+            "repeated exactly: one step of every environment, then as many updates as there are environments. If "
+            "false, they work at the same time."
         ),
     )
     average: float = Field(
         0.005,
         gt=0,
         le=1,
-        description="Share of the new weights in each update of the target networks ('dqn', 'sac').",
+        description=(
+            "For method = 'dqn' and 'sac': share of the newest weights that is mixed into the target networks in "
+            "each update. 1: target networks are copies of the newest ones."
+        ),
     )
     explore: float = Field(
         0.05,
         ge=0,
         le=1,
         description=(
-            "Share of random actions with 'dqn' after the first tenth of the run, in which the share "
-            "falls from 1."
+            "For method = 'dqn': share of actions that are random. It falls from 1 to this number in the first "
+            "tenth of the run."
         ),
     )
     every: PositiveInt = Field(
         1_000,
         description=(
-            "Number of transitions in a step of the run ('dqn', 'sac'); metrics and checkpoints come at "
-            "the end of steps."
+            "For method = 'dqn' and 'sac': number of environment steps that count as one step of the run. Metrics, "
+            "checkpoints and evaluations come at the end of such steps."
         ),
     )
     episodes: PositiveInt = Field(
-        100, description="Number of episodes in an evaluation of the policy."
+        100,
+        description="Number of episodes in which an evaluation measures the policy.",
     )
     evaluate: int = Field(
-        0, ge=0, description="Steps of the run between evaluations; 0: only at the end."
+        0,
+        ge=0,
+        description=(
+            "Number of steps of the run between two evaluations of the policy. 0: only one at the end of the run."
+        ),
     )
 
     @property

@@ -21,171 +21,191 @@ class Federated(FederatedTravel):
     policy: str = Field(
         "fedavg",
         description=(
-            "Federation policy: which clients train, for how many steps, and how their updates change the"
-            " model."
+            "Federation policy, which decides which clients train, for how many steps, and how their updates change "
+            "the model. 'fedavg': rounds in which all wait for all; 'fedavg-m', 'scaffold' and 'scaffold-m': rounds "
+            "with corrections of clients' steps; 'fedasync': each update at once; 'fedbuff': several updates "
+            "together; 'fedcompass': clients of different speed arrive together; 'fedfix': changes at fixed times."
         ),
     )
     listen: str = Field(
         "",
         pattern=r"^$|^(\[[0-9A-Fa-f:.]+\]|[^/\s:\[\]]+):\d{1,5}$",
         description=(
-            "Address HOST:PORT at which the server waits for clients; an IPv6 address in brackets. If not set: the "
-            "run simulates its clients on a virtual clock, in one process."
+            "Address HOST:PORT at which the server waits for clients, with an IPv6 address in brackets. Empty: no "
+            "real clients; the run simulates them in one process, with simulated time (a virtual clock)."
         ),
     )
     clients: PositiveInt = Field(
         5,
         description=(
-            "Number of clients that must have joined before training begins; on a virtual clock the "
-            "number of all clients."
+            "Number of clients that must have joined before training begins. If clients are simulated: the number "
+            "of all clients."
         ),
     )
     rounds: PositiveInt = Field(
-        100, description="Changes of the server's model after which the run ends."
+        100,
+        description="Number of changes of the server's model after which the run ends.",
     )
     seconds: NonNegativeFloat = Field(
         0.0,
         description=(
-            "Seconds after which the run ends, on the virtual clock if clients are simulated; 0: no "
+            "Seconds after which the run ends; if clients are simulated, seconds of simulated time. 0: no such "
             "limit."
         ),
     )
     steps: PositiveInt = Field(
-        20, description="Local steps of a client, each with train.batch samples."
+        20,
+        description=(
+            "Number of steps that a client trains on its own data before it sends an update. Each has train.batch "
+            "samples."
+        ),
     )
     per_round: NonNegativeInt = Field(
         0,
-        description="Number of clients that take part in a round, drawn at random; 0: all.",
+        description="Number of clients that take part in a round, drawn at random. 0: all.",
     )
     rate: PositiveFloat = Field(
         1.0,
         description=(
-            "Learning rate of the server: the model changes by this number times the weighted mean of the "
-            "clients' updates (their parameters after local steps minus those before)."
+            "Learning rate of the server: the model changes by the weighted mean of the clients' updates times this "
+            "number. An update is the client's parameters after its local steps minus those before."
         ),
     )
     weights: Literal["samples", "equal"] = Field(
         "samples",
         description=(
-            "Weights of the clients in the objective: proportional to their numbers of samples, or equal."
+            "Weights of the clients in the mean of their updates. 'samples': in proportion to their numbers of "
+            "samples; 'equal': all the same."
         ),
     )
     staleness: NonNegativeFloat = Field(
         0.5,
         description=(
-            "Exponent a by which late updates lose weight in asynchronous policies: an update whose local steps "
-            "began s model changes ago is multiplied by (1 + s)^-a. 0: late updates count in full."
+            "For policies that do not wait for all clients: exponent a by which old updates lose weight. An update "
+            "is multiplied by (1 + s)^-a if the model has changed s times since the client began. 0: old updates "
+            "count in full."
         ),
     )
     aggregate: str = Field(
         "mean",
         description=(
-            "Rule by which the server combines clients' updates to a change of the model: 'mean', or a rule of "
-            "resilience.aggregate, such as 'krum' or 'trimmed-mean', that tolerates some wrong updates."
+            "How the server combines the updates of several clients. 'mean': their weighted mean; or a rule of "
+            "resilience.aggregate that tolerates wrong updates, such as 'krum' or 'trimmed-mean'."
         ),
     )
     faulty: NonNegativeInt = Field(
         1,
         description=(
-            "Number of wrong updates in each change of the model that 'aggregate' is to tolerate. 'mean' does not "
-            "use it."
+            "For 'aggregate' other than 'mean': number of wrong updates in each change of the model that do no "
+            "harm."
         ),
     )
     fan_in: int = Field(
         0,
         ge=0,
         description=(
-            "Hierarchical aggregation: number of updates, or of partial sums, that an aggregator adds up "
-            "before it passes their sum on. 0: one flat sum."
+            "Number of updates that an aggregator adds up, in a tree of aggregators that pass their sums on to the "
+            "server (hierarchical aggregation). 0: no tree; the server adds up all updates itself."
         ),
     )
     aggregator: Literal["here", "process"] = Field(
         "here",
         description=(
-            "Where the aggregators run, each of which adds up 'fan_in' updates: in the server's process ('here'), or "
-            "in a separate process that "
-            "reads updates from shared memory ('process'). 'process' needs fan_in = 3 or more."
+            "For fan_in above 0: where the aggregators of the tree run. 'here': in the server's process; 'process': "
+            "in a separate process, which reads updates from shared memory and needs fan_in = 3 or more."
         ),
     )
     fresh: Literal["none", "inversion"] = Field(
         "none",
         description=(
-            "How stale updates of simulated clients are replaced. 'inversion': the server finds synthetic"
-            " data that would give the update, and trains on them from its present model; this partly "
-            "reconstructs clients' data."
+            "What happens to updates of simulated clients that are old (see fresh_after). 'none': they are used as "
+            "they are; 'inversion': the server constructs data that would give the same update and trains the "
+            "present model on them, which partly reveals the clients' data."
         ),
     )
     fresh_after: PositiveInt = Field(
         5,
         description=(
-            "Staleness from which on 'fresh' replaces an update: number of changes of the server's model since the "
-            "client began its local steps."
+            "For fresh = 'inversion': how often the model must have changed since the client began its local steps "
+            "for its update to count as old."
         ),
     )
     patience: PositiveFloat = Field(
         600.0,
         description=(
-            "Seconds for which the server waits for clients to join, and in each round for updates. It "
-            "then goes on with those that have come."
+            "Seconds that the server waits for clients to join, and in each round for their updates. It then goes "
+            "on with those that have come."
         ),
     )
     samples: str = Field(
         "sklearn:digits",
         description=(
-            "Labelled samples of simulated clients: 'sklearn:digits', 'sklearn:wine', 'sklearn:breast_cancer', or an "
-            ".npz file with the arrays 'features' and 'labels' and, if samples come from several sources, 'groups'."
+            "Samples with labels for simulated clients: 'sklearn:digits', 'sklearn:wine' or "
+            "'sklearn:breast_cancer', or an .npz file with the arrays 'features', 'labels' and, for partition = "
+            "'natural', 'groups', the source of each sample."
         ),
     )
     held_out: float = Field(
         0.2,
         ge=0,
         lt=1,
-        description="Share of 'samples' that is held out from all clients, to evaluate the model.",
+        description="Share of 'samples' that no client gets, on which the model is evaluated.",
     )
     partition: Literal["even", "dirichlet", "classes", "natural"] = Field(
         "classes",
         description=(
-            "How samples are divided among simulated clients. 'even': at random; 'dirichlet': each class "
-            "in shares that a Dirichlet distribution draws; 'classes': a few classes for each client; "
-            "'natural': whole groups."
+            "How samples are divided among simulated clients. 'even': at random; 'dirichlet': the shares of each "
+            "class are drawn from a Dirichlet distribution (see 'alpha'); 'classes': each client has samples of a "
+            "few classes (see 'classes'); 'natural': each client has whole groups of samples, such as those of one "
+            "author."
         ),
     )
     alpha: PositiveFloat = Field(
         0.5,
-        description="Parameter of partition = 'dirichlet'; the smaller, the more the clients' data differ.",
+        description=(
+            "For partition = 'dirichlet': parameter of the distribution. The smaller it is, the more the clients' "
+            "shares of the classes differ."
+        ),
     )
     classes: PositiveInt = Field(
-        2, description="Number of classes of each client with partition = 'classes'."
+        2,
+        description="For partition = 'classes': number of classes of which each client has samples.",
     )
     speeds: tuple[PositiveFloat, ...] = Field(
         (1.0,),
         min_length=1,
         description=(
-            "Seconds that each simulated client takes for a local step; a list shorter than the number of"
-            " clients is repeated."
+            "Seconds of simulated time that each simulated client takes for a local step, such as [1.0, 4.0] for a "
+            "fast and a slow one. A list that is shorter than the number of clients is repeated."
         ),
     )
     jitter: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Largest random deviation of a simulated duration, as a share of it.",
+        description=(
+            "Largest random change of the time that a simulated client takes, as a share of this time. 0: no "
+            "change."
+        ),
     )
     drops: float = Field(
         0.0,
         ge=0,
         lt=1,
         description=(
-            "Probability that a simulated client is lost during its local steps; it comes back after "
-            "'away' seconds."
+            "Probability that a simulated client is lost during its local steps. It comes back after 'away' "
+            "seconds. 0: none is lost."
         ),
     )
     away: PositiveFloat = Field(
         60.0,
-        description="Seconds after which a client that was lost ('drops') comes back.",
+        description="Seconds of simulated time after which a lost client (see 'drops') comes back.",
     )
     seed: NonNegativeInt = Field(
-        0, description="Seed of the partition and of the choice of clients in a round."
+        0,
+        description=(
+            "Seed of the random division of samples among clients, and of the random choice of clients for a round."
+        ),
     )
 
     @property

@@ -18,76 +18,87 @@ class FederatedTravel(HostSection):
 
     join: str = Field(
         "",
-        description="File with the invitation to the server of which this run is a client; weft client sets it.",
+        description=(
+            "File with the invitation of the server that this run trains for as a client. The command 'weft client' "
+            "sets it; do not set it yourself."
+        ),
     )
     name: str = Field(
         "",
         max_length=64,
-        description="Name of this client at the server; weft client sets it.",
+        description=(
+            "Name under which this client is known to the server. The command 'weft client' sets it; do not set it "
+            "yourself."
+        ),
     )
     compress: str = Field(
         "none",
         description=(
-            "Compression of clients' updates, with the values of sync.compress. A client adds the compression error "
-            "to its next update (error feedback)."
+            "Compression of the updates that clients send to the server, with the values of sync.compress, such as "
+            "'int8'. What compression loses is added to the client's next update (error feedback)."
         ),
     )
     compress_back: str = Field(
         "none",
         description=(
-            "Compression of the model's changes that the server sends to clients, with the values of sync.compress. "
-            "Each client first gets the whole model without compression. The compression error is added to a later "
-            "change (error feedback)."
+            "Compression of the changes of the model that the server sends to clients, with the values of "
+            "sync.compress, such as 'int8'. A client's first model is whole. What compression loses is added to a "
+            "later change (error feedback)."
         ),
     )
     average: Literal["factors", "product"] = Field(
         "factors",
         description=(
-            "With adapters: what the server averages over clients. 'factors': each of an adapter's two factors by "
-            "itself; 'product': the products of the factors, which the server then factorises again."
+            "For adapters: what the server averages over the clients. 'factors': each of an adapter's two matrices "
+            "by itself; 'product': the products of the two matrices, which it then factorises again."
         ),
     )
     moments: Literal["new", "kept"] = Field(
         "new",
         description=(
-            "Optimizer moments of a client at the beginning of its local steps. 'new': zeros, so that repeated work "
-            "gives the same update; 'kept': the moments after its last local steps."
+            "Optimizer moments with which a client begins its local steps. 'new': zeros, so that the same work "
+            "gives the same update again; 'kept': those at the end of its last local steps."
         ),
     )
     secure: bool = Field(
         False,
         description=(
-            "Mask clients' updates in pairs, so that the server sees only the sum of a round, not single "
-            "updates (secure aggregation). Needs a policy with rounds, and at least 2 clients in each."
+            "Whether clients mask their updates so that the server learns only the sum of a round and no single "
+            "update (secure aggregation). It needs a policy with rounds, such as 'fedavg', and at least 2 clients "
+            "in each round."
         ),
     )
     clip: NonNegativeFloat = Field(
         0.0,
-        description="Largest norm of a client's update; a larger update is scaled down to it. 0: no limit.",
+        description="Largest norm of a client's update. A larger update is scaled down to it. 0: no limit.",
     )
     noise: NonNegativeFloat = Field(
         0.0,
         description=(
-            "Standard deviation of the noise that is added to the model's changes, as a multiple of 'clip' times the "
-            "largest weight of a client (differential privacy of clients); 0: none."
+            "Random noise that is added to each change of the model, so that it reveals little about any client "
+            "(differential privacy): its standard deviation, as a multiple of 'clip' times the largest weight of a "
+            "client. 0: no noise."
         ),
     )
     delta: float = Field(
         1e-5,
         gt=0,
         lt=1,
-        description="Delta of (epsilon, delta) differential privacy: probability that the bound epsilon does not hold.",
+        description=(
+            "For 'noise': the delta of (epsilon, delta) differential privacy, a small probability with which the "
+            "reported epsilon may not hold."
+        ),
     )
     largest: NonNegativeFloat = Field(
         100.0,
         description=(
-            "Largest norm per step of an update, as a multiple of the median of the last updates; an "
-            "update beyond it is refused. 0: no limit."
+            "Largest norm of an update per local step, as a multiple of the median of recent updates. The server "
+            "refuses an update beyond it. 0: no limit."
         ),
     )
     grace: PositiveFloat = Field(
         30.0,
-        description="Seconds in which a client may reconnect after a broken connection and keep its work.",
+        description="Seconds in which a client whose connection broke may come back without losing its work.",
     )
 
     @property

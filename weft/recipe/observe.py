@@ -10,27 +10,29 @@ from weft.section import Section
 class Observe(Section):
     """Section on what a run records, how often, and which trackers receive it."""
 
-    every: PositiveInt = Field(1, description="Steps between two records of metrics.")
+    every: PositiveInt = Field(
+        1, description="Number of steps between two records of metrics."
+    )
     trackers: tuple[str, ...] = Field(
         default_factory=lambda: ("tensorboard",) * bool(find_spec("tensorboard")),
         description=(
-            "Where metrics are sent: any of tensorboard, wandb, mlflow and plugins' trackers. If not set: "
-            "tensorboard, if it is installed."
+            "Programs that metrics are sent to: any of 'tensorboard', 'wandb' and 'mlflow', or a plugin's name. If "
+            "not set: 'tensorboard', if it is installed."
         ),
     )
     split_every: int = Field(
         25,
         ge=0,
         description=(
-            "Profile every n-th step, to show how much time goes to computing, communication "
-            "and waiting; 0: no step."
+            "Number of steps after which a step is profiled, to show which shares of its time are computing, "
+            "communication and waiting. 0: none is profiled."
         ),
     )
     trace: int = Field(
         0,
         ge=0,
         description=(
-            "Number of steps, from the second on, to record as a trace, which ui.perfetto.dev"
-            " can show; 0: no trace."
+            "Number of steps that are recorded as a trace, from the second step on. https://ui.perfetto.dev shows "
+            "such traces. 0: no trace."
         ),
     )

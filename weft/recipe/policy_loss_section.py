@@ -19,22 +19,22 @@ class SamplerCorrection(Section):
     weight: Literal["none", "token", "sequence"] = Field(
         "none",
         description=(
-            "What is compared: 'token': the probabilities of each token; 'sequence': the "
-            "products of the probabilities of all tokens of an answer; 'none': nothing, every"
-            " token has weight 1."
+            "Whose probabilities are compared, in training and in generation, for the weight of a token's loss. "
+            "'token': those of the token; 'sequence': the products over all tokens of its answer; 'none': no "
+            "correction, all weights are 1."
         ),
     )
     low: NonNegativeFloat | None = Field(
-        None, description="Smallest weight of a token. If not set: no limit."
+        None, description="Smallest weight that is allowed. If not set: no limit."
     )
     high: PositiveFloat | None = Field(
-        None, description="Largest weight of a token. If not set: no limit."
+        None, description="Largest weight that is allowed. If not set: no limit."
     )
     action: Literal["clip", "zero"] = Field(
         "clip",
         description=(
-            "What happens to a weight outside low and high: 'clip': it becomes the limit; "
-            "'zero': it becomes 0, so that nothing is learned of the token or answer."
+            "What happens to a weight beyond 'low' or 'high'. 'clip': it becomes the limit; 'zero': it becomes 0, "
+            "so that nothing is learned from the token or answer."
         ),
     )
 
@@ -62,146 +62,186 @@ class PolicyLoss(Section):
     normaliser: Literal["tokens", "constant", "sequence"] = Field(
         "tokens",
         description=(
-            "What the sum of the tokens' losses is divided by: 'tokens': number of all "
-            "written tokens of the step; 'constant': number of answers times `constant`; "
-            "'sequence': each token's loss is divided by the length of its answer, and the "
-            "sum by the number of answers."
+            "What the sum of the tokens' losses in a step is divided by. 'tokens': the number of all written "
+            "tokens; 'constant': the number of answers times the setting 'constant'; 'sequence': the loss of each "
+            "token by the length of its answer, and their sum by the number of answers."
         ),
     )
     constant: PositiveFloat | None = Field(
         None,
         description=(
-            "With normaliser = 'constant': number of tokens for each answer by which the loss is divided. If not "
-            "set: rl.tokens, the largest number of tokens in an answer."
+            "For normaliser = 'constant': number by which, times the number of answers, the sum of the tokens' "
+            "losses is divided. If not set: rl.tokens."
         ),
     )
     ratio: Literal["token", "sequence", "product"] = Field(
         "token",
         description=(
-            "Ratio of new to old probability by which an advantage is multiplied: 'token': of"
-            " each token; 'sequence': geometric mean of the ratios of an answer's tokens "
-            "(GSPO); 'product': product of the ratios of an answer's tokens (RLOO)."
+            "Which ratio of new to old probability multiplies the advantage. 'token': that of each token; "
+            "'sequence': the geometric mean over the tokens of an answer (GSPO); 'product': the product over the "
+            "tokens of an answer (RLOO)."
         ),
     )
     form: Literal["clip", "cispo", "sapo", "vespo"] = Field(
         "clip",
         description=(
-            "How the ratio limits the update: 'clip': PPO's minimum of clipped and unclipped;"
-            " 'cispo': the clipped ratio is a weight without a gradient; 'sapo': a sigmoid in"
-            " place of a limit; 'vespo': a weight without a gradient that falls where the product"
-            " of an answer's ratios is far from 1."
+            "How the loss depends on the ratio of new to old probability, to limit an update. 'clip': PPO's minimum "
+            "of clipped and unclipped terms; 'cispo': the clipped ratio is a weight without a gradient; 'sapo': a "
+            "sigmoid of the ratio instead of a limit; 'vespo': a weight without a gradient that falls as the "
+            "product of an answer's ratios moves away from 1."
         ),
     )
     clip_low: NonNegativeFloat = Field(
-        0.2, description="The ratio is limited to at least 1 - clip_low; 1: no limit."
+        0.2,
+        description=(
+            "For form = 'clip' and 'cispo': the ratio of new to old probability is clipped to at least 1 - "
+            "clip_low. 1: no lower limit."
+        ),
     )
     clip_high: NonNegativeFloat = Field(
-        0.2, description="The ratio is limited to at most 1 + clip_high."
+        0.2,
+        description=(
+            "For form = 'clip' and 'cispo': the ratio of new to old probability is clipped to at most 1 + "
+            "clip_high."
+        ),
     )
     dual_clip: PositiveFloat | None = Field(
         None,
         description=(
-            "Largest ratio that counts where the advantage is negative, such as 4; it must be above the clipped "
-            "range. If not set: no limit."
+            "For form = 'clip': a further limit on the ratio of new to old probability for tokens with a negative "
+            "advantage, such as 4 (dual-clip PPO). Choose it above 1 + clip_high. If not set: no such limit."
         ),
     )
     sapo_positive: PositiveFloat = Field(
-        1.0, description="Steepness of form = 'sapo' where the advantage is positive."
+        1.0,
+        description=(
+            "For form = 'sapo': steepness of the sigmoid for tokens with a positive advantage. The larger, the "
+            "smaller the changes of probability that are still rewarded."
+        ),
     )
     sapo_negative: PositiveFloat = Field(
-        1.05, description="Steepness of form = 'sapo' where the advantage is negative."
+        1.05,
+        description=(
+            "For form = 'sapo': steepness of the sigmoid for tokens with a negative advantage, as sapo_positive for "
+            "others."
+        ),
     )
     vespo_positive: tuple[PositiveFloat, PositiveFloat] = Field(
         (2.0, 3.0),
         description=(
-            "Two numbers k and c for form = 'vespo' where the advantage is not negative: an answer with importance "
-            "ratio W is weighted by W^k x exp(c x (1 - W))."
+            "For form = 'vespo': two numbers k and c of the weight W^k x exp(c x (1 - W)) of an answer whose "
+            "advantage is at least 0. W is the product of its tokens' ratios of new to old probability."
         ),
     )
     vespo_negative: tuple[PositiveFloat, PositiveFloat] = Field(
         (3.0, 2.0),
         description=(
-            "Two numbers k and c for form = 'vespo' where the advantage is negative: an answer with importance ratio W "
-            "is weighted by W^k x exp(c x (1 - W))."
+            "For form = 'vespo': two numbers k and c of the weight W^k x exp(c x (1 - W)) of an answer with a "
+            "negative advantage. W is the product of its tokens' ratios of new to old probability."
         ),
     )
     off_policy: PositiveFloat | None = Field(
         None,
         description=(
-            "Limit on how far the sampler and the model may differ on an answer with a negative advantage. The "
-            "answer does not count in the loss if its mean log-probability per token under the sampler exceeds the "
-            "mean under the model by more than this number. If not set: all answers count."
+            "Leave out answers with a negative advantage that the model has become too unlikely to write "
+            "(DeepSeek-V3.2): those whose mean log-probability per token was higher under the weights that wrote "
+            "them than under the model now, by more than this number. If not set: none is left out."
         ),
     )
     kl: Literal["none", "k1", "k2", "k3"] = Field(
         "none",
         description=(
-            "Estimate of the divergence from the reference model. With d = log-probability "
-            "under the model minus that under the reference model it is d ('k1'), d * d / 2 "
-            "('k2') or exp(-d) - 1 + d ('k3'); 'none': no reference model is needed."
+            "Penalty for moving away from the reference model: how the divergence of a token is estimated. With d = "
+            "log-probability under the model minus that under the reference model: d ('k1'), d * d / 2 ('k2') or "
+            "exp(-d) - 1 + d ('k3'). 'none': no penalty, and no reference model is needed."
         ),
     )
     kl_weight: NonNegativeFloat = Field(
-        0.0, description="Weight of the divergence from the reference model."
+        0.0,
+        description="Weight of the divergence from the reference model (see 'kl'). 0: no penalty.",
     )
     kl_ratio: bool = Field(
         False,
-        description="Whether the divergence in the loss is multiplied by the ratio, as DeepSeek-V3.2 does.",
+        description=(
+            "Whether the divergence in the loss is multiplied by the ratio of new to old probability, as in "
+            "DeepSeek-V3.2."
+        ),
     )
     kl_in: Literal["loss", "reward"] = Field(
         "loss",
         description=(
-            "Where the divergence counts. 'loss': it is added to the loss; 'reward': it is subtracted from the "
-            "rewards before advantages are computed."
+            "Where the divergence from the reference model is used. 'loss': it is added to the loss; 'reward': it "
+            "is subtracted from the rewards before advantages are computed."
         ),
     )
     advantage: Literal["group", "batch", "none", "leave-one-out", "returns", "gae"] = (
         Field(
             "group",
             description=(
-                "Advantage of an answer: reward minus the mean of its group, divided by the "
-                "standard deviation of the group ('group') or of all rewards of the step "
-                "('batch') or by nothing ('none'); reward minus the mean of the others of its "
-                "group ('leave-one-out'); sum of the discounted rewards from a token on "
-                "('returns'); generalised advantage estimation with a critic ('gae')."
+                "How much better an answer was than expected (its advantage). 'group': reward minus the mean of the "
+                "answers to the same question, divided by their standard deviation; 'batch': divided by that of all "
+                "answers in the step instead; 'none': not divided; 'leave-one-out': reward minus the mean of the other "
+                "answers to the question; 'returns': sum of discounted rewards from each token on; 'gae': generalised "
+                "advantage estimation with a critic."
             ),
         )
     )
     whiten: bool = Field(
         False,
-        description="Whether advantages get mean 0 and standard deviation 1 over all answers of the step.",
+        description=(
+            "Whether advantages are shifted and scaled to mean 0 and standard deviation 1 over the whole step."
+        ),
     )
     discount: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Discount per token of 'returns' and 'gae' (gamma).",
+        description=(
+            "For advantage = 'returns' and 'gae': factor (gamma) by which a reward counts less for each token that "
+            "it comes later. 1: no discount."
+        ),
     )
     trace: float = Field(
-        0.95, ge=0, le=1, description="Decay of 'gae' per token (lambda)."
+        0.95,
+        ge=0,
+        le=1,
+        description=(
+            "For advantage = 'gae': decay per token (lambda) of the critic's later errors in an advantage. 1: they "
+            "count in full; 0: only the next one counts."
+        ),
     )
     rewards: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
         "sum_then_normalize",
         description=(
-            "How several rewards of an answer give its advantage. 'sum_then_normalize': they are summed before "
-            "advantages are computed; 'normalize_then_sum': each is first standardised within its group, and the "
-            "sums are standardised over the step."
+            "How several rewards of an answer become one advantage. 'sum_then_normalize': rewards are summed, and "
+            "advantages are computed from the sums; 'normalize_then_sum': each reward is standardised among the "
+            "answers to a question, then they are summed, and the sums are standardised over the step."
         ),
     )
     entropy: float = Field(
         0.0,
-        description="Weight of the tokens' entropy, which is subtracted from the loss so that answers stay diverse.",
+        description=(
+            "Weight of an entropy bonus: the entropy of the tokens' distributions times this number is subtracted "
+            "from the loss, so that answers stay diverse. 0: no bonus."
+        ),
     )
     value_weight: NonNegativeFloat = Field(
-        0.1, description="Weight of the critic's loss in 'gae'."
+        0.1,
+        description="For advantage = 'gae': weight of the critic's loss beside that of the policy.",
     )
     value_clip: PositiveFloat | None = Field(
         0.2,
-        description="Clip range of the critic: how far a value may move from its value at sampling.",
+        description=(
+            "For advantage = 'gae': how far the critic's prediction at a token may move from its value when the "
+            "answer was written, before the critic's loss no longer rewards the move (PPO's clipping of values)."
+        ),
     )
     correction: SamplerCorrection = Field(
         SamplerCorrection(),
-        description="Correction for tokens whose probability differs between the sampler and the trainer.",
+        description=(
+            "Correction for the fact that the program that generates answers computes slightly other probabilities "
+            "than training does. Losses are weighted by the probability in training divided by that in generation."
+        ),
     )
 
     @property

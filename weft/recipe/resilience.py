@@ -21,16 +21,16 @@ class Resilience(HostSection):
     survive: bool = Field(
         True,
         description=(
-            "Go on with the remaining ranks when one is lost. If false, the run ends, and can"
-            " be resumed from its last checkpoint."
+            "Whether the remaining ranks go on when a rank is lost. If false, the run ends and can be resumed from "
+            "its last checkpoint."
         ),
     )
     snapshot_every: int = Field(
         1,
         ge=0,
         description=(
-            "Number of steps after which each rank's state is copied into another rank's memory. After the loss of a "
-            "rank the others continue from these copies. 0: no copies; the others continue from the last checkpoint."
+            "Number of steps after which each rank's state is copied into another rank's memory. When a rank is "
+            "lost, the others continue from these copies. 0: no copies; they continue from the last checkpoint."
         ),
     )
     detect: float = Field(
@@ -39,69 +39,68 @@ class Resilience(HostSection):
         description="Seconds without a sign of life after which a rank counts as lost.",
     )
     min_ranks: PositiveInt = Field(
-        1, description="Save and end the run when fewer ranks than this are left."
+        1,
+        description=(
+            "Smallest number of ranks with which the run goes on after losses. With fewer, it saves a checkpoint "
+            "and ends."
+        ),
     )
     actions: Literal["say", "rebalance", "leave-out", "ladder"] = Field(
         "say",
         description=(
-            "What happens to a slow rank. 'say': it is only reported; 'rebalance': it gets less work; "
-            "'leave-out': the others go on without it; 'ladder': it gets less work, and is left out if that "
-            "does not help. With 'rebalance' and 'ladder', ranks in a ring are also reordered so that no two "
-            "neighbours use a slow link."
+            "What happens to a rank that is slower than the others. 'say': it is only reported; 'rebalance': it "
+            "gets less work; 'leave-out': the others go on without it; 'ladder': it gets less work, and is left out "
+            "if that does not help. With 'rebalance' and 'ladder', the order of ranks in a ring is changed, too, so "
+            "that slow links are not used."
         ),
     )
     aggregate: str = Field(
         "mean",
         description=(
-            "How gradients of data parallel ranks (layout.dp) are combined. All rules except 'mean' tolerate ranks "
-            "that send wrong values: 'trimmed-mean' drops the extremes of each element, 'krum' takes the gradient "
-            "nearest to the others; 'multi-krum' takes the mean of the several nearest gradients; 'bulyan' takes a "
-            "trimmed mean of such gradients; 'geometric-median' takes the point with the least sum of distances to "
-            "all gradients; 'flag' takes the mean in the directions that most gradients share."
+            "How the gradients of data-parallel ranks (layout.dp) are combined. All rules but 'mean' tolerate ranks "
+            "that send wrong gradients. 'trimmed-mean': the extremes of each element are dropped; 'krum': the "
+            "gradient nearest to the others; 'multi-krum': the mean of several such; 'bulyan': a trimmed mean of "
+            "several such; 'geometric-median': the point with the smallest sum of distances to all; 'flag': the "
+            "mean within the directions that most gradients share."
         ),
     )
     faulty: int = Field(
         0,
         ge=0,
-        description=(
-            "Number of ranks that may send wrong gradients without harm, if 'aggregate' is "
-            "not 'mean'."
-        ),
+        description="For 'aggregate' other than 'mean': number of ranks that may send wrong gradients without harm.",
     )
     code: str = Field(
         "",
         description=(
-            "Gradient code: several ranks compute the same samples, so that a step need not "
-            "wait for the slowest. 'gradient': stragglers + 1 ranks compute each sample; "
-            "'sr-sgc' and 'm-sgc' repeat less work, as late results may come in a later part "
-            "of the step; empty: none."
+            "Gradient code: several ranks compute the same samples, so that a step need not wait for the slowest "
+            "ranks. 'gradient': each sample is computed by stragglers + 1 ranks; 'sr-sgc' and 'm-sgc': less work is "
+            "done twice, since a late result may arrive in a later part of the step. Empty: no code."
         ),
     )
     stragglers: int = Field(
         0,
         ge=0,
-        description="Number of late ranks that the gradient code does not wait for.",
+        description="For 'code': number of slow ranks that a step need not wait for.",
     )
     jobs: PositiveInt = Field(
         1,
         description=(
-            "Number of parts (jobs) into which a gradient code cuts a step. With more parts "
-            "'sr-sgc' and 'm-sgc' need less repeated work."
+            "For 'code': number of parts (jobs) into which a step is cut. With more jobs, 'sr-sgc' and 'm-sgc' do "
+            "less work twice."
         ),
     )
     patience: PositiveFloat = Field(
         1.0,
         description=(
-            "How long a gradient code waits for further ranks after the first has answered, "
-            "as a multiple of the time that the first one took. Ranks that answer later count"
-            " as late."
+            "For 'code': how long to wait for other ranks after the first one has sent its result, as a multiple of "
+            "the time that the first one took. Ranks that send later count as late."
         ),
     )
     encrypt: Literal["auto", "always", "never"] = Field(
         "auto",
         description=(
-            "Encrypt Weft's own connections between ranks (docs/how-to/security.md): 'auto' only those "
-            "that leave the private network, 'always' or 'never'. It needs weft[secure]."
+            "Which of Weft's own connections between ranks are encrypted: those that leave the private network "
+            "('auto'), all ('always') or none ('never'). Encryption needs weft[secure] (docs/how-to/security.md)."
         ),
     )
 

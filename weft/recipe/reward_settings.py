@@ -13,56 +13,61 @@ class RewardSettings(Section):
     held_out: str = Field(
         "",
         description=(
-            "For a task with a reward and a 'path': file of prompts for evaluation. If not set: an eighth of the "
-            "prompts in 'path' is held out for evaluation."
+            "For a task with 'reward' and 'path': file of other prompts, on which the model is evaluated but not "
+            "trained. Empty: an eighth of the prompts in 'path' is set aside for this."
         ),
     )
     ask: str = Field(
         "",
         description=(
-            "For a task with a reward: template of each prompt, in which {question} stands for the question. If not "
-            "set: the prompt is the question alone."
+            "For a task with 'reward': text in which {question} is replaced by the question, for prompts such as "
+            "'Compute {question} step by step.'. Empty: the prompt is the question alone."
         ),
     )
     tag: str = Field(
         "",
         pattern=r"^[\w.-]*$",
         description=(
-            "Tag around the answer in what the model writes: the reward is for the text between <TAG> and </TAG>, "
-            "and 0 without them. If not set: all that the model writes is the answer."
+            "For a task with 'reward': name T of a tag, so that only the text between <T> and </T> counts as the "
+            "model's answer. An answer without the tag gets the reward 0. Empty: all that the model writes is the "
+            "answer."
         ),
     )
     curriculum: bool = Field(
         False,
         description=(
-            "Choose the difficulty of each question by the share of right answers so far, so that the model learns "
-            "most. If false, the task's own settings give the difficulty. For tasks with levels of difficulty, such "
-            "as 'addition'."
+            "For a task with levels of difficulty, such as 'addition': whether levels that the model answers about "
+            "half correctly are asked most, since these teach it most. If false, questions have all difficulties "
+            "that the other settings allow."
         ),
     )
     turns: int = Field(
         8,
         ge=1,
         description=(
-            "Largest number of turns of the model in one answer, for tasks with an environment, such as 'calculator'."
+            "For a task with tools or another environment, such as 'calculator': largest number of turns that the "
+            "model may write in one answer."
         ),
     )
     workers: int = Field(
-        2, ge=1, description="Number of processes that score answers by the reward."
+        2,
+        ge=1,
+        description="For a task with 'reward': number of processes that compute rewards beside the training.",
     )
     seconds: float = Field(
         10.0,
         gt=0,
         description=(
-            "Longest time in seconds for the reward of one answer, and for each turn of an environment. An answer "
-            "whose reward or environment takes longer gets no reward and is not learned from."
+            "For a task with 'reward': longest time in seconds for computing the reward of one answer, and for each "
+            "turn of an environment. An answer that takes longer has no reward and is not learned from."
         ),
     )
     megabytes: int = Field(
         1024,
         ge=16,
         description=(
-            "Memory in MB that a process may take while it scores, beside what the loaded task takes."
+            "For a task with 'reward': memory in MB that a process may take while it computes a reward, besides "
+            "that of the loaded task."
         ),
     )
 

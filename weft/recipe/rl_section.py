@@ -15,13 +15,16 @@ class SupervisedStart(Section):
     steps: NonNegativeInt = Field(
         0,
         description=(
-            "Number of steps at the beginning of the run that learn the tasks' own right answers by cross-entropy, "
-            "so that some answers are right when rewards begin. 0: none."
+            "Number of steps at the beginning of the run in which the model learns the tasks' own right answers by "
+            "cross-entropy, so that some of its answers are right when rewards begin. 0: none."
         ),
     )
     lr: PositiveFloat = Field(
         1e-3,
-        description="Largest learning rate of the supervised steps; it falls to a tenth until their end.",
+        description=(
+            "Largest learning rate in the supervised steps. It rises to this number and then falls to a tenth of "
+            "it."
+        ),
     )
 
 
@@ -37,50 +40,62 @@ class Reinforcement(HostSection):
     method: str = Field(
         "grpo",
         description=(
-            "Method whose loss is minimised, such as 'grpo', 'dapo' or 'ppo' (docs/explanations/policy-losses.md). "
-            "Settings in [rl.loss] replace parts of it."
+            "Method of reinforcement learning, which decides the loss and how advantages are computed, such as "
+            "'grpo', 'dapo' or 'ppo' (docs/explanations/policy-losses.md describes each). Settings in [rl.loss] "
+            "replace parts of it."
         ),
     )
     group: PositiveInt = Field(
         8,
-        description="Number of answers to each question, whose rewards are compared with each other.",
+        description=(
+            "Number of answers that the model writes to each question. Their rewards are compared with each other."
+        ),
     )
     batch: NonNegativeInt = Field(
         0,
         description=(
-            "Number of questions in a rollout phase, whose answers are all written by the same weights. "
-            "0: as many as one update uses, train.batch / rl.group."
+            "Number of questions in a rollout phase. All answers of a phase are written by the same weights, and "
+            "several updates may learn from them. 0: as many as one update uses, train.batch / rl.group."
         ),
     )
     epochs: PositiveInt = Field(
         1,
-        description="Number of passes over the answers of a rollout phase in training.",
+        description=(
+            "Number of times that the model is trained on the answers of a rollout phase, before it writes new "
+            "ones."
+        ),
     )
     tokens: PositiveInt = Field(
-        64, description="Largest number of tokens in an answer."
+        64,
+        description="Largest number of tokens in an answer. Longer answers are cut there.",
     )
     temperature: PositiveFloat = Field(
-        1.0, description="Randomness of the answers: logits are divided by it."
+        1.0,
+        description=(
+            "Randomness of the answers: logits are divided by this number before a token is drawn. Below 1, answers "
+            "vary less."
+        ),
     )
     staleness: NonNegativeInt = Field(
         0,
         description=(
-            "Largest number of rollout phases by which the weights that wrote an answer may be older than the "
-            "weights that learn from it. 0: every phase waits for the newest weights."
+            "How old the weights that write answers may be, in rollout phases, compared with those that learn from "
+            "these answers. More than 0 lets writing and learning overlap. 0: each phase waits for the newest "
+            "weights."
         ),
     )
     redraw: NonNegativeInt = Field(
         0,
         description=(
-            "Largest number of times that a question is replaced by another one because all its answers got the same "
-            "reward, so that nothing can be learned from them (dynamic sampling of DAPO). 0: never."
+            "How often a question is replaced by another one if all its answers got the same reward, from which "
+            "nothing can be learned (dynamic sampling of DAPO). 0: it is not replaced."
         ),
     )
     keep: NonNegativeInt = Field(
         0,
         description=(
-            "Number of latest rollout phases whose answers are kept in the run's folder "
-            "(answers/*.jsonl), as conversations with rewards that data.kind = 'chat' reads. 0: none."
+            "Number of latest rollout phases whose answers and rewards are kept as files in the run's folder "
+            "(answers/*.jsonl). data.kind = 'chat' can read these. 0: none are kept."
         ),
     )
     most_unscored: float = Field(
@@ -88,15 +103,20 @@ class Reinforcement(HostSection):
         ge=0,
         le=1,
         description=(
-            "Largest share of a phase's answers that may have no reward, because the task failed on them. The run ends "
-            "if there are more."
+            "Largest share of a rollout phase's answers that may be without a reward because computing it failed. "
+            "If there are more, the run ends with an error."
         ),
     )
     start: SupervisedStart = Field(
-        SupervisedStart(), description="Supervised steps before the first rewards."
+        SupervisedStart(),
+        description="Training on right answers at the beginning of the run, before rewards are used.",
     )
     loss: PolicyLoss = Field(
-        PolicyLoss(), description="Settings that replace parts of the method's loss."
+        PolicyLoss(),
+        description=(
+            "Settings that replace parts of the loss of rl.method. A setting that is left out has the value that "
+            "the method gives it, which may differ from the default shown here."
+        ),
     )
 
     @property

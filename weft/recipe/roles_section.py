@@ -12,44 +12,47 @@ class RolloutRole(Section):
     layout: Layout = Field(
         Layout(),
         description=(
-            "Layout of the model while it writes answers, on the same ranks as training. If not set: every rank "
-            "writes with a whole model of its own."
+            "Layout of the model while it writes answers on the ranks that train: a table with settings of "
+            "[layout], such as { tp = 2 }. If not set: every rank holds a whole model and writes answers by itself."
         ),
     )
     ranks: NonNegativeInt = Field(
         0,
         description=(
-            "Number of processes that write answers while the ranks train. 0: the ranks train and write "
-            "in turn, or engines of other hosts write (listen)."
+            "Number of additional processes that only write answers, while the ranks train. 0: the ranks train and "
+            "write in turn, unless engines of other hosts write (see 'listen')."
         ),
     )
     listen: str = Field(
         "",
         pattern=r"^$|^[^/\s]+:\d{1,5}$",
         description=(
-            "Address HOST:PORT of the first rank at which engines of other hosts join by the command 'weft engine "
-            "--checkpoint policy: --join HOST:PORT', in which the word 'policy:' (with the colon) stands for the "
-            "weights that the run trains. They need the run's WEFT_SECRET."
+            "Address HOST:PORT at which the first rank waits for engines on other hosts, which write answers. One "
+            "is started there by 'weft engine --checkpoint policy: --join HOST:PORT', where 'policy:' stands for "
+            "the weights in training. It needs the same WEFT_SECRET in its environment as the run. Empty: no other "
+            "hosts."
         ),
     )
     threads: NonNegativeInt = Field(
         0,
-        description="Threads of each process that writes answers; 0: an equal share of the cores.",
+        description=(
+            "Number of CPU threads of each process that only writes answers. 0: an equal share of the cores."
+        ),
     )
     delta: bool = Field(
         False,
         description=(
-            "Whether processes that write answers get only the changed elements of new weights, where "
-            "that takes fewer bytes. The weights are the same to the last bit; the ranks that train keep "
-            "one more copy."
+            "Whether processes that write answers are sent only the elements of the weights that have changed, "
+            "where these are fewer bytes. The weights arrive exactly, but the ranks that train keep one more copy "
+            "of them."
         ),
     )
     invariant: bool = Field(
         False,
         description=(
-            "Whether generation and training compute the same log-probabilities to the last bit, which makes both "
-            "slower. It needs a dense model on one CPU for each rank, and the ranks of training must write the "
-            "answers themselves."
+            "Whether generation computes exactly the same log-probabilities as training, to the last bit, which "
+            "makes both slower. It needs a model without experts that is whole on every rank, on CPUs, and answers "
+            "that are written by the ranks that train."
         ),
     )
 
@@ -69,5 +72,6 @@ class Roles(Section):
     """Section on the roles of reinforcement learning: which ranks do what, and how."""
 
     rollout: RolloutRole = Field(
-        RolloutRole(), description="The ranks that write answers."
+        RolloutRole(),
+        description="The processes that write answers, and how they divide the model.",
     )

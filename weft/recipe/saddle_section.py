@@ -30,47 +30,52 @@ class Saddle(HostSection):
     problem: str = Field(
         "bilinear",
         description=(
-            "The objective that some parameters minimise and others maximise: a bilinear function with quadratic "
-            "terms ('bilinear'), or that of a generative adversarial network ('gan')."
+            "The objective that some parameters minimise and others maximise, whose saddle point is sought. "
+            "'bilinear': a game of two vectors, a bilinear function with quadratic terms; 'gan': a generator and a "
+            "critic of images of digits."
         ),
     )
     method: str = Field(
         "masha1",
         description=(
-            "How devices find the saddle point together: 'extragradient' sends whole gradients, "
-            "'naive' compresses them, 'masha1' and 'masha2' compress differences of gradients."
+            "How devices find the saddle point together. 'extragradient': they send whole gradients; 'naive': they "
+            "send compressed gradients; 'masha1' and 'masha2': they send compressed differences of gradients, which "
+            "vanish near the saddle point ('masha1' with random, unbiased compression, 'masha2' with any)."
         ),
     )
     devices: PositiveInt = Field(
         4,
         description=(
-            "Number of devices, over all ranks together. A device is a participant of the problem with its own part "
-            "of the objective; a rank may compute several."
+            "Number of devices, over all ranks together. A device is a participant with its own part of the "
+            "objective and its own data. A rank may compute several."
         ),
     )
     rounds: PositiveInt = Field(
-        1_000, description="Number of updates of the parameters in the run."
+        1_000,
+        description="Number of updates of the parameters, after which the run ends.",
     )
     lr: PositiveFloat = Field(
         0.1,
-        description="Step size of an update. Methods with two half-steps per update use it for both.",
+        description="Step size of an update. Methods that take two steps in an update use it for both.",
     )
     compress: str = Field(
         NONE,
-        description="Compression of what devices send to the server, with the values of sync.compress.",
+        description=(
+            "Compression of what devices send to the server, with the values of sync.compress, such as 'topk:0.1'."
+        ),
     )
     compress_back: str = Field(
         "",
         description=(
-            "Compression of the mean that the server sends back to devices, with the values of sync.compress. If not "
-            "set: the same as 'compress'."
+            "Compression of the mean that the server sends back to devices, with the values of sync.compress. "
+            "Empty: the same as 'compress'."
         ),
     )
     evaluate: NonNegativeInt = Field(
         0,
         description=(
-            "Rounds between two measurements of how good the result is (the measure depends on 'problem'); 0: "
-            "only at the end."
+            "Number of updates between two measurements of how good the result is. What is measured depends on "
+            "'problem'. 0: only one at the end."
         ),
     )
 

@@ -16,54 +16,60 @@ class SampleStream(Section):
     producers: tuple[str, ...] = Field(
         (),
         description=(
-            "Command lines of simulators, each of which the run starts as a process on the first rank's host, and "
-            "starts again if it dies. 'python' is the interpreter of the run."
+            "Command lines of simulators, whose samples the model learns from. The run starts each as a process on "
+            "the first rank's host, and starts it again if it dies. The word 'python' stands for the Python of the "
+            "run."
         ),
     )
     listen: str = Field(
         "",
         pattern=r"^$|^[^/\s]+:\d{1,5}$",
         description=(
-            "Address HOST:PORT of the first rank at which simulators of other hosts join. They need the run's "
-            "WEFT_SECRET. If not set: only those that the run starts."
+            "Address HOST:PORT at which the first rank waits for simulators on other hosts. These need the same "
+            "WEFT_SECRET in their environment as the run. Empty: only the simulators of 'producers'."
         ),
     )
     others: NonNegativeInt = Field(
         0,
         description=(
-            "Number of simulators that join at 'listen'; the stream ends when they and those of 'producers' have "
-            "ended. 0: any number, and without 'producers' the stream ends with train.steps alone."
+            "Number of simulators that will join at 'listen'. When they and those of 'producers' have ended, the "
+            "stream of samples ends, and with it the run. 0: any number; without 'producers' the run then ends at "
+            "train.steps alone."
         ),
     )
     buffer: str = Field(
         "reservoir",
         description=(
-            "How samples are drawn. 'reservoir': at random and repeatedly, each at least once; 'fifo': once, in their "
-            "order; 'firo': once, in random order."
+            "How the buffer gives samples to training. 'reservoir': at random, each at least once and perhaps "
+            "several times; 'fifo': each once, in the order in which they came; 'firo': each once, in random order."
         ),
     )
     capacity: PositiveInt = Field(
-        1024, description="Largest number of samples in the buffer."
+        1024,
+        description=(
+            "Largest number of samples in the buffer between simulators and training. A simulator waits if there is "
+            "no room for its next sample."
+        ),
     )
     watermark: NonNegativeInt = Field(
         0,
         description=(
-            "Number of samples that the buffer must exceed before any is drawn. 'fifo' and 'firo' keep "
-            "this number in the buffer until the stream ends."
+            "Number of samples in the buffer above which training may draw samples from it. 'fifo' and 'firo' never "
+            "leave fewer than this number in the buffer before the stream ends."
         ),
     )
     held_out: tuple[str, ...] = Field(
         (),
         description=(
-            "Command lines of simulators whose samples are for validation. They run to their end before training "
-            "begins, and again when the run is resumed."
+            "Command lines of simulators whose samples are used for validation only. They run to their end before "
+            "training begins, and again if the run is resumed. Empty: no validation."
         ),
     )
     restarts: NonNegativeInt = Field(
         3,
         description=(
-            "How often in a row a simulator is started again after it has died without sending a new sample. If it "
-            "dies so once more, the run ends with an error."
+            "Number of times in a row that a simulator is started again after it has died without sending a new "
+            "sample. If it dies once more, the run ends with an error."
         ),
     )
     patience: PositiveFloat = Field(

@@ -24,87 +24,84 @@ class Sync(HostSection):
     asks: ClassVar = {"routes": "routed-stages"}
 
     every: PositiveInt = Field(
-        1, description="Steps between two synchronisations of the islands."
+        1, description="Number of steps that islands take between two synchronisations."
     )
     partner: Literal["all", "ring", "pairs", "graph"] = Field(
         "all",
         description=(
-            "Which islands an island exchanges with: all others ('all'), its two neighbours "
-            "in a ring ('ring'), a random partner in each round ('pairs'), or those that "
-            "'graph' links it to ('graph'). 'ring' and 'graph' need update = 'average' or 'dadao'."
+            "Islands with which an island exchanges. 'all': all others; 'ring': its two neighbours in a ring; "
+            "'pairs': a random one in each round; 'graph': those to which 'graph' links it. 'ring' and 'graph' need "
+            "update = 'average' or 'dadao'."
         ),
     )
     graph: tuple[tuple[int, int], ...] = Field(
         (),
         description=(
-            "Pairs of islands that exchange, such as [[0, 1], [1, 2]]. Needs partner = "
-            "'graph'; otherwise leave it empty."
+            "For partner = 'graph': pairs of islands that exchange with each other, by their numbers from 0, such "
+            "as [[0, 1], [1, 2]]. Leave it empty otherwise."
         ),
     )
     update: str = Field(
         "average",
         description=(
-            "How islands combine their parameters at the end of a round. 'average': their "
-            "mean; 'nesterov': momentum on their mean change (DiLoCo); 'streaming': the same "
-            "for one fragment of the model after another; 'eager': the same with the others' "
-            "changes of the last round; 'co2': momentum on all changes of the last round; "
-            "'noloco': momentum on the mean change of two random islands; 'dadao': no rounds, "
-            "but two islands at a time, when a random clock says so."
+            "How islands combine their parameters after each round of 'every' steps. 'average': their mean; "
+            "'nesterov': momentum on their mean change (DiLoCo); 'streaming': the same for one fragment of the "
+            "model after another; 'eager': the same with the other islands' changes of the round before; 'co2': "
+            "momentum on all changes of the round before; 'noloco': momentum on the mean change of two random "
+            "islands; 'dadao': without rounds, pairs of islands at random times."
         ),
     )
     routes: Literal["own", "random"] = Field(
         "own",
         description=(
-            "Which islands compute the pipeline stages of a microbatch. 'own': its own island; 'random': at each "
-            "stage a random island (NoLoCo)."
+            "Which islands compute the pipeline stages of a microbatch. 'own': the island that it belongs to; "
+            "'random': at each stage a random island (NoLoCo)."
         ),
     )
     fragments: PositiveInt = Field(
         1,
         description=(
-            "For update = 'streaming': number of parts (fragments) of the model that are "
-            "synchronised one after the other, so that each exchange is small. 1: the whole "
-            "model at once."
+            "For update = 'streaming': number of fragments, parts of the model that are synchronised one after the "
+            "other. More fragments make each exchange smaller. 1: the whole model at once."
         ),
     )
     delay: int = Field(
         0,
         ge=0,
         description=(
-            "For update = 'streaming': steps between sending a fragment and applying the "
-            "islands' mean of it; training goes on meanwhile. 0: it waits."
+            "For update = 'streaming': number of steps that training goes on between the sending of a fragment and "
+            "the use of the islands' mean of it. 0: training waits for the mean."
         ),
     )
     compress: str = Field(
         "none",
         description=(
-            "Compression of what islands send: 'none'; 'int8' to 'int4' (bits for each "
-            "number); 'topk:0.01' (this share of the numbers, the largest); 'randk:0.1' (this"
-            " share, at random); 'powersgd:4' (each matrix as a product of two thin ones of "
-            "this rank); 'sign' (signs, and a mean size for each block); 'cocktail' (few "
-            "numbers in four bits)."
+            "Compression of what islands send. 'none'; 'int8' to 'int4': numbers of so many bits; 'topk:0.01': the "
+            "largest elements, in this share; 'randk:0.1': random elements, in this share; 'powersgd:4': each "
+            "matrix as a product of two thin ones of this rank; 'sign': signs, and a mean size for each block; "
+            "'cocktail': some of the elements, in four bits."
         ),
     )
     compress_back: str = Field(
         "",
         description=(
-            "Compression of the means that islands get back, with the values of 'compress'. If not set: the same as "
-            "'compress'."
+            "Compression of the means that are sent back to islands, with the values of 'compress'. Empty: the same "
+            "as 'compress'."
         ),
     )
     allocate: int = Field(
         0,
         ge=0,
         description=(
-            "Number of synchronisations after which the strength of compression is chosen anew for each tensor by "
-            "itself (L-GreCo). 0: the same strength for all tensors."
+            "Number of synchronisations after which the strength of compression is chosen anew for each tensor "
+            "(L-GreCo), so that tensors that bear it are compressed more. 0: the same strength for all tensors."
         ),
     )
     order: Literal["measured", "numbered"] = Field(
         "measured",
         description=(
-            "Order of the islands in a ring: the fastest by measurement ('measured'), or by "
-            "their numbers ('numbered')."
+            "Order of the islands in a ring. 'measured': the fastest order according to measured links; 'numbered': "
+            "by the islands' numbers."
         ),
     )
 

@@ -25,29 +25,33 @@ class Validation(Section):
         4,
         ge=0,
         description=(
-            "Number of batches (of train.batch sequences) in one validation; 0: all held-out "
-            "data."
+            "Number of held-out batches, each of train.batch sequences, on which a validation computes the loss. 0: "
+            "all held-out data."
         ),
     )
     keep_best: bool = Field(
         False,
         description=(
-            "Keep the checkpoint with the lowest validation loss beside the newest ones, under "
-            "the name 'best'. checkpoint.export then exports it. With [rl] it is the one that "
-            "answers most held-out questions right."
+            "Whether the checkpoint with the lowest validation loss is kept under the name 'best', besides the "
+            "newest checkpoints. checkpoint.export then exports it. In a run with [rl], it is the checkpoint that "
+            "answers most held-out questions correctly."
         ),
     )
     patience: int = Field(
         0,
         ge=0,
         description=(
-            "End the run after this many validations in a row without a lower loss (early stopping); 0: never."
+            "Number of validations in a row without a lower loss than before after which the run ends (early "
+            "stopping). 0: it does not end for this reason."
         ),
     )
     until: float = Field(
         0,
         ge=0,
-        description="End the run after the first validation whose loss is at most this number; 0: never.",
+        description=(
+            "Validation loss at which the run ends: it stops after the first validation with a loss of at most this "
+            "number. 0: it does not end for this reason."
+        ),
     )
 
     @model_validator(mode="after")
@@ -72,37 +76,40 @@ class Task(HostSection):
     reward: str = Field(
         "",
         description=(
-            "What gives the answers a reward, in a run with [rl]: the name of a task, such as 'addition', or "
-            "FILE.py:FUNCTION, a Python function of your own (docs/how-to/rewards.md). If not set: this task only "
-            "evaluates the model on the questions in 'path', and gives no rewards."
+            "What rewards the answers in a run with [rl]: the name of a built-in task, such as 'addition', or "
+            "FILE.py:FUNCTION for a Python function of your own (docs/how-to/rewards.md). Empty: this task gives no "
+            "rewards; it only measures how many of the questions in 'path' the model answers correctly."
         ),
     )
     path: str = Field(
         "",
         description=(
-            "File of questions with known answers: JSON lines, TOML, CSV or the like "
-            "(docs/how-to/evaluation.md). With 'reward': file of prompts, for tasks that do not "
-            "make their questions themselves."
+            "File of questions and their right answers, on which the model is evaluated: JSON lines, TOML, CSV or "
+            "the like (docs/how-to/evaluation.md). With 'reward': file of the prompts that are answered, for tasks "
+            "that do not make questions themselves."
         ),
     )
     name: str = Field(
         "",
         pattern=r"^[\w.-]*$",
-        description="Name of the task in metrics and reports. If not set: the name of the file, or of the reward.",
+        description="Name of this task in metrics and reports. Empty: the name of the file, or of the reward.",
     )
     every: int = Field(
         0,
         ge=0,
-        description="Steps between two evaluations; 0: only at the beginning and at the end of the run.",
+        description="Number of steps between two evaluations. 0: only at the beginning and at the end of the run.",
     )
     chat: bool = Field(
         False,
-        description="Ask each question as a user's message, through the chat template.",
+        description=(
+            "Whether each question is asked as a message of the user, through the chat template. If false, the "
+            "model continues the question as plain text."
+        ),
     )
     limit: int = Field(
         0,
         ge=0,
-        description="Use only this many questions, from the start of the file; 0: all.",
+        description="Number of questions that are used, from the start of the file. 0: all.",
     )
 
     @field_validator("*")

@@ -26,9 +26,9 @@ class MashaSettings(Section):
         ge=0,
         le=1,
         description=(
-            "Probability that a round ends with a new reference point. At that point devices send their gradients "
-            "whole; otherwise they send compressed differences. 0: the probability at which whole and "
-            "compressed messages have equally many bytes over the run."
+            "Probability that an update ends with a new reference point. There devices send their gradients whole; "
+            "in between they send compressed differences from the gradients at that point. 0: such that whole and "
+            "compressed messages have equally many bytes in the long run."
         ),
     )
 

@@ -232,15 +232,15 @@ class SequentialSettings(Section):
     burst: PositiveInt = Field(
         1,
         description=(
-            "Largest number of jobs (see 'jobs'), among any 'window' consecutive ones, in which "
-            "the same rank may be late."
+            "Number of jobs (resilience.jobs) in which the same rank may be late, among any 'window' consecutive "
+            "ones."
         ),
     )
     window: int = Field(
         2,
         ge=2,
         description=(
-            "Number of consecutive jobs for which the limits hold: at most 'stragglers' ranks"
-            " may be late in them, and each of these in at most 'burst' jobs."
+            "Number of consecutive jobs (resilience.jobs) to which the limits apply: among them, at most "
+            "resilience.stragglers ranks may be late, and each of these in at most 'burst' jobs."
         ),
     )

@@ -22,9 +22,9 @@ class OuterSettings(Section):
     lr: PositiveFloat = Field(
         0.7,
         description=(
-            "Learning rate of the outer update. It moves the parameters that islands had at "
-            "the beginning of a round by the islands' mean change times this number, plus "
-            "momentum."
+            "Learning rate of the outer update: islands' common parameters at the beginning of a round are moved by "
+            "the islands' mean change in the round times this number, plus momentum. 1 and no momentum: they become "
+            "the islands' mean."
         ),
     )
     momentum: float = Field(
@@ -32,8 +32,8 @@ class OuterSettings(Section):
         ge=0,
         lt=1,
         description=(
-            "Momentum of the outer update: share of the previous update's direction that the "
-            "next one keeps."
+            "Momentum of the outer update: share of the direction of the last outer update that the next one keeps. "
+            "0: no momentum."
         ),
     )
 

@@ -20,9 +20,9 @@ class FedAsyncSettings(Section):
     unbiased: bool = Field(
         False,
         description=(
-            "Whether an update of a slow client counts more than that of a fast one, so that in the "
-            "long run clients count as federated.weights says. If false, fast clients count more, "
-            "because they send more updates."
+            "Whether updates of slow clients, which are rarer, are multiplied accordingly, so that in the long run "
+            "each client counts as federated.weights says. If false, fast clients count more, because they send "
+            "more updates."
         ),
     )
 

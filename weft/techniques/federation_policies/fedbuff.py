@@ -21,14 +21,14 @@ class FedBuffSettings(Section):
 
     buffer: PositiveInt = Field(
         3,
-        description="Number of clients' updates that one change of the model combines.",
+        description="Number of clients' updates that the server combines to one change of the model.",
     )
     unbiased: bool = Field(
         False,
         description=(
-            "Whether an update of a slow client counts more than that of a fast one, so that in the "
-            "long run clients count as federated.weights says. If false, fast clients count more, "
-            "because they send more updates."
+            "Whether updates of slow clients, which are rarer, are multiplied accordingly, so that in the long run "
+            "each client counts as federated.weights says. If false, fast clients count more, because they send "
+            "more updates."
         ),
     )
 

@@ -32,28 +32,27 @@ class FedCompassSettings(Section):
     """Settings of FedCompass: limits of a client's local steps, and how long a group of clients waits."""
 
     min_steps: PositiveInt = Field(
-        20,
-        description="Smallest number of local steps that the server orders of a client.",
+        20, description="Smallest number of local steps that the server gives a client."
     )
     max_steps: PositiveInt = Field(
         100,
         description=(
-            "Largest number of local steps that the server orders of a client. The first work order "
-            "has this number; the client's speed is measured with it."
+            "Largest number of local steps that the server gives a client. A client's first work has this many, "
+            "from which its speed is measured."
         ),
     )
     latest: float = Field(
         1.5,
         ge=1,
         description=(
-            "Longest time that the server waits for the clients of a group, as a multiple of the group's expected "
-            "duration. Later updates are part of the next change."
+            "How long the server waits for the clients of a group, which should arrive together, as a multiple of "
+            "the expected time. Later updates become part of the next change."
         ),
     )
     normalise: bool = Field(
         False,
         description=(
-            "Whether a client's update is divided by its number of steps and multiplied by federated.steps "
+            "Whether an update is divided by the client's number of local steps and multiplied by federated.steps "
             "(FedNova), so that clients with more steps do not count more."
         ),
     )

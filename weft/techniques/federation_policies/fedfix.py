@@ -26,14 +26,15 @@ class FedFixSettings(Section):
     """Settings of FedFix: the time between two changes of the model, and the weight of slow clients."""
 
     tick: PositiveFloat = Field(
-        60.0, description="Seconds between two changes of the server's model."
+        60.0,
+        description="Seconds between two changes of the model; if clients are simulated, seconds of simulated time.",
     )
     unbiased: bool = Field(
         True,
         description=(
-            "Whether an update is multiplied by the number of ticks that it took. A slow client, "
-            "whose updates are rarer, then counts in the long run as much as federated.weights says. "
-            "If false, slow clients count less."
+            "Whether an update is multiplied by the number of ticks (see 'tick') that the client took for it. Slow "
+            "clients, whose updates are rarer, then count as federated.weights says in the long run. If false, they "
+            "count less."
         ),
     )
 

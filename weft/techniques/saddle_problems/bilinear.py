@@ -28,22 +28,23 @@ class BilinearSettings(Section):
     size: PositiveInt = Field(
         20,
         description=(
-            "Number of variables of each of the two players: the minimising vector x and the maximising "
-            "vector y."
+            "Number of elements of each of the two vectors: x, by which the objective is minimised, and y, by which "
+            "it is maximised."
         ),
     )
     weight: NonNegativeFloat = Field(
         0.1,
         description=(
-            "Weight w of the quadratic terms: the objective has w/2 |x|^2 - w/2 |y|^2 beside the bilinear "
-            "part."
+            "Weight w of the quadratic terms w/2 |x|^2 - w/2 |y|^2, which are added to the bilinear part of the "
+            "objective."
         ),
     )
     spread: NonNegativeFloat = Field(
         0.25,
         description=(
-            "Factor s in the matrix of the game on each device, common + s x own: 'common' is a random matrix that all "
-            "devices share, 'own' a random matrix of the device. 0: all devices have the same matrix."
+            "How much the devices' objectives differ: the matrix A in the term x^T A y is C + s x D on each device, "
+            "where s is this number, C a random matrix that all share, and D a random matrix of the device. 0: all "
+            "have the same matrix."
         ),
     )
 

@@ -28,7 +28,8 @@ class GanSettings(Section):
     """
 
     hidden: PositiveInt = Field(
-        32, description="Width of the two hidden layers of each network."
+        32,
+        description="Width of the two hidden layers in the generator and in the critic.",
     )
     latent: PositiveInt = Field(
         8,
@@ -36,13 +37,13 @@ class GanSettings(Section):
     )
     batch: NonNegativeInt = Field(
         32,
-        description="Number of images in each gradient of a device; 0: all images that it has.",
+        description="Number of images from which a device computes each gradient. 0: all images that it has.",
     )
     penalty: NonNegativeFloat = Field(
         0.1,
         description=(
-            "Weight w of a penalty on the critic: w/2 times the sum of the critic's squared weights is subtracted "
-            "from the objective that the critic maximises."
+            "Weight w of a penalty that keeps the critic's weights small: w/2 times the sum of their squares is "
+            "subtracted from the objective that the critic maximises."
         ),
     )
 

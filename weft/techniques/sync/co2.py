@@ -25,9 +25,9 @@ class CO2Settings(OuterSettings):
     lr: PositiveFloat = Field(
         1.0,
         description=(
-            "Learning rate of the outer update. It moves the parameters that islands had at "
-            "the beginning of a round by the islands' mean change times this number, plus "
-            "momentum."
+            "Learning rate of the outer update: islands' common parameters at the beginning of a round are moved by "
+            "the islands' mean change in the round times this number, plus momentum. 1 and no momentum: they become "
+            "the islands' mean."
         ),
     )
     momentum: float = Field(
@@ -35,22 +35,21 @@ class CO2Settings(OuterSettings):
         ge=0,
         lt=1,
         description=(
-            "Momentum of the outer update: share of the previous update's direction that the "
-            "next one keeps."
+            "Momentum of the outer update: share of the direction of the last outer update that the next one keeps. "
+            "0: no momentum."
         ),
     )
     penalty: PositiveFloat = Field(
         1.0,
         description=(
-            "Number by which the islands' mean change, which arrives a round late, is "
-            "divided. 1: no penalty."
+            "Number by which the islands' mean change is divided because it is used a round late. Larger numbers "
+            "are more careful. 1: it is not divided."
         ),
     )
     clip: PositiveFloat = Field(
         1.0,
         description=(
-            "Largest absolute value of an element of the outer update's momentum; larger values are "
-            "cut to it."
+            "Largest absolute value of an element of the outer update's momentum. Larger elements are cut to it."
         ),
     )
 

@@ -26,8 +26,8 @@ class NoLoCoSettings(OuterSettings):
         ge=0,
         lt=1,
         description=(
-            "Momentum of the outer update: share of the previous update's direction that the "
-            "next one keeps."
+            "Momentum of the outer update: share of the direction of the last outer update that the next one keeps. "
+            "0: no momentum."
         ),
     )
 

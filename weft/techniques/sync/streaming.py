@@ -27,8 +27,8 @@ class StreamingSettings(OuterSettings):
         ge=0,
         le=1,
         description=(
-            "Share of its own parameters that an island keeps when the synchronised ones "
-            "arrive: new = mix x own + (1 - mix) x synchronised."
+            "Share of its own parameters that an island keeps when a synchronised fragment arrives: new = mix x own "
+            "+ (1 - mix) x synchronised. 0: it takes over the synchronised ones."
         ),
     )
 

@@ -19,17 +19,18 @@ class AdditionSettings(Section):
         2,
         ge=1,
         le=18,
-        description="Largest number of digits of each of the two numbers.",
+        description="Largest number of digits of the two numbers that are added.",
     )
     reversed: bool = Field(
         False,
-        description=(
-            "Write the digits of the sum from right to left, which small models learn faster."
-        ),
+        description="Write the right answer with its digits from right to left, which small models learn faster.",
     )
     padded: bool = Field(
         False,
-        description="Write all numbers with leading zeros, which small models learn faster.",
+        description=(
+            "Write the numbers and their sum with leading zeros, so that all have the same length, which small "
+            "models learn faster."
+        ),
     )
 
 

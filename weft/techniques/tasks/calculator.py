@@ -26,7 +26,10 @@ class CalculatorSettings(Section):
         3,
         ge=1,
         le=9,
-        description="Largest number of digits of each number in a question.",
+        description=(
+            "Largest number of digits of the three numbers in a question a * b + c, which the model may give to the "
+            "calculator."
+        ),
     )
 
 

@@ -27,20 +27,22 @@ class CodeSettings(Section):
 
     run_seconds: PositiveFloat = Field(
         3.0,
-        description="Longest time in seconds for the code of an answer and its tests.",
+        description="Longest time in seconds that the code in an answer may run with its tests.",
     )
     run_megabytes: int = Field(
-        256, ge=16, description="Memory in MB that the code of an answer may take."
+        256, ge=16, description="Memory in MB that the code in an answer may take."
     )
     modules: tuple[str, ...] = Field(
         (),
-        description="Modules that answers may import beside common ones of the standard library.",
+        description=(
+            "Python modules that the code in an answer may import, besides common ones of the standard library."
+        ),
     )
     partial: bool = Field(
         False,
         description=(
-            "Whether the reward is the share of the tests that pass. If false, it is 1 if all tests pass, and 0 "
-            "otherwise."
+            "Whether an answer whose code passes only some of the tests is rewarded by their share. If false, the "
+            "reward is 1 if all tests pass, else 0."
         ),
     )
 

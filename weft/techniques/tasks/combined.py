@@ -22,20 +22,24 @@ class CombinedSettings(Section):
     parts: tuple[dict[str, Any], ...] = Field(
         (),
         description=(
-            "Rewards that are combined: a list of tables such as [[tasks]], each with a reward, the "
-            "settings of this reward and a weight (1 if not given). The first one asks the questions."
+            "The rewards that are combined: tables with the settings of [[tasks]], each with a 'reward', its "
+            "settings and a 'weight' (1 if not given). The questions are those of the first one."
         ),
     )
     how: Literal["sum", "product"] = Field(
         "sum",
         description=(
-            "'sum': the rewards times their weights are added; 'product': the rewards to the power of their "
-            "weights are multiplied, so that an answer needs all."
+            "How rewards are combined. 'sum': each is multiplied by its weight, and they are added; 'product': each "
+            "is raised to the power of its weight, and they are multiplied, so that a reward of 0 makes the result "
+            "0."
         ),
     )
     scale: PositiveFloat = Field(
         1.0,
-        description="Number by which the combined reward is divided, for example the sum of the weights.",
+        description=(
+            "Number by which the combined reward is divided. The sum of the weights, for example, turns a sum into "
+            "a mean."
+        ),
     )
 
     @field_validator("parts")

@@ -22,10 +22,16 @@ class CountdownSettings(Section):
         3,
         ge=2,
         le=6,
-        description="How many numbers each question gives, from which the answer has to form a target.",
+        description=(
+            "How many numbers a question gives. The answer has to combine all of them by + - * / to reach a given "
+            "target."
+        ),
     )
     largest: int = Field(
-        20, ge=2, le=1000, description="Largest number that a question gives."
+        20,
+        ge=2,
+        le=1000,
+        description="Largest of the whole numbers (from 1 on) that a question gives.",
     )
 
 

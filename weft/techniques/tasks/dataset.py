@@ -19,9 +19,9 @@ class DatasetSettings(Section):
     scorer: Literal["exact", "contains", "number", "regex"] = Field(
         "exact",
         description=(
-            "How an answer is compared with the right one. 'exact': both are the same text, apart from blanks around "
-            "it; 'contains': the answer contains the right one; 'number': the last number of both is the same; "
-            "'regex': the right answer is a regular expression that the whole answer matches."
+            "How an answer is compared with the right one, of which blanks at the ends are ignored. 'exact': it is "
+            "the same text; 'contains': it contains the right answer; 'number': the last number in both is the "
+            "same; 'regex': the right answer is a regular expression that must match the whole answer."
         ),
     )
 

@@ -24,7 +24,8 @@ class JsonSchemaSettings(Section):
     json_schema: dict[str, Any] = Field(
         {},
         description=(
-            "JSON schema that the answer is to follow. A prompt whose record has a column 'schema' has its own."
+            "JSON schema that an answer must satisfy to get the reward 1. A prompt whose record has a column "
+            "'schema' uses that schema instead."
         ),
     )
 

@@ -22,7 +22,7 @@ class LengthSettings(Section):
         32,
         ge=2,
         le=4096,
-        description="Largest number of letters that a question asks for.",
+        description="Largest number of letters that a question asks the model to write.",
     )
 
 

@@ -18,8 +18,8 @@ class RegexSettings(Section):
     pattern: str = Field(
         "",
         description=(
-            "Regular expression that must match the whole answer, of which blanks at both ends are removed first. "
-            "'.' also matches line ends."
+            "Regular expression that must match the whole answer for the reward 1. Blanks at both ends of the "
+            "answer are removed first, and '.' also matches line ends."
         ),
     )
 

@@ -30,20 +30,24 @@ class RewardModelSettings(Section):
     model: str = Field(
         "",
         description=(
-            "The reward model: folder of a run or a checkpoint of loss.kind = 'reward', or the address of a "
-            "server of such a model, http://HOST:PORT, by weft serve."
+            "The reward model that scores answers: the folder of a run or checkpoint that was trained with "
+            "loss.kind = 'reward', or the address http://HOST:PORT of a server of such a model, which 'weft serve' "
+            "starts."
         ),
     )
     key: str = Field(
-        "", description="File with the API key of the server, if it wants one."
+        "",
+        description="Path of a file with the API key of the reward model's server. Empty: the server needs no key.",
     )
     device: str = Field(
-        "cpu", description="Where the reward model computes: 'cpu' or 'cuda'."
+        "cpu",
+        description="Device on which the reward model computes: 'cpu' or 'cuda'. A server chooses its own.",
     )
     scale: Literal["none", "logistic"] = Field(
         "none",
         description=(
-            "'none': the reward is the model's score; 'logistic': the score's logistic function, from 0 to 1."
+            "How the reward model's score becomes the reward. 'none': it is the reward; 'logistic': the reward is 1 "
+            "/ (1 + exp(-score)), between 0 and 1."
         ),
     )
 

@@ -17,7 +17,10 @@ class SortingSettings(Section):
     """Settings of the task of sorting letters."""
 
     letters: int = Field(
-        5, ge=2, le=26, description="How many letters each question gives to sort."
+        5,
+        ge=2,
+        le=26,
+        description="How many letters each question gives, which the answer has to sort by the alphabet.",
     )
 
 

@@ -25,23 +25,20 @@ class DADAOSettings(Section):
     condition: PositiveFloat = Field(
         8.0,
         description=(
-            "Assumed condition number of the loss: its largest curvature divided by its smallest. DADAO's "
-            "step sizes follow from it; the larger it is, the more steps DADAO's momentum averages over."
+            "Assumed condition number of the loss: its largest curvature divided by its smallest. DADAO's step "
+            "sizes follow from it. The larger it is, the more steps its momentum averages over."
         ),
     )
     stride: PositiveFloat = Field(
         1.0,
-        description=(
-            "DADAO's step size as a multiple of the local optimizer's step; 1: the same step. The constants of the "
-            "DADAO paper for a largest curvature L are those of SGD at rate lr with stride = 1 / (4 x L x lr)."
-        ),
+        description="DADAO's step size, as a multiple of the step that the local optimizer takes. 1: the same step.",
     )
     exchanges: float = Field(
         0.0,
         ge=0,
         description=(
-            "Number of exchanges over all links together while an island takes 'every' steps. 0: as many as the "
-            "theory of the DADAO paper requires for the graph of islands."
+            "Mean number of exchanges between two islands, over all links together, while an island takes "
+            "sync.every steps. 0: as many as the theory of DADAO requires for the graph of islands."
         ),
     )
 
