@@ -32,8 +32,8 @@ WANTED = (
 def is_of_hub(name: str) -> bool:
     """Return whether ``name`` has to be looked up on the Hugging Face hub.
 
-    That is the case if it has the form ``owner/name``, possibly with ``@revision`` or a file, and if this machine has
-    neither a file of that path nor a folder ``owner``.
+    That is the case if two conditions hold. ``name`` has the form ``owner/name``, possibly with ``@revision`` or a
+    file. This machine has neither a file of that path nor a folder ``owner``.
     """
     path = Path(name).expanduser()
     return (

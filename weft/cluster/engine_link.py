@@ -176,7 +176,9 @@ class EngineLink:
         self.cache.note_beat(beat.load.used + beat.demand, beat.taken)
 
     def let_go(self, flight: Flight) -> None:
-        """Forget ``flight``, because the engine has ended it or it goes on elsewhere."""
+        """Forget the answer ``flight``, because the engine has ended the answer, or the answer goes on at another
+        engine.
+        """
         if self.flights.pop(flight.number, None) is not None:
             self.cache.free(-(-flight.length // self.about.block))
 

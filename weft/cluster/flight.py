@@ -158,8 +158,8 @@ class RemoteCall:
         ``losses``: engines that were lost while they computed it, as those of a :class:`Flight`.
         ``since``: when it began to wait for an engine, on the monotonic clock.
         ``priority``: when several calls wait, those with a smaller number get an engine first.
-        ``unproved``: always False: after too many losses the call fails. (For a :class:`Flight` it may be True, and
-            then the answer is tried once more.)
+        ``unproved``: always False, so that the call fails after too many losses. For a :class:`Flight` it may be True;
+            the answer is then tried once more.
     """
 
     number: int

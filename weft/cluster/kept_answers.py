@@ -52,8 +52,8 @@ class KeptAnswers:
         return [*self._kept]
 
     def keep(self, key: str, generation: Generation) -> None:
-        """Continue ``generation`` and keep it under ``key``, so that :meth:`take` finds it. Nothing is kept if it has
-        left this engine.
+        """Continue ``generation`` and keep it under ``key``, so that :meth:`take` finds it. Nothing is kept if the
+        answer has left this engine.
         """
         self._drop(key)
         if generation not in self.thread.tells:
@@ -74,7 +74,8 @@ class KeptAnswers:
         """Remove the answer to ``request`` that is kept under ``key``, and return it with messages of all tokens that
         ``request`` does not have yet. ``answer``: number by which the messages name the answer.
 
-        Return None if no such answer is kept, if it has failed, or if it lacks log-probabilities that it wants.
+        Return None if no such answer is kept, if the answer has failed or moved to another engine, or if its tokens or
+        log-probabilities do not fit ``request``.
         """
         kept = self._kept.pop(key, None)
         if kept is None:

@@ -20,8 +20,8 @@ class Pulse:
         self._thread.start()
 
     def note(self, seconds: float, computed: float) -> None:
-        """Note the ``seconds`` between two runs of the thread, during which the process used the processor for
-        ``computed`` seconds.
+        """Record that ``seconds`` have passed between two runs of the thread. The process used the processor for
+        ``computed`` seconds of this time.
         """
         if computed > seconds / 2:
             self._longest = max(self._longest, seconds)

@@ -68,7 +68,7 @@ class RecentRequests:
         self._recent: deque[tuple[float, Flight]] = deque(maxlen=RECENT)
 
     def note(self, flight: Flight, now: float) -> None:
-        """Note ``flight``, an answer that was asked for at the time ``now``."""
+        """Remember ``flight``, an answer that a client asked for at the time ``now``."""
         self._recent.append((now, flight))
 
     def all(self) -> list[RecentRequest]:

@@ -114,7 +114,7 @@ class RouterScores(NamedTuple):
 
 
 class TrainedClusterRouter(NamedTuple):
-    """A trained router, with its scores."""
+    """A trained router, and ``scores``: how well it tells clusters apart on images that it was not trained on."""
 
     router: ClusterRouter
     scores: RouterScores
@@ -212,7 +212,11 @@ def write_router(file: Path, trained: TrainedClusterRouter, identity: str) -> No
 
 
 class StoredRouter(NamedTuple):
-    """A router from a file, with its scores, and the ``identity`` of its training (see :func:`write_router`)."""
+    """A router that was read from a file, and ``scores``: how well it tells clusters apart on images that it was not
+    trained on.
+
+    ``identity``: text that identifies the router's training (see :func:`write_router`).
+    """
 
     router: ClusterRouter
     scores: RouterScores

@@ -119,8 +119,8 @@ def drawn_pictures(
 class ImageLoader(Loader):
     """Makes the batches of one rank from images. Samples are divided among ranks as samples of text are.
 
-    A sample's noise, its time and whether its class is dropped depend only on the seed and the sample's number, so that
-    training is the same under every layout.
+    A sample's noise, its time and whether its class is dropped depend only on the seed and the sample's number.
+    Training is therefore the same under every layout.
 
     Attributes:
         ``pictures``: all images.

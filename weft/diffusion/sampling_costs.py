@@ -112,7 +112,9 @@ def value_bytes(
 
 
 def bytes_between(runnable: RunnableTable, sizes: DenoiserSizes) -> dict[tuple[int, int], float]:  # fmt: skip
-    """Return the bytes that are sent over the whole table, by the pair (sender, receiver)."""
+    """Return how many bytes each rank sends to each other rank while the whole sampling table runs, by the pair
+    (sender, receiver).
+    """
     of, total = value_bytes(runnable, sizes), dict[tuple[int, int], float]()
     for action in runnable.lowered:
         if action.kind == "SEND":

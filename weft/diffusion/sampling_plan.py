@@ -111,7 +111,9 @@ def planned_tables(
 
 
 def exchanged_bytes(sampling: TableSampling) -> float:
-    """Return the bytes of predictions that one half of the ranks sends to the other, in all steps."""
+    """Return the bytes of predictions that the ranks of one half of classifier-free guidance send to those of the other
+    half, in all steps.
+    """
     sizes = sampled_sizes(sampling)
     source = sampling.runnable.source
     last = [row for row in source.rows if row.layers.end == source.layers]

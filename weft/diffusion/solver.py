@@ -49,8 +49,8 @@ class Solver(Protocol):
 def sample_times(process: NoiseProcess, steps: int) -> tuple[float, ...]:
     """Return ``steps + 1`` rising times from noise to image.
 
-    For a flow they are evenly spaced. Otherwise they are the times of noise levels, which are evenly spaced from the
-    last level to the first and rounded, followed by the image itself, as in diffusers with
+    For a flow they are evenly spaced. Otherwise they are the times of rounded noise levels, evenly spaced from the last
+    level to the first, and at last the time of the image itself. That is what diffusers does with
     ``timestep_spacing="linspace"``. Raises :class:`UsageError` if ``steps`` is below 1.
     """
     if steps < 1:

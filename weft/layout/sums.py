@@ -35,7 +35,8 @@ WATCHED, GROWN = 64, 2.0
 
 
 class MeasuredSum(NamedTuple):
-    """Measured seconds of each all-reduce, by its name, for one size of the sum.
+    """Measured seconds of a sum of one size by each kind of all-reduce. ``seconds``: the seconds by the name of the
+    kind.
 
     ``tokens``: number of tokens that are summed; ``size``: their bytes.
     """

@@ -92,7 +92,9 @@ class Rooms:
         self.free: list[HostRoom | Region] = []  # by size
 
     def take(self, size: int) -> HostRoom | Region:
-        """Return the smallest free room of at least ``size`` bytes, or a new room if no free room is large enough."""
+        """Return the smallest free room (memory or part of a file) of at least ``size`` bytes, or a new one if no free
+        room is large enough.
+        """
         place = bisect_left(self.free, size, key=lambda room: room.size)
         if place < len(self.free):
             return self.free.pop(place)

@@ -57,7 +57,11 @@ class RecordMemory(Protocol):
     counts: Counter[str]
 
     def using(self, records: Sequence[int]) -> Iterator[list[tuple[int, T]]]:
-        """Yield all of ``records`` in groups, as :meth:`weft.memory.records.Slots.using` does."""
+        """Yield the records with the numbers ``records`` in groups, as soon as they are in memory.
+
+        A group is a list of pairs: a record's number, and its memory, which may be used until the next group is
+        requested (:meth:`weft.memory.records.Slots.using`).
+        """
 
 
 class SlottedExperts(Experts):

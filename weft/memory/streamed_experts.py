@@ -36,7 +36,8 @@ RING = 3
 class MovingLayer(NamedTuple):
     """A layer whose experts are being read into memory.
 
-    ``layer``: index among the layers with experts; ``memory``: room for their records, uint8; ``coming``: the transfer.
+    ``layer``: index among the layers with experts; ``memory``: room for their records, uint8; ``coming``: the transfer
+    that reads the records.
     """
 
     layer: int

@@ -53,7 +53,9 @@ class UnitUpdate(NamedTuple):
 
     @property
     def tensors(self) -> list[T]:
-        """The tensors that the update reads: first those that it also changes (:attr:`changed`), then the gradients."""
+        """The tensors that the update reads: first the tensors that the update also changes (:attr:`changed`), then the
+        gradients.
+        """
         return [*self.changed, *self.grads]
 
     @property

@@ -21,7 +21,8 @@ T = torch.Tensor
 class MissedUpdates:
     """The updates since all rows of a table were up to date, and how many of them each row has had.
 
-    ``rows``: number of rows. ``rates``: learning rates of the updates; ``had``: for each row, how many it has had.
+    ``rows``: number of rows of the table. ``rates``: learning rates of the updates; ``had``: for each row, how many it
+    has had.
     """
 
     def __init__(self, rows: int) -> None:
@@ -29,7 +30,7 @@ class MissedUpdates:
         self.had = torch.zeros(rows, dtype=torch.int64)
 
     def behind(self) -> T:
-        """Return the ascending numbers of the rows that have missed an update."""
+        """Return the ascending numbers of the table's rows that have missed an update."""
         return torch.nonzero(self.had < len(self.rates)).flatten()
 
     def had_all(self, rows: T) -> None:

@@ -28,7 +28,9 @@ class BroughtRows(NamedTuple):
 
     @property
     def values(self) -> T:
-        """A copy of the rows that were asked for, ``[rows, width]``."""
+        """A copy of the rows that :meth:`RestingRows.bring` was asked for, in the order in which it was asked, ``[rows,
+        width]``.
+        """
         return self.memory[self.places]
 
 

@@ -87,7 +87,10 @@ class PlanJob:
         return searched if shape else self.under_rules(searched)
 
     def under_rules(self, searched: SearchResult) -> SearchResult:
-        """Return ``searched`` with a function that says which plans the user's recipe refuses, if there is one."""
+        """Return ``searched`` with a function that tells which plans the rules of the user's recipe refuse.
+
+        Without a recipe for the model, and for a model that Weft cannot train, ``searched`` is returned unchanged.
+        """
         if self.model.layout is None or self.untrainable:
             return searched
         return under_rules(

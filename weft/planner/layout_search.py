@@ -153,11 +153,15 @@ class SearchResult:
         return float(self.memory.total[i]) / 2**30
 
     def takes(self, i: int) -> bool:
-        """Return whether ``weft train`` takes candidate ``i`` with all else that the user's recipe says."""
+        """Return whether ``weft train`` accepts the layout with index ``i`` together with the other settings of the
+        user's recipe.
+        """
         return not self.refusal(self.plan(i))
 
     def first_taken(self, candidates: Iterable[int]) -> int | None:
-        """Return the first of ``candidates`` that ``weft train`` takes; None if it takes none of the first few."""
+        """Return the first of ``candidates``, indices of layouts, that ``weft train`` accepts (:meth:`takes`); None if
+        it accepts none of the first :data:`MOST_ASKED`.
+        """
         tried = islice(candidates, MOST_ASKED)
         return next((int(i) for i in tried if self.takes(int(i))), None)
 

@@ -114,7 +114,9 @@ class ProbedMachine:
         )
 
     def setting(self, ranks: int) -> Setting:
-        """Return the measured setting with the smallest number of ranks not below ``ranks``, else the largest one."""
+        """Return the measurements that fit ``ranks`` ranks: those with the smallest number of ranks that is at least
+        ``ranks``, else those with the largest number.
+        """
         return self.settings[
             min((n for n in self.settings if n >= ranks), default=max(self.settings))
         ]

@@ -137,9 +137,9 @@ def segments_of(
     machine of each rank; ``leaving``: ranks that are about to leave.
 
     A segment also names the rank that sends it to its buddy, which keeps a copy in case the sender is lost. It names
-    none if no copy is needed. With several machines, this is so if ranks on more than one machine hold the segment.
-    With a single machine, it is so if more than one rank holds it. If ``leaving`` is not empty, it is instead so if any
-    staying rank holds it.
+    none if no copy is needed, because the segment survives without one. With several machines, a segment survives if
+    ranks on more than one machine hold it. With a single machine, it survives if more than one rank holds it. If
+    ``leaving`` is not empty, it survives if any staying rank holds it. A rank that is alone sends nothing.
     """
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, table in enumerate(tables):

@@ -198,7 +198,7 @@ def decode_payload(
 
 
 def join_bytes(payload: Payload) -> T:
-    """Concatenate the bytes of a payload's tensors into one message ``[bytes]``."""
+    """Join the tensors of a payload (what is sent in place of a tensor) to one message of bytes, ``[bytes]``."""
     return torch.cat([tensor.flatten().view(torch.uint8) for tensor in payload])
 
 

@@ -103,7 +103,9 @@ class Guard:
         return nullcontext()
 
     def due(self, step: int) -> bool:
-        """Return whether the update of ``step`` (from 1) must be complete when the step ends, as for a snapshot."""
+        """Return whether the update of ``step`` (from 1) must be complete when the step ends, for example because the
+        guard then copies the state.
+        """
         return False
 
     def before_update(self) -> None:

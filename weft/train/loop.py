@@ -36,8 +36,9 @@ MOST_SKIPPED = 5
 class Loop:
     """The training loop of a rank: fetch data, take a step, record it, evaluate and save, until the run ends.
 
-    A run ends when its steps or its data are used up, when a rank asks for it, when :data:`MOST_SKIPPED` steps in a row
-    were skipped, or when the validation loss no longer falls or is as low as asked for.
+    A run ends when its steps or its data are used up, or when a rank asks for it. It also ends when
+    :data:`MOST_SKIPPED` steps in a row were skipped, and when the validation loss no longer falls or is as low as the
+    recipe asks for.
 
     Attributes:
         ``job``: the checked recipe with its opened data.
@@ -173,7 +174,9 @@ class Loop:
             self.callbacks.call("after_step", result)
 
     def check_samples(self, result: StepResult) -> None:
-        """Raise :class:`WeftError` unless the step of ``result`` has seen exactly the due samples, each once."""
+        """Raise :class:`WeftError` unless the step of ``result`` has processed exactly the samples that were next in
+        the data's order, each once.
+        """
         due = self.loader.island_samples(self.progress.position)
         if result.samples not in (None, (len(due), int(sample_hashes(due).sum()))):
             raise WeftError(

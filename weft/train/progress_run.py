@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class ProgressRun:
-    """A run that takes steps of its own, on every rank: its folder, its record and its checkpoints.
+    """Folder, record and checkpoints of a run that does not use the training loop for language models, such as a run
+    with ``[control]`` or ``[saddle]``. Every rank has such an object.
 
     Load the newest checkpoint with :meth:`load`, then call :meth:`begin`. After each step ask :meth:`asked_to_stop` and
     call :meth:`save_if_due`; :meth:`finish` saves the last checkpoint.

@@ -32,8 +32,10 @@ class ReadyUnits:
                 )
 
     def expect(self) -> None:
-        """Begin to watch the gradients of all units. The next gradient that autograd accumulates for a parameter counts
-        as the parameter's last one.
+        """Begin to watch the gradients of all units.
+
+        Call this before the last backward pass of a step: the next gradient that autograd accumulates for a parameter
+        counts as the last one of the step.
         """
         self.missing = {
             unit: len(parameters) for unit, parameters in self.names.items()

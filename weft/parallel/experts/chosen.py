@@ -153,7 +153,7 @@ class ChosenExperts(TableUnit):
 
     @torch.no_grad()
     def choose(self, counts: T) -> None:
-        """Bring the experts that tokens have chosen, and remember them. Collective.
+        """Gather the weights of the experts that tokens have chosen, and remember which ones they are. Collective.
 
         ``counts``: the number of this rank's rows for each expert, ``[experts]``.
         """

@@ -20,9 +20,9 @@ Claim = tuple[Mapping[int, float], Mapping[int, float]]
 class Trips:
     """Paths, times and memory of all microbatches, by which the list scheduler decides which actions may run.
 
-    In methods, position ``i`` of a path is the ``i``-th stage that a microbatch passes, ``where`` lists the rank of
-    every position or of the first positions, and ``step`` counts the forwards and backwards of a microbatch that have
-    started.
+    Three terms are used in the methods. Position ``i`` of a path is the ``i``-th stage that a microbatch passes.
+    ``where`` lists the rank of every position, or of the first positions. ``step`` counts the forwards and backwards of
+    a microbatch that have started.
 
     Attributes:
         ``paths[m]``: stages of microbatch ``m`` in the order of its forward.
