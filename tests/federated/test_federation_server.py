@@ -23,8 +23,10 @@ from weft.errors import WeftError
 from weft.federated.client_state import AWAITED, TENSORS, ClientState
 from weft.federated.federation_events import read_events
 from weft.federated.federation_frames import answer_head
+from weft.federated.plain_tensors import save_values
 from weft.federated.tensor_form import flat_tensors
 from weft.federated.virtual_clock import FederationEvent
+from weft.federated.written_file import FileNotWritten
 
 
 def test_a_round_is_the_weighted_mean_and_everybody_gets_the_last_model(
@@ -251,6 +253,24 @@ def test_a_client_killed_after_its_answer_hears_whether_it_was_taken(
         assert not back.waiting and ("control" in back.groups) == taken
         assert not (tmp_path / "a" / AWAITED).exists()
         assert later.version == int(taken)
+
+
+def test_a_full_disk_is_no_broken_connection(tmp_path: Path) -> None:
+    """A client that cannot keep what the server has counted ends, and says of which file."""
+    state = ClientState(tmp_path / "a")
+    with Served(tmp_path, 2, clients=1) as served:
+        a = served.link("a", kept=state)
+        order = next_order(a)
+        state.expect(order.token, "control", {"w": torch.ones(3, 2)})
+        (tmp_path / "a" / TENSORS).with_suffix(".new").mkdir()  # no file can be there
+        a.answer(answer(order, 2.0))
+        with pytest.raises(
+            FileNotWritten, match=f"cannot write .*{TENSORS}.*make room"
+        ):
+            next_order(a)
+        assert not [line for line in served.said if "connecting again" in line]
+    with pytest.raises(FileNotWritten, match=r"x\.safetensors"):
+        save_values(tmp_path / "federation.jsonl" / "x.safetensors", {"a": 1})
 
 
 def test_an_update_sent_while_the_link_is_cut_arrives_once(tmp_path: Path) -> None:

@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 from tests.cases import recipe, write_corpus
 from tests.conftest import Command
+from weft.checkpoint.boxes import ROOT
+from weft.checkpoint.levels import levels_of
 from weft.checkpoint.store import committed_checkpoints
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.observe.run_metrics import read_metrics
 from weft.prove.equality import Difference, compare_with_one_device, run_layout
-from weft.recipe import Sync, build_recipe
+from weft.recipe import Checkpoint, Sync, build_recipe
 from weft.recipe.conflicts import links_all
 from weft.shapes.parameters import parameters
 from weft.sync.compress import build_compressor
@@ -32,6 +34,7 @@ from weft.sync.compressor import Compressor
 from weft.sync.rounds import begins, fragment_of, partners, shares
 from weft.sync.streams import Streams, open_streams
 from weft.train.island_exchange import IslandExchange
+from weft.train.runs import Run, counterpart_checkpoint
 from weft.train.setup import prepare
 from weft.train.training import train_job
 
@@ -437,6 +440,26 @@ def test_islands_go_on_as_if_they_had_not_stopped(
         8,
         8,
     ]
+
+
+@pytest.mark.parametrize("name", ["step-000003", "step-000003-2"])
+def test_an_island_resumes_from_its_own_checkpoint_of_another_folder(
+    tmp_path: Path, name: str
+) -> None:
+    """Whatever folder the run goes on in, and however often the step was reached there."""
+    for run in (tmp_path / "a", tmp_path / "a" / "island-1"):
+        for each in ("step-000003", "step-000003-2", "step-000006"):
+            (run / "checkpoints" / each).mkdir(parents=True)
+            (run / "checkpoints" / each / ROOT).touch()
+    store = dist.HashStore()
+    first = tmp_path / "a" / "checkpoints" / name
+    store.set("weft/resumed", str(first))
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        run = Run(folder, [str(first)], levels_of(Checkpoint(), folder / "island-1"))
+        own = counterpart_checkpoint(run, "island-1", store)
+        assert own == str(tmp_path / "a" / "island-1" / "checkpoints" / name)
+    run = Run(tmp_path / "b", [str(first)], levels_of(Checkpoint(), tmp_path / "c"))
+    assert counterpart_checkpoint(run, "island-2", store) == str(first)
 
 
 @settings(max_examples=60, deadline=None)

@@ -212,16 +212,15 @@ def probed_choice(
 def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
     from weft.api import finish_run, is_exported
     from weft.checkpoint.best import best_checkpoint
-    from weft.observe.run_metrics import Metrics
+    from weft.observe.run_metrics import Metrics, resume_hint
 
     say = plain_console().print
     if outcome.interrupted:
         name = signal.Signals(outcome.interrupted).name
         client = recipe.federated is not None and recipe.federated.join
-        again = "the same command" if client else f"--resume {outcome.run}"
-        say(
-            f"stopped by {name} after step {outcome.progress.step}; continue with: {again}"
-        )
+        same = "continue with: the same command"
+        again = same if client else resume_hint(outcome.run)
+        say(f"stopped by {name} after step {outcome.progress.step}; {again}")
     elif outcome.validations:
         # of the whole run, which may have been resumed
         losses = [record["loss"] for record in outcome.metrics("validation")]

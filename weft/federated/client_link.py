@@ -21,6 +21,7 @@ from weft.federated.federation_frames import (
 )
 from weft.federated.privacy_budget import clipped_difference
 from weft.federated.tensor_form import flat_tensors
+from weft.federated.written_file import FileNotWritten
 from weft.net.wire import Head, SealedConnection, WireBroken
 
 if TYPE_CHECKING:
@@ -201,6 +202,10 @@ class ServerLink:
                 self._send(*pending)
             try:
                 self._listen(connection)
+            except (
+                FileNotWritten
+            ) as error:  # the disk's fault, and no other connection mends it
+                self._fail(error)
             except (OSError, WeftError) as error:
                 if not self._closed and self._error is None:
                     self.say(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.errors import WeftError
+from weft.federated.written_file import writing_file
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,8 @@ class ClientState:
         ``waiting``: token of the answer of which the server has not said whether it has taken it; "" if there is none.
         ``awaited``: the groups that this answer changes if it is taken. They are stored before the answer is sent, so
             that a client that is killed between its answer and the server's word agrees with the server afterwards.
+
+    Methods that write raise :class:`weft.federated.written_file.FileNotWritten` if the disk refuses.
     """
 
     folder: Path | None
@@ -96,9 +99,10 @@ class ClientState:
             for inner, tensor in named.items()
         }
         path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(flat, path.with_suffix(".new"), {"token": token})
-        os.replace(path.with_suffix(".new"), path)
+        with writing_file(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(flat, path.with_suffix(".new"), {"token": token})
+            os.replace(path.with_suffix(".new"), path)
 
     def expect(
         self, token: str, group: str, tensors: Mapping[str, torch.Tensor]
@@ -120,4 +124,5 @@ class ClientState:
             self._write(TENSORS, self.groups, self.waiting)
         self.waiting, self.awaited = "", {}
         if self.folder is not None:
-            (self.folder / AWAITED).unlink(missing_ok=True)
+            with writing_file(self.folder / AWAITED):
+                (self.folder / AWAITED).unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from weft.errors import WeftError
 from weft.federated.virtual_clock import FederationEvent
+from weft.federated.written_file import writing_file
 
 #: The file, with an event as a line of JSON.
 EVENTS_FILE = "federation.jsonl"
@@ -37,8 +38,9 @@ class EventLog:
 
     def write(self, event: FederationEvent) -> None:
         """Append ``event`` to the file as a line, and flush the file, so that a crash loses no event."""
-        self._file.write(json.dumps(asdict(event)).encode() + b"\n")
-        self._file.flush()
+        with writing_file(self.path):
+            self._file.write(json.dumps(asdict(event)).encode() + b"\n")
+            self._file.flush()
 
     def cut(self, keep: int) -> None:
         """Delete all but the first ``keep`` bytes of the file."""
@@ -46,7 +48,8 @@ class EventLog:
 
     def close(self) -> None:
         """Close the file of events."""
-        self._file.close()
+        with writing_file(self.path):
+            self._file.close()
 
 
 def read_events(folder: Path) -> Iterator[FederationEvent]:

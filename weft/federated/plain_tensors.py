@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from weft.errors import WeftError
+from weft.federated.written_file import writing_file
 
 #: The key of a JSON object that stands for a tensor, a tuple or a set.
 TENSOR, TUPLE, SET, PAIRS = "tensor!", "tuple!", "set!", "pairs!"
@@ -18,16 +19,18 @@ TENSOR, TUPLE, SET, PAIRS = "tensor!", "tuple!", "set!", "pairs!"
 def save_values(path: Path, value: Any) -> None:
     """Write ``value`` to a file: dictionaries, lists, tuples, sets, tensors and plain values, in any nesting.
 
-    The file is replaced atomically: readers see the old file or the complete new one.
+    The file is replaced atomically: readers see the old file or the complete new one. Raises
+    :class:`weft.federated.written_file.FileNotWritten` if the disk refuses.
     """
     from safetensors.torch import save_file
 
     tensors = dict[str, torch.Tensor]()
     text = json.dumps(_to_json(value, tensors))
-    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    save_file(tensors or {"": torch.zeros(0)}, new, {"values": text})
-    os.replace(new, path)
+    with writing_file(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors or {"": torch.zeros(0)}, new, {"values": text})
+        os.replace(new, path)
 
 
 def load_values(path: Path) -> Any:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,11 @@ class RecordedRun:
     @property
     def recipe(self) -> Record:
         return self.head.get("recipe") or {}
+
+
+def resume_hint(run: Path) -> str:
+    """Return words for the user that say how the run in the folder ``run`` is continued."""
+    return f"continue with: --resume {shlex.quote(str(run))}"
 
 
 def read_metrics(run: Path) -> Records:

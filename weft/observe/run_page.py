@@ -13,7 +13,13 @@ from weft.observe import checkpoint_times, delays
 from weft.observe.chart_lines import RUNS, values_by_step
 from weft.observe.charts import PARTS, charts, checkpoint_charts
 from weft.observe.display import clock, compact
-from weft.observe.run_metrics import Record, RecordedRun, Records, read_metrics
+from weft.observe.run_metrics import (
+    Record,
+    RecordedRun,
+    Records,
+    read_metrics,
+    resume_hint,
+)
 from weft.pages import render, write
 
 #: The file of Plotly's program beside pages with charts.
@@ -47,7 +53,7 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
         RecordedRun(str(f) if alike else n, read_metrics(f))
         for f, n in zip(folders, names, strict=True)
     ]
-    page = page_of(runs[0]) if len(runs) == 1 else page_beside(runs)
+    page = page_of(runs[0], folders[0]) if len(runs) == 1 else page_beside(runs)
     default = folders[0] / ("report.html" if len(runs) == 1 else "compare.html")
     path = write(out or default, page, "the report to")
     write_plotly(path.parent)
@@ -85,8 +91,8 @@ def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
     )
 
 
-def page_of(run: RecordedRun) -> str:
-    """Return the HTML page about one run."""
+def page_of(run: RecordedRun, folder: Path) -> str:
+    """Return the HTML page about one run, which is in ``folder``."""
     facts = run_facts(run)
     events = [
         (f"step {e['step']:,}", e.get("message", ""))
@@ -99,7 +105,7 @@ def page_of(run: RecordedRun) -> str:
             [facts[k] for k in ("Layout", "Ranks", "Device") if k in facts]
             + [run.name] * (run.name != run.recipe.get("name"))
         ),
-        notice=unfinished_in_words(run),
+        notice=unfinished_in_words(run, folder),
         tiles=headline_numbers(run.records),
         checkpoints=checkpoint_card(run.records),
         delays=delays.card(run.records.get("delays", [])),
@@ -112,15 +118,18 @@ def page_of(run: RecordedRun) -> str:
     )
 
 
-def unfinished_in_words(run: RecordedRun) -> str:
-    """Return a sentence about how far an unfinished run came, or an empty text for a finished run."""
+def unfinished_in_words(run: RecordedRun, folder: Path | None = None) -> str:
+    """Return a sentence about how far an unfinished run came, or an empty text for a finished run.
+
+    ``folder``: the run's folder, from which the run can be continued.
+    """
     planned = planned_steps(run)
     done = max((row["step"] for row in run.records.get("train", [])), default=0)
     if not planned or done >= planned:
         return ""
     return (
-        f"Step {done:,} of {planned:,}: this run was interrupted, ended early, or is still going. "
-        f"To continue it: weft train RECIPE --resume auto"
+        f"Step {done:,} of {planned:,}: this run was interrupted, ended early, or is still going"
+        + (f"; {resume_hint(folder)}" if folder else "")
     )
 
 

@@ -31,6 +31,7 @@ from weft.net.hangup import HangUp
 from weft.net.lost import PeerLost
 from weft.net.sockets import own_address
 from weft.observe import trace
+from weft.observe.run_metrics import resume_hint
 from weft.recipe import Recipe
 from weft.resilience.life import ENDED, Life, LifeMove, ViewEntry, live
 from weft.resilience.meeting import exchange_addresses
@@ -335,7 +336,7 @@ class RankParty:
                 raise
             saved = self.rescue(job)
             raise WeftError(
-                f"{error}; {saved}: go on with weft train and --resume {self.guard.run.folder}, where there are more"
+                f"{error}; {saved}; where there are more ranks, {resume_hint(self.guard.run.folder)}"
             ) from None
 
     def rescue(self, job: Job) -> str:

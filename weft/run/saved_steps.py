@@ -7,7 +7,7 @@ from pathlib import Path
 from weft.checkpoint.storage import Storage
 from weft.checkpoint.store import checkpoint_places, committed_checkpoints, step_of
 from weft.errors import WeftError
-from weft.observe.run_metrics import FILE
+from weft.observe.run_metrics import FILE, resume_hint
 
 #: Bytes at the end of a run's records in which its latest step is looked for.
 TAIL = 1 << 16
@@ -37,7 +37,7 @@ def what_is_saved(folder: Path) -> str:
         if taken > saved
         else "all of its steps are saved"
     )
-    return f"{lost}: the last checkpoint is {newest}; continue with: --resume {folder}"
+    return f"{lost}: the last checkpoint is {newest}; {resume_hint(folder)}"
 
 
 def recorded_steps(folder: Path) -> list[int]:

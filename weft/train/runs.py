@@ -167,6 +167,11 @@ def open_run(
         return run
 
 
+def island_folder(island: int) -> str:
+    """Return the name of the folder in which ``island``, a number above 0, has its run, inside the first island's."""
+    return f"island-{island}"
+
+
 def open_for_island(
     mesh: Mesh, open_first: Callable[[], Run], recipe: Recipe, lease: Lease, size: int
 ) -> Run:
@@ -178,7 +183,7 @@ def open_for_island(
     """
     if mesh.island_store is None:
         return open_first()
-    name = f"island-{mesh.island}"
+    name = island_folder(mesh.island)
     if mesh.island == 0:
         shared: dict[str, Any] = {}
         try:
@@ -197,15 +202,27 @@ def open_for_island(
     return run
 
 
-def _counterpart(run: Run, island_store: dist.Store) -> str:
-    """Return the checkpoint from which an island resumes: its own at the first island's step, or the first island's."""
+def counterpart_checkpoint(run: Run, name: str, island_store: dist.Store) -> str:
+    """Return the checkpoint from which the island ``name`` resumes: its own at the first island's step.
+
+    It is looked for where this run saves, and beside the first island's, which may be of a run in another folder. An
+    island that has none resumes from the first island's.
+    """
     first = open_storage(island_store.get("weft/resumed").decode())
+    beside, _, _ = str(first).rpartition("/")
+    places = [
+        open_storage(f"{beside}/{name}"),
+        open_storage(f"{beside.removesuffix('/checkpoints')}/{name}/checkpoints"),
+        *(level.place for level in run.levels),
+    ]
     own = [
         place
-        for level in run.levels
-        for place in committed_checkpoints(level.place)
+        for storage in places
+        for place in committed_checkpoints(storage)
         if step_of(place) == step_of(first)
     ]
+    # of a step that was reached twice, the same time
+    own.sort(key=lambda place: place.name == first.name)
     return str((own or [first])[-1])
 
 
@@ -239,7 +256,14 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
         return Resumed(Progress(), notes)
     island_store, sources = mesh.island_store, run.sources
     if island_store is not None and mesh.island:
-        sources = [mesh.on_main(lambda: _counterpart(run, island_store))]
+        name = island_folder(mesh.island)
+        sources = [
+            mesh.on_main(lambda: counterpart_checkpoint(run, name, island_store))
+        ]
+        if f"/{name}/" not in sources[0]:
+            notes.append(
+                f"{name} has no checkpoint of this step, and takes that of the first island"
+            )
     checkpoint, progress = load_newest(
         sources,
         lambda checkpoint: load_state(checkpoint, state, mesh.step_group),
