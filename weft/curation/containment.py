@@ -91,9 +91,9 @@ def containment_graph(
 ) -> ContainmentGraph:
     """Find which of ``tables`` contain which others: by their schemas, by ranges in footers, by rows.
 
-    ``rows``: number of rows of a table that are looked for in another one, drawn by ``seed``; None: all rows. A sample
-    can miss that rows are missing. If a share f of them is, the containment is still reported with a probability of at
-    most (1 - f)^rows.
+    ``rows``: number of rows of a table that are looked for in another one, drawn by ``seed``; None: all rows. If only a
+    sample is looked for, missing rows may go unnoticed: if a share f of the rows is missing, the containment is still
+    reported with a probability of at most (1 - f)^rows.
     """
     tables = sorted(tables, key=lambda table: table.name)
     dropped = Counter({"schema": 0, "ranges": 0, "rows": 0})

@@ -11,7 +11,8 @@ from weft.errors import WeftError
 
 @contextmanager
 def readable(name: str, what: str) -> Iterator[None]:
-    """Convert any exception inside the context to a :class:`WeftError` that ``name`` cannot be read as ``what``.
+    """Convert any exception inside the context to a :class:`WeftError`: it says that the file or data called ``name``
+    cannot be read as ``what``.
 
     ``what`` is a format in words, such as "an image". A :class:`WeftError` passes unchanged.
     """

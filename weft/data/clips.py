@@ -83,12 +83,12 @@ class ClipForm:
 
 
 def read_clips(path: str, form: ClipForm) -> PictureSet:
-    """Cut all videos at ``path`` into clips: :data:`MOVING_DIGITS`, a file, or a folder.
+    """Read all videos at ``path`` and cut them into clips.
 
-    In a folder every animation (GIF, PNG, WebP), array and container is a video. A folder of images in it is a video as
-    well, with the images as its frames. The class of a video is the name of its folder; videos directly in ``path``
-    have no class. Raises :class:`UsageError` or :class:`WeftError` if there is no video, or if a video is shorter than
-    a clip.
+    ``path``: :data:`MOVING_DIGITS`, a file, or a folder. In a folder every animation (GIF, PNG, WebP), array and
+    container is a video. A folder of images in it is a video as well, with the images as its frames. The class of a
+    video is the name of its folder; videos directly in ``path`` have no class. Raises :class:`UsageError` or
+    :class:`WeftError` if there is no video, or if a video is shorter than a clip.
     """
     if path == MOVING_DIGITS:
         return moving_digits(form.frames, form.every, form.size, form.anywhere)

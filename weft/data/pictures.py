@@ -111,14 +111,14 @@ def read_pictures(
     colours: bool | None = None,
     buckets: Sequence[Sequence[int]] = (),
 ) -> PictureSet:
-    """Read all images at ``path``: :data:`DIGITS`, a folder, a JSONL or Parquet file, or a WebDataset tar file.
+    """Read all images at ``path``.
 
-    In a folder the class of an image is the name of its folder; images directly in ``path`` have no class. The caption
-    of ``x.png`` is the text in ``x.txt`` beside it. ``size``: height and width in pixels. Images are cropped along
-    their longer side to this shape and then scaled; if ``size`` is empty, all images must have one size. ``colours``:
-    whether pixels have three channels; None: as the images have them. ``buckets``: several sizes in place of ``size``,
-    of which each image gets the one nearest to its form. Raises :class:`UsageError` or :class:`WeftError` if there is
-    no image.
+    ``path``: :data:`DIGITS`, a folder, a JSONL or Parquet file, or a WebDataset tar file. In a folder the class of an
+    image is the name of its folder; images directly in ``path`` have no class. The caption of ``x.png`` is the text in
+    ``x.txt`` beside it. ``size``: height and width in pixels. Images are cropped along their longer side to this shape
+    and then scaled; if ``size`` is empty, all images must have one size. ``colours``: whether pixels have three
+    channels; None: as the images have them. ``buckets``: several sizes in place of ``size``, of which each image gets
+    the one nearest to its form. Raises :class:`UsageError` or :class:`WeftError` if there is no image.
     """
     if path == DIGITS:
         from weft.data.digits import read_digits

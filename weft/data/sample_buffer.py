@@ -32,7 +32,7 @@ class SampleBuffer(Protocol):
     draws: int
 
     def put(self, place: int, seen: bool = False) -> None:
-        """Add the sample ``place``. If the buffer holds it already, count it as not drawn again.
+        """Add the sample ``place``. If the buffer holds it already, it counts again as not drawn.
 
         ``seen``: whether the sample was drawn before.
         """

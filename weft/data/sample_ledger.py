@@ -186,9 +186,10 @@ class SampleLedger:
         return self.slots - len(self._groups)
 
     def admit(self, samples: int) -> int | None:
-        """Admit a group of ``samples`` samples, and return its place; return None if no slot is free.
+        """Admit a group of ``samples`` samples, and return its place.
 
-        If no slot is free, the buffer may give up a sample for the new group.
+        If no slot is free, a group that the buffer can do without is removed for it. If there is none, nothing is
+        admitted, and the result is None.
         """
         if samples < 1:
             raise ValueError("a group has at least one sample")
@@ -391,7 +392,9 @@ class SampleLedger:
         return [row for row in rows if row is not None]
 
     def repetitions(self) -> Counter[int]:
-        """Return the number of samples by how often they were drawn so far; 0 stands for samples not drawn yet."""
+        """Count the samples by how often they were drawn: the result has the number of samples for each number of draws
+        so far. 0 stands for samples not drawn yet.
+        """
         undrawn = sum(not s.drawn for samples in self._groups.values() for s in samples)
         return self.times + Counter({0: undrawn})
 

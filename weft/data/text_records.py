@@ -17,9 +17,10 @@ from weft.errors import WeftError
 def read_text_records(
     file: Path, wrong: Callable[[WeftError], None] | None, part: FilePart | None
 ) -> Iterator[tuple[int, Any]]:
-    """Yield pairs of line number and record of a file, or of the bytes ``part`` of one with JSON Lines.
+    """Yield the records of a file, each as a pair of its line number and the record.
 
-    ``wrong``: called with the error for a line that is no record; None: the error is raised.
+    ``part``: the bytes of a file in JSON Lines that are read; None: the whole file. ``wrong``: called with the error
+    for a line that is no record; None: the error is raised.
     """
     form = format_of(file)
     if form in (".csv", ".tsv"):

@@ -107,9 +107,7 @@ class ClientState:
     def expect(
         self, token: str, group: str, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Store ``tensors`` for the case that the server takes the answer ``token``: they are then the group of this
-        name.
-        """
+        """Store ``tensors`` as what the group called ``group`` becomes if the server takes the answer ``token``."""
         if token != self.waiting:
             self.waiting, self.awaited = token, {}
         self.awaited[group] = tensors

@@ -317,7 +317,7 @@ class FederationPolicy:
         self.load_own_state(state["own"])
 
     def own_state(self) -> dict[str, Any]:
-        """Return the part of the policy's state that this subclass adds to the state of the base class."""
+        """Return the part of the policy's state that a subclass adds to the state of this class."""
         return {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:

@@ -179,9 +179,9 @@ COUNTS = {
 
 class AnswerState(Protocol):
     """What is known about one answer beside its tokens. ``hits``: number of the prompt's tokens whose keys and values
-    were in the cache already. ``prompt_scores``: for each token of the prompt from the second one on, a pair: the
-    log-probability of this token, and the log-probabilities of the likeliest tokens at its place by their ids. The list
-    is complete when the answer's first event comes.
+    were in the cache already. ``prompt_scores``: a list with one pair for each token of the prompt from the second
+    one on. A pair is the token's log-probability, and the log-probabilities of the likeliest tokens at its place by
+    their ids. The list is complete when the answer's first event comes.
     """
 
     #: Tokens of the prompt that were in the cache already.
@@ -231,9 +231,10 @@ class Backend(Protocol):
         self, requests: Sequence[AnswerRequest], session: str = "", key: str = ""
     ) -> AbstractAsyncContextManager[AnswerEvents]:
         """Return a context in which ``requests`` are answered; at its end unfinished answers are cancelled.
-        ``session``: name of a conversation or user, by which an engine that knows its earlier requests can be chosen;
-        "": none. ``key``: text that a client has chosen for ``requests``. When it asks for the same with the same key
-        after a router was lost, the engine that has gone on with the answers hands them over. "": none.
+        ``session``: name of a conversation or user, by which an engine that knows its earlier requests can be
+        chosen; "": none. ``key``: text that a client has chosen for ``requests``; "": none. If the client's router
+        was lost and it sends the same requests with the same key again, it gets the answers of the engine that has
+        gone on with them.
 
         Raises :class:`Busy`, :class:`ServerEnding`, and the errors of :meth:`Engine.submit` for any of the requests.
         """

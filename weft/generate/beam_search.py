@@ -43,9 +43,11 @@ def length_penalty(tokens: int, alpha: float) -> float:
 class Search:
     """A beam search of ``width`` beams after ``prompt``. A text ends after ``count`` tokens or at one of the ids
     ``stops``. ``alpha``: exponent of :func:`length_penalty`; a larger one favours longer texts. ``tenant``: whose
-    cached prefixes the beams may share. ``prune``: a difference of log-probabilities, for two rules; infinity: nothing
-    is pruned. A token is dropped if its log-probability is this far below that of its beam's best token. A text is
-    dropped if its score is this far below that of the best ended text.
+    cached prefixes the beams may share.
+
+    ``prune``: a difference of log-probabilities; infinity: nothing is dropped. A token is dropped if its
+    log-probability is this far below that of its beam's best token, and a text if its score is this far below that of
+    the best ended text.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ class SourceUsage(NamedTuple):
 
 class BlockSource(Protocol):
     """Interface of objects that keep cache blocks (keys and values of a fixed number of tokens) outside the cache. A
-    block is found by a key that stands for the model, the adapter and the whole text up to the block's end, and its
-    contents are bytes. The methods can be called in any thread, and none of them waits long. ``name``: kind of the
+    block's contents are bytes. It is found by its key, which stands for the model, the adapter and the whole text up
+    to the block's end. The methods can be called in any thread, and none of them waits long. ``name``: kind of the
     source, in a word.
     """
 

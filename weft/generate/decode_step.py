@@ -74,7 +74,7 @@ def decode_requests(step: ScheduledStep) -> list[Request]:
 
 
 def padded_count(count: int, least: int = 1) -> int:
-    """Return the smallest ``least`` times a power of two that is at least ``count``."""
+    """Return the smallest number that is at least ``count`` and is ``least`` multiplied by a power of two."""
     while least < count:
         least *= 2
     return least

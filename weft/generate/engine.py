@@ -627,7 +627,7 @@ class Engine:
             self.cancel(generation)
 
     def run(self) -> None:
-        """Take steps until every request has ended. Tokens are in the requests."""
+        """Take steps until every request has ended. The tokens that were written are then in the requests."""
         while self.step() or self.scheduler.running or self.scheduler.waiting:
             pass
 

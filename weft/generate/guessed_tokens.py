@@ -57,8 +57,8 @@ def choose_token(
 
 
 def draw(weights: T, number: float) -> int:
-    """Return the first index at which the cumulative sum of ``weights`` ``[n]`` exceeds the share ``number``, from [0,
-    1), of their total.
+    """Draw an index by ``weights`` ``[n]``: return the first one at which their cumulative sum exceeds ``number`` times
+    their total. ``number``: a random number in [0, 1).
     """
     at = torch.tensor([number], dtype=torch.float64, device=weights.device)
     return int(draw_rows(weights[None], at))

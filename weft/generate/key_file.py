@@ -130,8 +130,8 @@ def layout_of(layers: Sequence[LayerPart], size: int) -> KeyLayout:
 
 
 class KeyRead(NamedTuple):
-    """A read of keys and values from the file (:class:`KeyLayout`): those of the layer number ``layer`` in the first
-    ``runs`` runs of the extent number ``extent``.
+    """A read of keys and values from the file (:class:`KeyLayout`): those of one layer in the first ``runs`` runs of an
+    extent. ``extent`` and ``layer`` are numbers from 0.
     """
 
     layer: int
@@ -184,8 +184,8 @@ class KeyFile:
         """Write cache blocks to the file, as the run number ``run`` of the extent number ``extent``
         (:class:`KeyLayout`).
 
-        ``rows``: contents of at most as many blocks as a run has, uint8 ``[blocks, bytes]``, in the order that
-        :func:`weft.generate.block_contents.read_pages` has.
+        ``rows``: contents of at most as many blocks as a run has, uint8 ``[blocks, bytes]``, each as
+        :func:`weft.generate.block_contents.read_pages` returns it.
         """
         self.forget(extent, run)
         layout, at, moves, size = self.layout, 0, [], 0
@@ -252,8 +252,9 @@ class KeyFile:
         self, wanted: Sequence[KeyRead], later: Iterable[KeyRead]
     ) -> Iterator[T]:
         """Yield the keys and values for each of the reads ``wanted``: ``[heads, parts, tokens of an extent, width]``,
-        valid until the next item is yielded. Only the tokens of the runs for which a read asks are defined, the first
-        ones. ``later``: the reads that will probably be wanted next; they are begun as soon as buffers are free.
+        valid until the next item is yielded. Of an item, only the tokens of the runs that its read asks for, which
+        come first, are defined. ``later``: the reads that will probably be wanted next; they are begun as soon as
+        buffers are free.
         """
         direct = (
             read

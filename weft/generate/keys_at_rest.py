@@ -226,7 +226,7 @@ class KeyOwner:
         self, layer: int, queries: Sequence[LentQuery], q: T, window: int
     ) -> Callable[[], Partial]:
         """Send the queries ``q`` ``[queries, heads, width]`` of ``layer``. Return a function that waits for their
-        attention to the keys here.
+        attention to the keys in the file.
 
         ``queries``: for each text, which rows of ``q`` are its queries, and to which loans they attend. ``window``:
         number of tokens that a token sees, itself included; 0: all.

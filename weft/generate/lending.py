@@ -203,8 +203,8 @@ class LoanOffice:
     def attend(
         self, layer: int, queries: Sequence[LentQuery], q: T, window: int
     ) -> Partial:
-        """Return the attention of ``q`` ``[queries, heads, width]`` in ``layer`` to lent blocks. Nobody writes to lent
-        blocks.
+        """Return the attention of ``q`` ``[queries, heads, width]`` in ``layer`` to lent blocks. No lock is needed,
+        because nobody writes to lent blocks.
 
         ``queries``: for each text, which rows of ``q`` are its queries, and to which loans they attend. ``window``:
         number of tokens that a token sees, itself included; 0: all. Raises :class:`KeyError` for a loan that has ended.

@@ -74,9 +74,9 @@ class NgramIndex:
         follows most often in the indexed text.
 
         ``ends``: positions in the indexed text at which ``path`` occurs, each the index of the path's first token
-        there. ``floor``: a share of these occurrences; the extension stops before fewer of them than this go on in the
-        same way. Where an occurrence reaches the end of the indexed text, ``path`` itself is assumed to follow there,
-        as if the text repeated itself.
+        there. ``floor``: share of these occurrences that must go on in the same way as the result; a token for which
+        fewer would do so is not added. Where an occurrence reaches the end of the indexed text, ``path`` itself is
+        assumed to follow there, as if the text repeated itself.
         """
         text, chance, path = self.ids, 1.0, list(path)
         while len(path) < count:

@@ -21,10 +21,11 @@ class Demand(NamedTuple):
 @dataclass(frozen=True)
 class PhaseCosts:
     """Model of the time of a forward pass that has only a share of a device, because another phase runs beside it. The
-    work of a pass is six numbers (:func:`weft.generate.step_work.work_of`). ``compute``, ``memory``: for each of the
-    six numbers, seconds per unit: of the whole device's arithmetic, and of its memory bandwidth. ``saturation``: share
-    of the device that suffices to use all bandwidth. ``overlapped``: arithmetic and memory accesses run at the same
-    time, so that the slower one counts (the roofline of Williams et al. 2009); otherwise their times are added.
+    work of a pass is six numbers (:func:`weft.generate.step_work.work_of`). ``compute``: for each of the six
+    numbers, the seconds of arithmetic that one unit of it takes on the whole device. ``memory``: likewise the
+    seconds of memory accesses, at full bandwidth. ``saturation``: share of the device that suffices to use all
+    bandwidth. ``overlapped``: arithmetic and memory accesses run at the same time, so that the slower one counts
+    (the roofline of Williams et al. 2009); otherwise their times are added.
     """
 
     compute: Sequence[float]

@@ -63,9 +63,9 @@ def exact_fill(
     """Return all requests in the order in which the next step serves them, each with the number of tokens that it could
     use.
 
-    The step goes through the list until its ``budget`` of tokens is used up, and computes only a part of the last
-    request's tokens if no more are left (Dynamic SplitFuse). ``running`` requests come first: those that need one
-    token, then those with more tokens to compute. ``waiting`` requests follow, the oldest first.
+    The step goes through the list until its ``budget`` of tokens is used up. If too few tokens are left for the last
+    request, only a part of its tokens is computed (Dynamic SplitFuse). ``running`` requests come first: those that need
+    one token, then those with more tokens to compute. ``waiting`` requests follow, the oldest first.
     """
     order = sorted(running, key=lambda r: (r.wanted > 1, r.turn))
     return [(r, r.wanted) for r in (*order, *waiting)]

@@ -54,8 +54,8 @@ class PrefillLost(WeftError):
 
 
 def start_interpreter(pipe: PipeEnd, weights: int, cache: int) -> RunningProcess:
-    """Start a process that reads prompts, as a new Python interpreter; return the process. ``pipe``: its end of the
-    pipe to the engine. ``weights``, ``cache``: file descriptors of the arenas of weights and cache.
+    """Start a process that reads prompts, as a new Python interpreter; return the process. ``pipe``: the new process's
+    end of its pipe to the engine. ``weights``, ``cache``: file descriptors of the arenas of weights and cache.
     """
     return call_in_child(
         __name__, run_prefill.__name__, pipe, weights, cache, stdout=sys.stderr

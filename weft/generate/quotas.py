@@ -102,8 +102,9 @@ class QuotaController:
 
 
 class PhaseOrders:
-    """Orders of both phases, which are computed by two processes. Each phase has a list of its own requests, ordered by
-    ``base``, a scheduling policy. ``controller`` may order the prompts anew.
+    """Decides in which order two phases serve requests: one reads prompts, the other writes texts, each in a process of
+    its own. Each phase's requests are ordered by ``base``, a scheduling policy; ``controller`` may then change the
+    order of the prompts.
     """
 
     def __init__(self, base: Policy, controller: QuotaController) -> None:

@@ -155,7 +155,9 @@ class Request:
 
     @property
     def guessable(self) -> Sequence["Generation"]:
-        """A list of this text itself if a drafter may guess its next tokens in the next step; otherwise it is empty."""
+        """Return a list of this text itself if a drafter may guess its next tokens in the next step, otherwise an empty
+        list, so that callers can join the lists of several requests.
+        """
         return ()
 
     def take_prompt(self, first: int, rows: T) -> None:
@@ -169,8 +171,8 @@ class Request:
         """Take the logits ``rows`` ``[1 + tokens of branches, vocab]`` behind the text's last token and behind each
         token of its branches.
 
-        Return a list of this text itself if the engine is to sample its next token from the first row; otherwise the
-        list is empty.
+        Return a list of this text itself if the engine is to sample its next token from the first row, otherwise an
+        empty list.
         """
         self.logits = rows[0].cpu()
         return ()

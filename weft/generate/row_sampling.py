@@ -344,10 +344,10 @@ def top_values(values: T, count: int) -> tuple[T, T]:
 
 
 def draw_rows(weights: T, numbers: T) -> T:
-    """Return for each row of ``weights`` ``[rows, n]`` the first index at which the row's cumulative sum exceeds a
-    share of its total. An index with weight 0 is never returned.
+    """Draw an index by each row of ``weights`` ``[rows, n]``: return the first one at which the row's cumulative sum
+    exceeds a fraction of its total. An index with weight 0 is never returned.
 
-    ``numbers`` ``[rows]``: these shares, from [0, 1).
+    ``numbers``: these fractions, random numbers in [0, 1), ``[rows]``.
     """
     if weights.shape[1] <= 4 * BLOCK_VALUES:
         ends = weights.double().cumsum(-1)

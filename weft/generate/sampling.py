@@ -49,8 +49,8 @@ class Sampling:
 
     @property
     def said_temperature(self) -> float:
-        """Number by which logits are divided before the log-probabilities that the answer reports are computed from
-        them.
+        """Temperature of the log-probabilities that the answer reports: logits are divided by it before these are
+        computed.
         """
         return self.temperature if self.tempered and self.temperature else 1.0
 

@@ -87,7 +87,5 @@ def attach_model(shared: SharedModel) -> Transformer:
 
 
 def product_name(names: Sequence[str]) -> str:
-    """Return the name under which a matrix that was computed as the product of the weights ``names`` lies in
-    an arena.
-    """
+    """Return the name that an arena has for a matrix that is the product of the weights ``names``."""
     return "+".join(names) + " product"

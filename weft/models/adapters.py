@@ -99,10 +99,10 @@ class TokenRows(Module):
         return weight.index_copy(0, index.to(weight.device), rows.to(weight.dtype))
 
     def scored(self, hidden: T, logits: T) -> T:
-        """Return ``logits`` with the logits of some tokens replaced: those of tokens whose rows are trained.
+        """Return ``logits``, but for tokens with trained rows with the logits that these rows give.
 
-        The new logits are computed with the trained rows. ``hidden``: input of the output layer, ``[..., embed]``;
-        ``logits``: logits of this rank's range of the vocabulary, ``[..., vocab/tp]``.
+        ``hidden``: input of the output layer, ``[..., embed]``; ``logits``: logits of this rank's range of the
+        vocabulary, ``[..., vocab/tp]``.
         """
         index, rows = self._own()
         own_logits = F.linear(hidden, rows.to(hidden.dtype)).to(logits.dtype)
@@ -199,8 +199,8 @@ def _adapt(module: Module, name: str, y: T, low: T) -> T:
 def row_norms(weight: T) -> T:
     """Return the Euclidean norm of every row of a weight ``[out, in]``: ``[out]``, in float64.
 
-    In float64 the sum may be split between ranks in any way without changing the norm, once it is rounded to a narrower
-    type.
+    Because it is computed in float64, the norm is the same when it is rounded to a narrower type, however ranks have
+    split the sum.
     """
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64)
 

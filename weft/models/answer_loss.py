@@ -34,7 +34,7 @@ def weigh(
     ``nll``: negative log-probabilities of the labels of this rank's tokens, ``[tokens]``, equal on all ranks of ``tp``;
     0 where there is no label. ``of``: the loss of answers. If it is None or the batch has no answers, the loss is the
     weighted sum of ``nll``. ``entropy``: entropies of the tokens' distributions, ``[tokens]``, which a policy loss
-    needs. The shares of all ranks that have other tokens add up to the loss.
+    needs. The loss is the sum of the shares of all ranks with different tokens.
     """
     if batch.rollout is not None and isinstance(of, TokenObjective):
         assert entropy is not None

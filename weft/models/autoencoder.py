@@ -230,8 +230,10 @@ class PixelCoder(nn.Module):
         self.conv_out = nn.Conv2d(*last, 3, padding=1)
 
     def forward(self, x: T) -> T:
-        """Map pixels ``[images, channels, height, width]`` to means and logarithms of variances of latents if this is
-        an encoder, else latents to pixels.
+        """Apply the encoder or decoder, whichever this is.
+
+        An encoder maps pixels ``[images, channels, height, width]`` to means and logarithms of variances of latents; a
+        decoder maps latents to pixels.
         """
         x = self.conv_in(x)
         stages: Any = self.down_blocks if self.down else self.up_blocks

@@ -16,8 +16,8 @@ MOST_VALUES = 1024
 
 def coarse_size(shape: tuple[int, ...], most: int = MOST_VALUES) -> tuple[int, ...]:
     """Return the size to which images are averaged so that they have at most ``most`` values, as far as possible.
-    ``shape``: shape of an image: channels, frames if it is a video, height, width. The result is the same without
-    channels.
+    ``shape``: shape of an image: channels, frames if it is a video, height, width. The result is height and width,
+    for a video with the frames before them.
     """
     channels, *size = shape
     while channels * prod(size) > most and max(size) > 1:

@@ -306,8 +306,8 @@ def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False)
 
 
 def gradient(grad: T, x: T, counts: T, out: T) -> None:
-    """Write into ``out`` the gradient of a weight ``[out, in]``, which is ``grad.T @ x``, or those of a stack of such
-    weights, one per expert.
+    """Write the gradient of a weight, ``grad.T @ x``, into ``out``; or the gradients of a stack of weights, one per
+    expert.
 
     ``grad``: gradient of the weight's output, ``[rows, out]``; ``x``: the weight's input, ``[rows, in]``; ``out``:
     ``[out, in]`` for one weight, or ``[experts, out, in]`` for a stack. For a stack, rows are sorted by expert, and

@@ -67,7 +67,7 @@ def read(x: T, maker: GraphPart | None) -> T:
 
 
 def result_of(steps: Steps) -> T:
-    """Run the generator ``steps`` to its end, without leaving it at its yields, and return its result."""
+    """Run the generator ``steps`` to its end, doing nothing else when it yields, and return its result."""
     while True:
         try:
             next(steps)

@@ -69,8 +69,8 @@ Stream = T | LadderStream
 
 
 class LadderLayer(Protocol):
-    """Interface of the modules with which a ladder layer computes; a :class:`weft.models.transformer.Block`
-    has them.
+    """Interface of objects with the modules that a ladder layer computes with, such as a
+    :class:`weft.models.transformer.Block`.
     """
 
     mesh: Mesh

@@ -194,10 +194,11 @@ def merge(lse: T, target: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def merged_entropy(lse: T, mean: T, group: dist.ProcessGroup | None) -> T:
-    """Return the entropy over the whole vocabulary, of which the ranks of ``group`` have a range each: ``[chunk, 1]``.
+    """Return the entropy of distributions over the whole vocabulary, ``[chunk, 1]``. Each rank of ``group`` has a range
+    of the vocabulary; if ``group`` is None, this rank has all of it.
 
-    ``lse``: log-sum-exp of the logits in this rank's range. ``mean``: mean of the logits in this rank's range by the
-    softmax within the range. Both are ``[chunk, 1]``. ``group`` None: this rank has the whole vocabulary.
+    ``lse``: log-sum-exp of the logits in this rank's range. ``mean``: mean of the logits in this rank's range, weighted
+    by their softmax within the range. Both are ``[chunk, 1]``.
     """
     lses, means = from_shares(torch.cat((lse, mean), dim=1), group).split(1, dim=-1)
     return entropy_of_shares(lses, means)

@@ -148,8 +148,9 @@ def measured_backend(
     candidates: Sequence[AttentionBackend], table: TimeTable, clock: Callable[[], float] = perf_counter
 ) -> AttentionBackend:  # fmt: skip
     """Return a backend that gives each attention call to the one of ``candidates`` that is fastest for the call's
-    shape. Shapes that ``table`` does not have are measured when they first come. Texts with many new tokens and
-    recorded passes use the first candidate that supports the cache. ``clock`` returns the time in seconds.
+    shape. Shapes that ``table`` does not have are measured when they first come. For texts with many new tokens, and
+    for all texts of recorded passes, nothing is measured; the first candidate that supports the cache serves them.
+    ``clock`` returns the time in seconds.
     """
     first = candidates[0]
 

@@ -21,7 +21,8 @@ T = torch.Tensor
 def part_segments(
     cu_seqlens: T, tokens: int, keys: int, new: int, window: int
 ) -> list[Segment]:
-    """Return the rectangles of attention of the last ``new`` of the first ``keys`` tokens of each row.
+    """Return the rectangles of attention when rows are computed in parts: the queries are the last ``new`` of the first
+    ``keys`` tokens of each row.
 
     ``cu_seqlens``: where documents begin in the flattened rows, and at last where they end; ``tokens``: tokens of a
     whole row; ``window``: the number of tokens that a token sees, itself included; 0: all. Queries are numbered over
@@ -53,7 +54,8 @@ def part_segments(
 def part_attention(
     q: T, k: T, v: T, cu_seqlens: T, tokens: int, window: int = 0
 ) -> tuple[T, T]:
-    """Compute causal attention of the last tokens of the first ``k.shape[1]`` tokens of each row.
+    """Compute causal attention when rows are computed in parts: ``k`` and ``v`` are of the first tokens of each row,
+    and ``q`` is of the last of these tokens.
 
     ``q``: ``[batch, new, heads, head_dim]``; ``k, v``: ``[batch, earlier and new, kv_heads, head_dim]``; ``tokens``:
     tokens of a whole row. The other arguments and the results are those of :func:`weft.models.attention.attention`.

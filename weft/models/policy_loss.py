@@ -130,7 +130,7 @@ class AnswerTokens(NamedTuple):
     def totals(self, x: T) -> T:
         """Sum ``x``, ``[tokens]``, over the learned tokens of each token's answer, on all ranks. Returns ``[tokens]``.
 
-        Differentiable.
+        The result can be differentiated.
         """
         sums = x.new_zeros(self.documents)
         sums = sums.index_add(0, self.segment, torch.where(self.learned, x, 0))
@@ -139,7 +139,9 @@ class AnswerTokens(NamedTuple):
         return sums[self.segment]
 
     def means(self, x: T) -> T:
-        """Return the mean of ``x`` over the learned tokens of each token's answer, ``[tokens]``. Differentiable."""
+        """Return the mean of ``x`` over the learned tokens of each token's answer, ``[tokens]``. The result can be
+        differentiated.
+        """
         counts = self.totals(torch.ones_like(x)).clamp(min=1)
         return self.totals(x) / counts
 
@@ -386,7 +388,7 @@ def on_policy(logp: T, old: T, tokens: AnswerTokens, most: float) -> T:
 
     An answer does not count if its advantage is negative and its mean log-probability per token under the sampler
     exceeds that under the model by more than ``most``. ``logp`` and ``old``: log-probabilities of the tokens under the
-    model and under the policy before the update, which stands for an unknown sampler.
+    model and under the policy before the update; ``old`` is used where the sampler's are unknown.
     """
     sampler = tokens.numbers.sampler
     sampler = torch.where(sampler.isnan(), old, sampler)

@@ -30,7 +30,7 @@ Squares = dict[tuple[str, ...], T]
 
 class Pruner(Protocol):
     """Interface of ways of pruning, which decide which elements of a weight are kept. ``reads_texts`` (class
-    attribute): whether the decision needs the inputs of the weights for texts.
+    attribute): whether the decision needs the inputs that the weights get while the model reads texts.
     """
 
     reads_texts: ClassVar[bool]

@@ -54,7 +54,9 @@ def tile_spans(
 
 
 def tokens_of_tile(rows: int, group: int) -> int:
-    """Return how many tokens a tile of ``rows`` rows has, if each has ``group`` rows, padded to a power of two."""
+    """Return how many tokens fit in a tile of ``rows`` rows. A token has ``group`` rows, rounded up to a power of two:
+    one for each query head that uses the same key head.
+    """
     return max(1, rows // (1 << (group - 1).bit_length()))
 
 

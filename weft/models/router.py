@@ -84,7 +84,9 @@ class RouterPass:
 
     @property
     def rows(self) -> T:
-        """Index of each token's document, ``[tokens]``, for tensors with a row per document; 0 for padding."""
+        """Index of each token's document, ``[tokens]``, with which tensors with a row per document are read; padding
+        has 0.
+        """
         return self.documents.clamp(min=0)
 
 

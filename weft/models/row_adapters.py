@@ -105,8 +105,8 @@ def layer_modules(model: Transformer) -> list[dict[str, Projections]]:
 
 def laid_out(factors: Iterable[tuple[str, str, T, T]]) -> tuple[Form, T]:
     """Concatenate the factors of a layer's adapter in one flat tensor. Return a description of where each factor is,
-    and the tensor. ``factors``: for each adapted weight, the name of its module, its own name, and the factors ``a``
-    and ``b``.
+    and the tensor. ``factors``: for each adapted weight, the name of its module, the weight's name, and the factors
+    ``a`` and ``b``.
     """
     form = list[Factors]()
     numbers = [torch.empty(0)]

@@ -81,9 +81,9 @@ def sparse_kernel(narrow: bool, *options: str) -> ctypes.CDLL | None:
 class Sparse(nn.Module):
     """A weight ``[out, in]`` that is held as a :class:`weft.models.sparse_matrix.SparseMatrix`.
 
-    ``weight``: the weight, whose zeros are left out. Values that bfloat16 holds exactly are held in it, as of most
-    published models. ``narrow``: whether the others are rounded to bfloat16 too; if not, they keep their type.
-    ``options``: further options of the kernel's compiler.
+    ``weight``: the weight, whose zeros are left out. If bfloat16 holds all its values exactly, as for most published
+    models, they are kept in it. ``narrow``: whether other weights are rounded to bfloat16 too; if not, they keep their
+    type. ``options``: further options of the kernel's compiler.
     """
 
     def __init__(self, weight: T, narrow: bool = False, *options: str) -> None:

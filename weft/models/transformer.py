@@ -107,7 +107,7 @@ def token_rows(
     shape: ModelShape, weight: VocabularyWeight, logical: Logical, mesh: Mesh,
     table: Table,
 ) -> nn.ModuleDict:  # fmt: skip
-    """Return the module of the rows that an adapter trains for some tokens, in a dict that is empty without such rows.
+    """Return a dict with the module of the rows that an adapter trains for some tokens; it is empty if it trains none.
 
     ``weight``: name of the weight, the embedding's or the output layer's. ``logical``: this rank's shard of the weight.
     ``table``: descriptions of the model's parameters.

@@ -61,9 +61,9 @@ def weave_layers(model: Transformer, whole_blocks: bool) -> None:
 class WovenLayers:
     """Runs layers of a model with their tokens in parts that take turns.
 
-    ``overlap``: decides about parts and turns. ``asked``, ``least``: number of parts (0: the kind's own), and the
-    fewest tokens of a pass that is cut, as the layout says. ``whole_blocks``: whether a block must be called once for
-    all parts, as hooks gather its parameters.
+    ``overlap``: decides about parts and turns. ``asked``: number of parts that the layout asks for; 0: as many as
+    ``overlap`` has by itself. ``least``: the fewest tokens of a pass that is cut in parts. ``whole_blocks``: whether a
+    block must be called once for all parts, as hooks gather its parameters.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class WovenPass:
     @contextmanager
     def running(self, block: Block) -> Iterator[None]:
         """Return a context in which a call of ``block`` takes a sequence of the parts' inputs and returns a tuple of
-        their outputs. Recomputation in backward is included.
+        their outputs. This holds also when backward recomputes the block.
         """
 
         def body(xs: Sequence[T], *of_pass: Any) -> tuple[T, ...]:

@@ -25,8 +25,8 @@ from weft.run.rank_variables import environment_without_ranks
 def rollout_secret() -> str:
     """Return the secret of the channel between a run and its engines.
 
-    It is "" if ``WEFT_SECRET`` protects the channel already. Otherwise it is a new secret, which only engines get that
-    the run itself starts.
+    It is "" if ``WEFT_SECRET`` protects the channel already. Otherwise it is a new secret, which is given only to the
+    engines that the run itself starts.
     """
     return "" if os.environ.get("WEFT_SECRET") else secrets.token_hex(32)
 

@@ -61,9 +61,9 @@ def new_engines(
 def at_load(
     requests: Sequence[ClusterRequest], speeds: Sequence[float], load: float
 ) -> list[ClusterRequest]:
-    """Return ``requests`` with their times stretched so that engines of these relative ``speeds`` are busy for about
-    the fraction ``load`` of the time. The engines' rate is that at which they complete all requests if these come at
-    once.
+    """Return ``requests`` with their times stretched, so that engines of these relative ``speeds`` are busy for about
+    the fraction ``load`` of the time. The rate at which the engines can complete requests is measured by letting all
+    of them come at once.
     """
     together = [request._replace(time=0.0) for request in requests]
     outcomes = simulate_cluster(new_engines(speeds), together)

@@ -212,8 +212,8 @@ def collect_steps(
 class OwnShare(NamedTuple):
     """One rank's share of a minibatch.
 
-    ``rows``: indices of the rank's own transitions in it, where transition ``step x environments + environment`` is the
-    given step of the given environment. ``size``: number of transitions in the minibatch over all ranks.
+    ``rows``: numbers of the rank's own transitions in it; the transition of an environment at a step has the number
+    ``step * environments + environment``. ``size``: number of transitions in the minibatch over all ranks.
     """
 
     rows: np.ndarray

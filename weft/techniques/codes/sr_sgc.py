@@ -48,8 +48,8 @@ class SelectiveRepetition(GradientCode):
         return self.burst
 
     def first(self, job: int, arrived: Arrived) -> list[Result]:
-        """Return the results of the job number ``job`` that arrived in the round in which the job began, which has the
-        same number.
+        """Return the results of the job number ``job`` that arrived in the round of the same number, in which the job
+        begins.
 
         Ranks that repeated an earlier job in that round have no such result. ``arrived``: for each round, the ranks
         whose results arrived in time.

@@ -19,8 +19,8 @@ from weft.registry import register
     figure="texts without what is marked, and all else of them",
 )
 class CutRepeated:
-    """Cuts the paragraphs that the operator ``paragraphs`` has marked out of the documents' texts. A text may be empty
-    afterwards.
+    """Removes from the documents' texts those paragraphs that the operator ``paragraphs`` has marked. A text may be
+    empty afterwards.
     """
 
     def __init__(self, step: DataStep) -> None:

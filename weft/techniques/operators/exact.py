@@ -48,7 +48,7 @@ COMPARED: dict[str, Callable[[str], bytes]] = {
 
 
 class ExactSettings(SurvivorSettings):
-    """Settings of the removal of exact duplicates: which document of equal ones is kept."""
+    """Settings of the removal of exact duplicates: what is compared, and which document of equal ones is kept."""
 
     normalize: Literal["text", "spaces", "words"] = Field(
         "spaces",

@@ -71,8 +71,8 @@ class Average(SyncMethod):
     def weight(self, i: int, j: int) -> float:
         """Return the weight of island ``j`` in the average that its neighbour ``i`` takes (Metropolis weights).
 
-        The weight is ``1 / (1 + e)``, where ``e`` is the larger number of edges that either island has in
-        ``sync.graph``.
+        The weight is ``1 / (1 + e)``, where ``e`` is the number of edges in ``sync.graph`` that the island with more of
+        them has.
         """
         edges = {frozenset(edge) for edge in self.settings.graph}
         return 1 / max(sum(k in edge for edge in edges) + 1 for k in (i, j))

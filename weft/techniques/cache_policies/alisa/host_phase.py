@@ -21,8 +21,8 @@ class HostPhase:
         self._used = 0  # numbers that have been given away once
 
     def relieve(self) -> bool:
-        """Move the oldest blocks on the device of the text that has most of them there to the host. The scheduler calls
-        this when no block is free. Return whether a block has become free.
+        """Take the text that has most blocks on the device, and move its oldest ones there to the host. The scheduler
+        calls this when no block is free. Return whether a block has become free.
         """
         pool = self.scheduler.pool
         text = max(self.scheduler.running, key=self._movable, default=None)

@@ -50,8 +50,8 @@ class SinkWindow(CachePolicy):
         return WindowSelector(self.tokens, self.blocks(size))
 
     def blocks(self, size: int) -> int:
-        """Return how many blocks before its own block a token sees, without the first block of the text. ``size``:
-        tokens of a block.
+        """Return how many blocks a token sees between the text's first block and its own block, neither of them
+        counted. ``size``: tokens of a block.
         """
         return -(-self.tokens // size)
 

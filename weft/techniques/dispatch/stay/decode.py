@@ -68,8 +68,8 @@ class StayingTokens:
         self.begins: dict[int, int] = {}
 
     def takes(self, spans: Sequence[Span]) -> bool:
-        """Return whether every text of ``spans`` computes exactly one token, and no text attends to another one. Other
-        steps are computed in another way.
+        """Return whether this class can compute the step: every text of ``spans`` computes exactly one token, and no
+        text attends to another one.
         """
         writers: dict[int, int] = {}
         for number, span in enumerate(spans):
@@ -109,7 +109,9 @@ class StayingTokens:
         return step.x
 
     def summary(self) -> str:
-        """Return a line for the user about what has travelled between the ranks; "" before the first decode step."""
+        """Return a line for the user that says how many rows have travelled between the ranks per token and layer; ""
+        before the first decode step.
+        """
         sent, layers = self.travelled, self.travelled["layers"]
         if not layers:
             return ""

@@ -20,8 +20,8 @@ class DrawnRoutes:
     step: int
 
     def sources(self, stage: int, microbatch: int) -> list[int]:
-        """Return for each island from which island its ``stage`` gets its input of ``microbatch``, the output of the
-        stage before. The result is a permutation of all islands; for stage 0 it is the islands themselves.
+        """Return for each island the island from which its ``stage`` gets its input of ``microbatch``, which is the
+        output of the stage before. The result is a permutation of all islands; for stage 0 each island has itself.
         """
         if stage == 0:
             return list(range(self.islands))

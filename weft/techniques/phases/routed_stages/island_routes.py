@@ -36,10 +36,11 @@ READ_BY_LAST = (*READ_BY_ALL, "labels", "documents", "weights")
 
 
 class RoutedWire:
-    """A pipeline's wire whose values go on to another island, while there are ``routes``; otherwise it changes nothing.
+    """A pipeline's wire that sends values on to other islands as ``routes`` says.
 
     ``wire``: the transfers inside this island; ``streams``: the connections to this rank's place in other islands.
-    ``routes`` (attribute): the routes of the present step; None: values stay in their island, as in evaluation.
+    ``routes`` (attribute): the routes of the present step; None: values stay in their island, as in evaluation, and the
+    wire does the same as ``wire``.
     """
 
     def __init__(self, wire: Wire, streams: Streams) -> None:
@@ -113,7 +114,9 @@ class RoutedStages(PhaseFiller):
         return loss
 
     def in_order_of_losses(self, totals: Sequence[T]) -> Iterator[T]:
-        """Iterate over ``totals``, one for each microbatch, in the order in which this rank computes their losses."""
+        """Iterate over ``totals``, the numbers by which the losses of the microbatches are divided, in the order in
+        which this rank computes these losses.
+        """
         table = self.pipeline.table(len(totals))
         order = [a.microbatch for a in table.ranks[self.stage] if a.kind == "F"]
         return chain(totals[m] for m in order)
