@@ -28,7 +28,9 @@ def read_documents(source: Source, report: SourceReport | None = None) -> Iterat
 def placed_documents(
     source: Source, report: SourceReport | None = None
 ) -> Iterator[PlacedText]:
-    """Iterate over the documents of ``source`` as :func:`read_documents` does, each with its place."""
+    """Iterate over the documents of ``source`` as :func:`read_documents` does, each with its file and its number in the
+    file.
+    """
     report = report or SourceReport()
     if source.kind not in SOURCES:
         from weft.data.plugin_texts import plugin_documents

@@ -76,8 +76,8 @@ class MovingShares:
     """Plan whose sources have the shares of a ``mixture``, which may change from block to block and be 0 for a while.
 
     In every block each source first gets the whole samples that are due to it. Each remaining sample of the block goes
-    to the source whose number of samples would otherwise fall a whole sample below its share first (earliest deadline
-    first, Tijdeman 1980). So the number of samples of a source never differs from its exact share by a whole sample.
+    to the source that would otherwise be the first to fall a whole sample below its share (earliest deadline first,
+    Tijdeman 1980). So the number of samples of a source never differs from its exact share by a whole sample.
 
     Attributes:
         ``mixture``: the mixture.

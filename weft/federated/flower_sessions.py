@@ -47,7 +47,7 @@ def frame_message(head: Head, payload: bytes, node: int, kind: str) -> Any:
 
 
 def reply_message(head: Head, payload: bytes, question: Any) -> Any:
-    """Return the answer to the Flower message ``question``, which carries a frame."""
+    """Return a Flower message with a frame (``head`` and ``payload``) that answers the Flower message ``question``."""
     from flwr.app import ConfigRecord, Message, RecordDict
 
     record = ConfigRecord({HEAD: json.dumps(head), PAYLOAD: payload})

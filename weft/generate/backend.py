@@ -232,8 +232,8 @@ class Backend(Protocol):
     ) -> AbstractAsyncContextManager[AnswerEvents]:
         """Return a context in which ``requests`` are answered; at its end unfinished answers are cancelled.
         ``session``: name of a conversation or user, by which an engine that knows its earlier requests can be
-        chosen; "": none. ``key``: text that a client has chosen for ``requests``; "": none. If the client's router
-        was lost and it sends the same requests with the same key again, it gets the answers of the engine that has
+        chosen; "": none. ``key``: text that a client has chosen for ``requests``; "": none. A client whose router
+        was lost sends the same requests with the same key again. It then gets the answers of the engine that has
         gone on with them.
 
         Raises :class:`Busy`, :class:`ServerEnding`, and the errors of :meth:`Engine.submit` for any of the requests.

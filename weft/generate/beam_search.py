@@ -46,8 +46,8 @@ class Search:
     cached prefixes the beams may share.
 
     ``prune``: a difference of log-probabilities; infinity: nothing is dropped. A token is dropped if its
-    log-probability is this far below that of its beam's best token, and a text if its score is this far below that of
-    the best ended text.
+    log-probability is this far below that of its beam's best token. A text is dropped if its score is this far below
+    that of the best ended text.
     """
 
     def __init__(

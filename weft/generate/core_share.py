@@ -30,8 +30,8 @@ class CoreShare(NamedTuple):
 
 def core_share(cores: Sequence[int], share: float, last: bool) -> CoreShare:
     """Return which of ``cores`` a phase uses if it may use the fraction ``share`` of them. ``last``: take the last
-    cores instead of the first ones. If one phase takes the first cores and another the last ones, and their shares
-    add up to at most 1, they have at most one core in common.
+    cores instead of the first ones. Two phases that take opposite ends have at most one core in common, if their
+    shares add up to at most 1.
     """
     amount = share * len(cores)
     threads = max(1, min(len(cores), ceil(amount - 1e-6)))

@@ -166,9 +166,7 @@ class KeyOwner:
         return free * self.layout.blocks
 
     def recalled(self) -> list[int]:
-        """Return an empty list, the loans that the lender wants back: unlike another engine, the process never asks for
-        blocks back.
-        """
+        """Return an empty list: the process never asks for lent blocks back, unlike an engine that lends them."""
         return []
 
     def put(self, contents: T, after: int | None) -> int:

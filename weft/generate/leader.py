@@ -367,9 +367,8 @@ class RankReader:
         return layer_parts(self.model, self.pages, *(() if whole else (ranks, place)))
 
     def send_form(self, number: int) -> None:
-        """Send the first rank a description of the part of each cache block that this rank holds (layers, shapes;
-        not the contents), as JSON text. ``number``: number of the
-        step.
+        """Send the first rank a description of the part of each cache block that this rank holds (layers, shapes; not
+        the contents), as JSON text. ``number``: number of the step.
         """
         text = json.dumps([each.form for each in self.held_parts()]).encode()
         form = torch.frombuffer(bytearray(text), dtype=torch.uint8)

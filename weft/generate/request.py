@@ -156,7 +156,7 @@ class Request:
     @property
     def guessable(self) -> Sequence["Generation"]:
         """Return a list of this text itself if a drafter may guess its next tokens in the next step, otherwise an empty
-        list, so that callers can join the lists of several requests.
+        list. Callers join the lists of several requests.
         """
         return ()
 
@@ -254,7 +254,7 @@ class Generation(Request):
         return self._counts
 
     def note_version(self, version: int) -> None:
-        """Note that the weights of number ``version`` draw the next token."""
+        """Note that the next token is computed with the weights of the version number ``version``."""
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.ids) - self.prompt, version))
 

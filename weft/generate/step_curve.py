@@ -66,8 +66,8 @@ class Curve:
 
 
 class StepWatch:
-    """Fits a linear function of their work to the times of an engine's last steps. The methods are called in the
-    engine's thread.
+    """Keeps the work and the times of an engine's last steps, and fits the time as a linear function of the work. The
+    methods are called in the engine's thread.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,8 @@ class StepWatch:
     @property
     def rates(self) -> Sequence[float]:
         """Fitted seconds per unit of each of the six kinds of work that :func:`work_of` counts; empty before there are
-        enough measurements."""
+        enough measurements.
+        """
         if len(self._steps) >= FIT and time.monotonic() >= self._again:
             self._again = time.monotonic() + FIT_S
             with suppress(np.linalg.LinAlgError):  # the fit does not converge

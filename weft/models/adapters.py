@@ -99,7 +99,7 @@ class TokenRows(Module):
         return weight.index_copy(0, index.to(weight.device), rows.to(weight.dtype))
 
     def scored(self, hidden: T, logits: T) -> T:
-        """Return ``logits``, but for tokens with trained rows with the logits that these rows give.
+        """Replace the logits of tokens whose rows are trained by those that the trained rows give; return all logits.
 
         ``hidden``: input of the output layer, ``[..., embed]``; ``logits``: logits of this rank's range of the
         vocabulary, ``[..., vocab/tp]``.

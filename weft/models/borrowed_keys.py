@@ -149,7 +149,7 @@ def attend_borrowing(
 
     ``q``: the queries, of the result's shape; ``layer``: index of the layer; ``window``: the number of tokens that a
     token sees, itself included; 0: all. ``read``: called with a span and ``window``. It returns the keys and the values
-    of the span's text in this cache, and how many of its first tokens are left out, because the window hides them.
+    of the span's text in this cache, and how many of its first tokens the window hides; these are left out.
     """
     pending = [
         (lender.ask(layer, queries, q[places], window), places)

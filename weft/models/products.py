@@ -104,7 +104,7 @@ def times_codes(rows: T, codes: T) -> T:
     """Multiply ``rows`` ``[rows, in]`` with ``codes`` ``[out, in]`` as :class:`KernelOfBytes` does, on any CPU.
 
     Tiles of the weight are converted to float32, one at a time. Products of two bytes are below 2^14, and a tile adds
-    up :data:`EXACT` of them, so that each sum is an integer below 2^24, which float32 holds exactly in any order of
+    up :data:`EXACT` of them. Each sum is thus an integer below 2^24, which float32 holds exactly in any order of
     additions.
     """
     signed = rows.float().sub_(128)

@@ -44,8 +44,8 @@ Enter = Callable[[TokenPart], None]
 
 @dataclass(frozen=True)
 class Weave:
-    """How the tokens of a pass are divided into parts, and how the parts take turns in computing, so that the transfers
-    of one part overlap with the computation of another.
+    """How the tokens of a pass are divided into parts, and how the parts take turns in computing. The transfers of one
+    part then overlap with the computation of another.
 
     Attributes:
         ``parts``: the parts, which together have each token once. All rows are cut at the same tokens. Of parts of the

@@ -144,7 +144,7 @@ def has_words(value: Any) -> bool:
 
 
 def count_marks(value: Any) -> int:
-    """Return how many marks of words the texts of a JSON value contain."""
+    """Return how many marks of messages or of their parts the texts of a JSON value contain."""
     return sum(text.count(_MESSAGE) for text in _texts_in(value))
 
 

@@ -55,7 +55,7 @@ class Multiplexed(Code):
 
     @property
     def own(self) -> int:
-        """Number of parts in a task of a rank, coded or uncoded."""
+        """Number of parts in a task: the parts that a rank computes in one round for a job."""
         return self.stragglers + 1
 
     @property
