@@ -86,7 +86,7 @@ def values_in_words(node: Schema) -> str:
 
 def plural(values: str) -> str:
     """Say of several values what ``values`` says of one."""
-    return re.sub(r"^(list|(whole )?number|text|table)\b", r"\1s", values)
+    return re.sub(r"(^| or )(list|(?:whole )?number|text|table)\b", r"\1\2s", values)
 
 
 def table(fields: dict[str, Schema], required: Collection[str] = ()) -> Iterator[str]:

@@ -169,7 +169,7 @@ def test_a_wrong_value_deep_in_a_program_names_its_place() -> None:
         (
             lambda: Recipe(train=weft.Optimizer()),
             "Recipe: train = Optimizer(...): it should be a section of keys "
-            "(train: Length of the run, batch size and number format)",
+            "(train: Length of the run, batch size, number format, device and recomputation)",
         ),
         (
             lambda: weft.Task(),

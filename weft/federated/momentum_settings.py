@@ -15,7 +15,7 @@ class MomentumSettings(Section):
         gt=0,
         le=1,
         description=(
-            "Weight of a client's own gradient in its local steps. The rest, 1 - beta, is the direction of the "
-            "model's last change, which serves as momentum. 1: no momentum."
+            "Weight of a client's own gradient in its local steps. The direction of the model's last change has the "
+            "weight 1 - beta. 1: no momentum."
         ),
     )

@@ -48,7 +48,8 @@ class Layout(Section):
         1,
         ge=1,
         description=(
-            "Number of context-parallel ranks. They divide each sequence among them, which long sequences need."
+            "Number of context-parallel ranks. They divide each sequence among them, so that long sequences fit "
+            "into memory."
         ),
     )
     tp: int = Field(
@@ -85,9 +86,9 @@ class Layout(Section):
         1,
         ge=1,
         description=(
-            "Number of expert-parallel ranks, which divide the experts of each layer among them. They are no "
-            "additional ranks: neighbouring ranks of dp, shard and cp form groups of this many, together with the "
-            "ranks of tp if ep is a multiple of tp that fits only so."
+            "Number of expert-parallel ranks, which divide the experts of each layer among them. No ranks are "
+            "added: neighbouring ranks of dp, shard and cp form groups of this many. If ep does not divide dp x "
+            "shard x cp, groups also take in the ranks of tp, and ep must be a multiple of tp."
         ),
     )
     island: int = Field(
@@ -118,10 +119,10 @@ class Layout(Section):
         "zigzag",
         description=(
             "Attention across the ranks of cp, each of which holds a part of the tokens. 'ring': keys and values go "
-            "from rank to rank; 'zigzag': the same, and each rank has an early and a late block of tokens, for "
-            "equal work; 'tokenring': queries go round instead; 'gather': all keys and values are fetched at once; "
-            "'lightseq': idle ranks compute for others; 'ulysses': ranks exchange tokens for heads; 'rsa': keeps "
-            "whole rows of scores (a slow baseline)."
+            "from rank to rank; 'zigzag': as 'ring', and each rank has an early and a late block of tokens, for "
+            "equal work; 'tokenring': as 'ring', with queries going round; 'gather': all keys and values are "
+            "fetched at once; 'lightseq': idle ranks compute for others; 'ulysses': each rank gets all tokens of "
+            "some heads; 'rsa': as 'ring', with whole rows of scores in memory (a slow baseline)."
         ),
     )
     ulysses: int = Field(
@@ -186,11 +187,11 @@ class Layout(Section):
     overlap: str = Field(
         "",
         description=(
-            "What a rank computes while data travel between ranks. Of the same pass, while tp exchanges: the other "
-            "half of the sequences ('domino'), the other half of the tokens ('tokens'), the next chunk of tokens "
-            "('chunks'), or parts whose fastest order is measured ('nano'). Of another microbatch, while tokens "
-            "travel to experts in a pipeline: a backward beside a forward pass ('passes'), or two passes of the "
-            "same direction ('pairs'). Empty: nothing."
+            "What a rank computes while data travel between ranks. While ranks of tp exchange: the other half of "
+            "the pass's sequences ('domino'), the other half of its tokens ('tokens'), its next chunk of tokens "
+            "('chunks'), or parts in the order that is measured as fastest ('nano'). While tokens travel to experts "
+            "in a pipeline: a pass of another microbatch in the other direction ('passes') or in the same direction "
+            "('pairs'). Empty: nothing."
         ),
     )
     parts: int = Field(
@@ -256,8 +257,8 @@ class Layout(Section):
     lsh_residual: bool = Field(
         False,
         description=(
-            "For 'lsh' above 0: whether a token's own difference from the mean of its similar tokens is added to "
-            "the experts' result for this mean. If false, all similar tokens get the same result."
+            "For 'lsh' above 0: whether the difference between a token and the mean that was sent for it is added "
+            "to the experts' result for this mean. If false, all similar tokens get the same result."
         ),
     )
     placement: Literal["static", "sharded", "moving"] = Field(

@@ -65,7 +65,9 @@ class Control(Section):
     )
     settings: dict[str, Any] = Field(
         {},
-        description="Keyword arguments with which the environment is created, such as { gravity = 9.0 }.",
+        description=(
+            "Keyword arguments with which the environment is created, such as { g = 9.8 } for 'Pendulum-v1'."
+        ),
     )
     time_limit: int = Field(
         0,
@@ -100,16 +102,16 @@ class Control(Section):
         "ppo",
         description=(
             "Learning method. 'ppo': learns from the newest steps of the policy alone; 'dqn': learns from stored "
-            "steps, for actions that are a choice of a few; 'sac': learns from stored steps, for actions that are "
-            "continuous numbers."
+            "steps, for environments with a few actions to choose from; 'sac': learns from stored steps, for "
+            "actions that are continuous numbers."
         ),
     )
     policy: Literal["auto", "categorical", "gaussian", "beta"] = Field(
         "auto",
         description=(
-            "For method = 'ppo': distribution from which actions are drawn. 'categorical': for choices; 'gaussian' "
-            "or 'beta': for continuous actions, of which 'beta' has bounds. 'auto': what suits the environment's "
-            "actions."
+            "For method = 'ppo': distribution from which actions are drawn. 'categorical': for a few actions to "
+            "choose from; 'beta': for continuous actions within bounds; 'gaussian': for continuous actions without "
+            "bounds. 'auto': the one that suits the environment."
         ),
     )
     hidden: tuple[PositiveInt, ...] = Field(
@@ -174,8 +176,8 @@ class Control(Section):
         ge=0,
         le=1,
         description=(
-            "Discount factor: a reward one step later counts this much less, as a factor. 1: later rewards count in "
-            "full."
+            "Discount factor: a reward is multiplied by this number for each step that it comes later. 1: later "
+            "rewards count in full."
         ),
     )
     trace: float = Field(
@@ -198,8 +200,7 @@ class Control(Section):
         0.0,
         ge=0,
         description=(
-            "For method = 'ppo': weight of the entropy of the policy's distribution, which is subtracted from the "
-            "loss so that actions stay diverse. 0: no such term."
+            "For method = 'ppo': weight of an entropy bonus in the loss, which keeps actions diverse. 0: no bonus."
         ),
     )
     value: float = Field(
@@ -239,9 +240,9 @@ class Control(Section):
         0.0,
         ge=0,
         description=(
-            "For method = 'dqn' and 'sac': number of updates for each environment step. To keep it, environments "
-            "wait for the learner or the learner for environments. 0: nobody waits, and the ratio that results is "
-            "recorded."
+            "For method = 'dqn' and 'sac': number of updates for each environment step. To keep this ratio, "
+            "environments wait for the learner or the learner for environments. 0: nobody waits, and the ratio that "
+            "results is recorded."
         ),
     )
     lockstep: bool = Field(

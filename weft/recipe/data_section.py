@@ -227,9 +227,9 @@ class Chat(Section):
         "template",
         description=(
             "What happens to the assistant's reasoning in earlier turns, which many chat templates leave out. "
-            "'template': left out as the template does, and not learned; 'split': a conversation becomes several "
-            "samples, so that the reasoning of each turn is learned in one; 'keep': one sample with the reasoning "
-            "of all turns."
+            "'template': what the template leaves out is not learned; 'split': a conversation becomes several "
+            "samples, so that the reasoning of each turn is learned in one of them; 'keep': one sample has the "
+            "reasoning of all turns."
         ),
     )
 

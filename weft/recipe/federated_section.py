@@ -119,15 +119,15 @@ class Federated(FederatedTravel):
         "none",
         description=(
             "What happens to updates of simulated clients that are old (see fresh_after). 'none': they are used as "
-            "they are; 'inversion': the server constructs data that would give the same update and trains the "
-            "present model on them, which partly reveals the clients' data."
+            "they are; 'inversion': the server constructs data that would give the same update, and trains the "
+            "present model on them. This partly reveals the clients' data."
         ),
     )
     fresh_after: PositiveInt = Field(
         5,
         description=(
-            "For fresh = 'inversion': how often the model must have changed since the client began its local steps "
-            "for its update to count as old."
+            "For fresh = 'inversion': number of changes of the server's model, since a client began its local "
+            "steps, from which on the client's update counts as old."
         ),
     )
     patience: PositiveFloat = Field(

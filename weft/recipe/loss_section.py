@@ -32,9 +32,10 @@ class Loss(HostSection):
     beta: PositiveFloat = Field(
         0.1,
         description=(
-            "Strength of a loss on answers. In 'dpo' and its like, a larger value keeps the model closer to the "
-            "reference model; in 'orpo' it is the weight of the comparison beside the cross-entropy; in 'simpo' it "
-            "is a factor of the difference between the two answers. 'cross-entropy' and 'reward' do not use it."
+            "Strength of a loss on answers. In losses with a reference model, such as 'dpo' and 'kto', a larger "
+            "value keeps the model closer to it; in 'orpo' it is the weight of the comparison beside the "
+            "cross-entropy; in 'simpo' the difference between the two answers is multiplied by it. 'cross-entropy' "
+            "and 'reward' do not use it."
         ),
     )
     label_smoothing: float = Field(

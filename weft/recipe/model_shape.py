@@ -21,7 +21,7 @@ class RopeScaling(Section):
         "llama3",
         description=(
             "How frequencies are changed. 'linear': all are divided by 'factor'; 'llama3' and 'yarn': only low "
-            "frequencies are, which the settings marked 'llama3' or 'yarn' delimit."
+            "frequencies are, and settings below say for each of these kinds which frequencies are low."
         ),
     )
     factor: PositiveFloat = Field(
@@ -84,9 +84,9 @@ class RopeScaling(Section):
         0.0,
         ge=0,
         description=(
-            "For kind = 'yarn' and attention_factor = 0: number n in the denominator of the formula of mscale. With "
-            "latent attention, all scores are also multiplied by (0.1 n ln(factor) + 1) squared (DeepSeek). 0: "
-            "neither."
+            "For kind = 'yarn': number n in the denominator of (0.1 m ln(factor) + 1) / (0.1 n ln(factor) + 1), by "
+            "which rotated queries and keys are multiplied if attention_factor is 0; m is mscale. With latent "
+            "attention, all scores are also multiplied by (0.1 n ln(factor) + 1) squared (DeepSeek). 0: neither."
         ),
     )
 
@@ -100,9 +100,9 @@ class ModelShape(Section):
         None,
         alias="from",
         description=(
-            "Pretrained model to start from, which then sets all other fields: a Hugging Face "
-            "or Weft folder, a GGUF file or an id of the Hugging Face hub (owner/name). A path "
-            "to a config.json takes the shape alone, with new random weights."
+            "Pretrained model whose weights training starts from: a Hugging Face or Weft folder, a GGUF file or an "
+            "id of the Hugging Face hub (owner/name). The other settings of [model] are then those of this model. A "
+            "path to a config.json takes only its settings, with new random weights. If not set: a new model."
         ),
     )
     kind: str = Field(
@@ -239,7 +239,7 @@ class ModelShape(Section):
         ge=0,
         description=(
             "For mixer = 'linear' or 'retention': every n-th layer has softmax attention instead, where n is this "
-            "number. 0: no layer has."
+            "number. 0: no layer."
         ),
     )
     window: int = Field(
@@ -283,7 +283,7 @@ class ModelShape(Section):
     norm_after: bool = Field(
         False,
         description=(
-            "Add a second norm to attention and to the feed-forward network, after each, besides the one before it "
+            "Add a norm after attention and one after the feed-forward network, besides the norms before them "
             "(Gemma 3)."
         ),
     )
@@ -299,8 +299,8 @@ class ModelShape(Section):
         0,
         ge=0,
         description=(
-            "For residual = 'ladder': index of the first layer, counted from 0, that reads the residual stream in "
-            "this way. Earlier layers are 'standard', as in a pretrained model."
+            "For residual = 'ladder': index, from 0, of the first layer that is 'ladder'. Earlier layers are "
+            "'standard', as in the pretrained model."
         ),
     )
     rope_interleaved: bool = Field(

@@ -24,8 +24,8 @@ class Observe(Section):
         25,
         ge=0,
         description=(
-            "Number of steps after which a step is profiled, to show which shares of its time are computing, "
-            "communication and waiting. 0: none is profiled."
+            "Profile every n-th step, where n is this number, to show which shares of its time are computing, "
+            "communication and waiting. 0: no step."
         ),
     )
     trace: int = Field(

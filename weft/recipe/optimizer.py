@@ -26,7 +26,9 @@ class ParameterGroup(Section):
     weight_decay: float | None = Field(
         None,
         ge=0,
-        description="Weight decay of these parameters, vectors included. If not set: as without the group.",
+        description=(
+            "Weight decay of these parameters. If not set: optimizer.weight_decay for matrices, none for vectors."
+        ),
     )
 
 
@@ -69,10 +71,10 @@ class Optimizer(HostSection):
     kind: str = Field(
         "adamw",
         description=(
-            "Update rule. 'adamw'; 'adafactor' (no first moment, compressed second moment), 'lion' (sign of an "
-            "average of gradients) and 'sgd' (no momentum) update all parameters by this rule; 'muon' (momentum "
-            "made orthogonal), 'galore' and 'natural-galore' (Adam on projected gradients) update the matrices "
-            "within blocks, and AdamW the other parameters."
+            "Update rule. For all parameters: 'adamw', 'adafactor' (no first moment, compressed second moment), "
+            "'lion' (sign of an average of gradients) or 'sgd' (no momentum). For the matrices within blocks alone, "
+            "with AdamW for all other parameters: 'muon' (momentum made orthogonal), 'galore' or 'natural-galore' "
+            "(Adam on projected gradients)."
         ),
     )
     state: str = Field(
@@ -118,8 +120,9 @@ class Optimizer(HostSection):
     betas: tuple[float, float] = Field(
         (0.9, 0.95),
         description=(
-            "Decay rates of the two moving averages of Adam, AdamW, GaLore and Lion: the share of the old average "
-            "that each step keeps. Of Adam's these are the first and the second moment."
+            "Two decay rates, each the share of an old average that a step keeps. For AdamW and GaLore: those of "
+            "the first and of the second moment. For Lion: those of the average whose sign is the update, and of "
+            "the average that is kept."
         ),
     )
     eps: PositiveFloat = Field(

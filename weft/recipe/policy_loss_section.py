@@ -19,16 +19,24 @@ class SamplerCorrection(Section):
     weight: Literal["none", "token", "sequence"] = Field(
         "none",
         description=(
-            "Whose probabilities are compared, in training and in generation, for the weight of a token's loss. "
+            "Which probabilities, in training and in generation, are compared to give the weight of a token's loss. "
             "'token': those of the token; 'sequence': the products over all tokens of its answer; 'none': no "
             "correction, all weights are 1."
         ),
     )
     low: NonNegativeFloat | None = Field(
-        None, description="Smallest weight that is allowed. If not set: no limit."
+        None,
+        description=(
+            "Smallest allowed weight of a token's loss; 'action' says what happens to smaller weights. If not set: "
+            "no limit."
+        ),
     )
     high: PositiveFloat | None = Field(
-        None, description="Largest weight that is allowed. If not set: no limit."
+        None,
+        description=(
+            "Largest allowed weight of a token's loss; 'action' says what happens to larger weights. If not set: no "
+            "limit."
+        ),
     )
     action: Literal["clip", "zero"] = Field(
         "clip",
@@ -63,23 +71,23 @@ class PolicyLoss(Section):
         "tokens",
         description=(
             "What the sum of the tokens' losses in a step is divided by. 'tokens': the number of all written "
-            "tokens; 'constant': the number of answers times the setting 'constant'; 'sequence': the loss of each "
-            "token by the length of its answer, and their sum by the number of answers."
+            "tokens; 'constant': the number of answers times the setting 'constant'; 'sequence': first each token's "
+            "loss by the length of its answer, then the sum by the number of answers."
         ),
     )
     constant: PositiveFloat | None = Field(
         None,
         description=(
-            "For normaliser = 'constant': number by which, times the number of answers, the sum of the tokens' "
-            "losses is divided. If not set: rl.tokens."
+            "For normaliser = 'constant': the sum of the tokens' losses is divided by this number times the number "
+            "of answers. If not set: rl.tokens."
         ),
     )
     ratio: Literal["token", "sequence", "product"] = Field(
         "token",
         description=(
-            "Which ratio of new to old probability multiplies the advantage. 'token': that of each token; "
-            "'sequence': the geometric mean over the tokens of an answer (GSPO); 'product': the product over the "
-            "tokens of an answer (RLOO)."
+            "Which ratio multiplies the advantage: the probability under the weights now, divided by that under the "
+            "weights that wrote the answer. 'token': the ratio of each token; 'sequence': the geometric mean over "
+            "the tokens of an answer (GSPO); 'product': the product over the tokens of an answer (RLOO)."
         ),
     )
     form: Literal["clip", "cispo", "sapo", "vespo"] = Field(
@@ -115,15 +123,15 @@ class PolicyLoss(Section):
     sapo_positive: PositiveFloat = Field(
         1.0,
         description=(
-            "For form = 'sapo': steepness of the sigmoid for tokens with a positive advantage. The larger, the "
-            "smaller the changes of probability that are still rewarded."
+            "For form = 'sapo': steepness of the sigmoid for tokens with a positive advantage. A steeper sigmoid "
+            "limits changes of a token's probability more."
         ),
     )
     sapo_negative: PositiveFloat = Field(
         1.05,
         description=(
-            "For form = 'sapo': steepness of the sigmoid for tokens with a negative advantage, as sapo_positive for "
-            "others."
+            "For form = 'sapo': steepness of the sigmoid for tokens with a negative advantage. A steeper sigmoid "
+            "limits changes of a token's probability more."
         ),
     )
     vespo_positive: tuple[PositiveFloat, PositiveFloat] = Field(
@@ -143,9 +151,9 @@ class PolicyLoss(Section):
     off_policy: PositiveFloat | None = Field(
         None,
         description=(
-            "Leave out answers with a negative advantage that the model has become too unlikely to write "
-            "(DeepSeek-V3.2): those whose mean log-probability per token was higher under the weights that wrote "
-            "them than under the model now, by more than this number. If not set: none is left out."
+            "Largest tolerated drop of an answer's mean log-probability per token, from the weights that wrote it "
+            "to the model now. An answer with a negative advantage and a larger drop is left out of the loss "
+            "(DeepSeek-V3.2). If not set: none is left out."
         ),
     )
     kl: Literal["none", "k1", "k2", "k3"] = Field(
@@ -178,11 +186,11 @@ class PolicyLoss(Section):
         Field(
             "group",
             description=(
-                "How much better an answer was than expected (its advantage). 'group': reward minus the mean of the "
-                "answers to the same question, divided by their standard deviation; 'batch': divided by that of all "
-                "answers in the step instead; 'none': not divided; 'leave-one-out': reward minus the mean of the other "
-                "answers to the question; 'returns': sum of discounted rewards from each token on; 'gae': generalised "
-                "advantage estimation with a critic."
+                "How much better an answer was than expected (its advantage). Reward minus the mean reward of the "
+                "answers to the same question, divided by their standard deviation ('group'), by that of all "
+                "answers in the step ('batch') or by nothing ('none'); reward minus the mean of the other answers "
+                "to the question ('leave-one-out'); sum of the discounted rewards from each token on ('returns'); "
+                "generalised advantage estimation with a critic ('gae')."
             ),
         )
     )
@@ -197,8 +205,8 @@ class PolicyLoss(Section):
         gt=0,
         le=1,
         description=(
-            "For advantage = 'returns' and 'gae': factor (gamma) by which a reward counts less for each token that "
-            "it comes later. 1: no discount."
+            "For advantage = 'returns' and 'gae': factor (gamma) by which a reward is multiplied for each token "
+            "that it comes later. 1: no discount."
         ),
     )
     trace: float = Field(
@@ -206,8 +214,9 @@ class PolicyLoss(Section):
         ge=0,
         le=1,
         description=(
-            "For advantage = 'gae': decay per token (lambda) of the critic's later errors in an advantage. 1: they "
-            "count in full; 0: only the next one counts."
+            "For advantage = 'gae': factor per token (lambda) by which the critic's prediction errors at later "
+            "tokens count less in the advantage of a token. 1: all count in full; 0: only the error at the token "
+            "itself counts."
         ),
     )
     rewards: Literal["sum_then_normalize", "normalize_then_sum"] = Field(

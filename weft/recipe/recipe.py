@@ -91,95 +91,127 @@ class Recipe(Section):
     phases: tuple[Use, ...] = Field(
         (),
         description=(
-            "Plugins that replace a phase of every training step, such as the update "
-            "(docs/reference/extension-kinds.md): a name, or a table { name = ..., settings = {...} }."
+            "Plugins of your own that replace a part (phase) of every training step, such as the update of the "
+            "parameters (docs/reference/extension-kinds.md). Each is a name, or a table { name = ..., settings = "
+            "{...} }."
         ),
     )
     model: ModelShape = Field(
         ModelShape(),
-        description="The model to train: its size, or a pretrained model to start from.",
+        description=(
+            "The model that is trained: a pretrained model to start from, or the sizes of a new transformer."
+        ),
     )
     adapter: Adapter | None = Field(
         None,
-        description="Low-rank adapters (LoRA) to train instead of the model's own weights.",
+        description=(
+            "Train a low-rank adapter (LoRA) beside the frozen weights of the model, instead of these weights."
+        ),
     )
     data: Annotated[SerializeAsAny[Data], with_techniques(Data)] = Field(
-        Data(), description="What the model learns from, and how it becomes tokens."
+        Data(),
+        description="What the model learns from: data sources, how they are mixed, and how they become tokens.",
     )
     layout: Layout = Field(
-        Layout(), description="Number of ranks along each axis of the device mesh."
+        Layout(),
+        description=(
+            "How the ranks divide model, data and work: the number of ranks along each axis (dp, shard, cp, tp, pp, "
+            "ep, island), and how ranks along an axis work together."
+        ),
     )
     train: Train = Field(
-        Train(), description="Length of the run, batch size and number format."
+        Train(),
+        description="Length of the run, batch size, number format, device and recomputation.",
     )
     memory: Memory = Field(
         Memory(),
         description=(
-            "Where weights, gradients, optimizer state and activations are kept while not in "
-            "use."
+            "Where weights, gradients, optimizer state and activations are kept while they are not in use, to train "
+            "models that the device's memory cannot hold."
         ),
     )
     loss: Annotated[SerializeAsAny[Loss], with_techniques(Loss)] = Field(
-        Loss(), description="The loss that training minimises."
+        Loss(),
+        description="The loss that training minimises, and the models that it compares with.",
     )
     optimizer: Annotated[SerializeAsAny[Optimizer], with_techniques(Optimizer)] = Field(
-        Optimizer(), description="Update rule, learning rate and its schedule."
+        Optimizer(),
+        description="The update rule, the learning rate over the run, and the clipping of gradients.",
     )
     validation: Validation = Field(
         Validation(),
-        description="How often and on how much held-out data the loss is measured.",
+        description="How often and on how much held-out data the loss is measured, and what follows from it.",
     )
     tasks: tuple[Annotated[SerializeAsAny[Task], with_techniques(Task)], ...] = Field(
         (),
         description=(
-            "Files of questions to ask the model during training, and tasks whose rewards it learns from."
+            "Questions that the model answers during the run. Without a reward they only measure the model; with "
+            "one, a run with [rl] learns from the rewards of the answers."
         ),
     )
     rl: Reinforcement | None = Field(
         None,
-        description="Reinforcement learning: the model learns from the rewards of answers that it writes itself.",
+        description=(
+            "Reinforcement learning of a language model, which learns from the rewards of answers that it writes "
+            "itself. The rewards are those of [[tasks]]."
+        ),
     )
     roles: Roles = Field(
         Roles(),
-        description="Which ranks write answers in reinforcement learning, and how.",
+        description="For runs with [rl]: which processes write the answers, and how.",
     )
     stream: SampleStream | None = Field(
         None,
-        description="Learn from simulations while they run, instead of training a language model.",
+        description=(
+            "Learn from samples that simulators send while they run, instead of training a language model. The "
+            "model is set in [model] by kind, inputs and outputs."
+        ),
     )
     checkpoint: Checkpoint = Field(
-        Checkpoint(), description="Where checkpoints go, and how often they are saved."
+        Checkpoint(),
+        description="Where and how often checkpoints are saved, and what is exported at the end of the run.",
     )
     observe: Observe = Field(
-        Observe(), description="Which metrics are recorded, and where they are sent."
+        Observe(),
+        description="Which metrics are recorded, how often, and where they are sent.",
     )
     resilience: Annotated[SerializeAsAny[Resilience], with_techniques(Resilience)] = (
         Field(
             Resilience(),
-            description="What a run of several ranks does when a rank dies, stalls or slows down.",
+            description="What a run of several ranks does when a rank dies, stalls, slows down or sends wrong values.",
         )
     )
     sync: Annotated[SerializeAsAny[Sync], with_techniques(Sync)] = Field(
         Sync(),
-        description="How islands (layout.island) exchange what they have learned.",
+        description=(
+            "How islands (layout.island), groups of ranks that train apart from each other, combine what they have "
+            "learned."
+        ),
     )
     generate: Generate | None = Field(
-        None, description="Sample texts to generate at the end of the run."
+        None,
+        description="Sample texts that the model writes at the end of the run, and perhaps before it.",
     )
     control: Control | None = Field(
         None,
-        description="Learn to act in environments, instead of training a language model.",
+        description=(
+            "Reinforcement learning of a small network, which learns to act in environments, instead of training a "
+            "language model."
+        ),
     )
     federated: Federated | None = Field(
         None,
         description=(
-            "Federated training: clients train the model on data of their own, and a server combines their "
-            "updates. Clients are other processes, or simulated on a virtual clock."
+            "Federated training: clients train the model on data of their own, and a server combines their updates. "
+            "Clients are other processes, or they are simulated in one process with simulated time."
         ),
     )
     saddle: Saddle | None = Field(
         None,
-        description="Find a saddle point over ranks, instead of training a language model.",
+        description=(
+            "Find a saddle point, where some parameters minimise and others maximise an objective that is divided "
+            "over devices, instead of training a language model."
+        ),
     )
 
     @model_validator(mode="before")

@@ -29,7 +29,7 @@ class Resilience(HostSection):
         1,
         ge=0,
         description=(
-            "Number of steps after which each rank's state is copied into another rank's memory. When a rank is "
+            "Number of steps between two copies of each rank's state into another rank's memory. When a rank is "
             "lost, the others continue from these copies. 0: no copies; they continue from the last checkpoint."
         ),
     )
@@ -58,10 +58,10 @@ class Resilience(HostSection):
         "mean",
         description=(
             "How the gradients of data-parallel ranks (layout.dp) are combined. All rules but 'mean' tolerate ranks "
-            "that send wrong gradients. 'trimmed-mean': the extremes of each element are dropped; 'krum': the "
-            "gradient nearest to the others; 'multi-krum': the mean of several such; 'bulyan': a trimmed mean of "
-            "several such; 'geometric-median': the point with the smallest sum of distances to all; 'flag': the "
-            "mean within the directions that most gradients share."
+            "that send wrong gradients. 'trimmed-mean': the mean of each element without its extremes; 'krum': the "
+            "one gradient that is nearest to the others; 'multi-krum': the mean of several near ones; 'bulyan': a "
+            "trimmed mean of several near ones; 'geometric-median': the point with the smallest sum of distances to "
+            "all; 'flag': the mean within the directions that most gradients share."
         ),
     )
     faulty: int = Field(

@@ -87,8 +87,8 @@ class Reinforcement(HostSection):
     redraw: NonNegativeInt = Field(
         0,
         description=(
-            "How often a question is replaced by another one if all its answers got the same reward, from which "
-            "nothing can be learned (dynamic sampling of DAPO). 0: it is not replaced."
+            "Largest number of times that a question is replaced by another one because all its answers got the "
+            "same reward, from which nothing can be learned (dynamic sampling of DAPO). 0: it is not replaced."
         ),
     )
     keep: NonNegativeInt = Field(

@@ -76,10 +76,10 @@ class Sync(HostSection):
     compress: str = Field(
         "none",
         description=(
-            "Compression of what islands send. 'none'; 'int8' to 'int4': numbers of so many bits; 'topk:0.01': the "
-            "largest elements, in this share; 'randk:0.1': random elements, in this share; 'powersgd:4': each "
-            "matrix as a product of two thin ones of this rank; 'sign': signs, and a mean size for each block; "
-            "'cocktail': some of the elements, in four bits."
+            "Compression of what islands send. 'none'; 'int8' to 'int4': numbers of so many bits; 'topk:0.01': only "
+            "this share of the elements, the largest; 'randk:0.1': only this share of the elements, at random; "
+            "'powersgd:4': each matrix as a product of two thin ones of this rank; 'sign': signs, and a mean size "
+            "for each block; 'cocktail': some of the elements, in four bits."
         ),
     )
     compress_back: str = Field(
@@ -94,7 +94,8 @@ class Sync(HostSection):
         ge=0,
         description=(
             "Number of synchronisations after which the strength of compression is chosen anew for each tensor "
-            "(L-GreCo), so that tensors that bear it are compressed more. 0: the same strength for all tensors."
+            "(L-GreCo): tensors whose compression does little harm are compressed more. 0: the same strength for "
+            "all tensors."
         ),
     )
     order: Literal["measured", "numbered"] = Field(

@@ -36,7 +36,7 @@ class Train(Section):
         description=(
             "Number of sequences that a rank processes in one pass; gradients accumulate until its share of 'batch' "
             "is done. Smaller numbers take less memory. If not set: the whole share at once, or in a pipeline so "
-            "few that each rank has about 2 x layout.pp passes."
+            "few that each rank has about 2 x layout.pp passes per step."
         ),
     )
     dtype: Dtype = Field(
@@ -55,7 +55,10 @@ class Train(Section):
     )
     compile: bool = Field(
         False,
-        description="Compile the blocks of the model with torch.compile, which makes long runs faster.",
+        description=(
+            "Compile the blocks of the model with torch.compile. This takes time at the start and makes later steps "
+            "faster."
+        ),
     )
     freeze: tuple[str, ...] = Field(
         (),

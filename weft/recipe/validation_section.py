@@ -76,9 +76,10 @@ class Task(HostSection):
     reward: str = Field(
         "",
         description=(
-            "What rewards the answers in a run with [rl]: the name of a built-in task, such as 'addition', or "
-            "FILE.py:FUNCTION for a Python function of your own (docs/how-to/rewards.md). Empty: this task gives no "
-            "rewards; it only measures how many of the questions in 'path' the model answers correctly."
+            "How answers are rewarded in a run with [rl]: by a built-in task such as 'addition' or 'code', given by "
+            "its name, or by a Python function of your own, given as FILE.py:FUNCTION (docs/how-to/rewards.md). "
+            "Empty: there are no rewards; the task only measures how many of the questions in 'path' the model "
+            "answers correctly."
         ),
     )
     path: str = Field(

@@ -27,8 +27,8 @@ class MashaSettings(Section):
         le=1,
         description=(
             "Probability that an update ends with a new reference point. There devices send their gradients whole; "
-            "in between they send compressed differences from the gradients at that point. 0: such that whole and "
-            "compressed messages have equally many bytes in the long run."
+            "in between they send compressed differences from the gradients at that point. 0: the probability with "
+            "which whole and compressed messages have equally many bytes in the long run."
         ),
     )
 

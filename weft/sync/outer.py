@@ -22,9 +22,8 @@ class OuterSettings(Section):
     lr: PositiveFloat = Field(
         0.7,
         description=(
-            "Learning rate of the outer update: islands' common parameters at the beginning of a round are moved by "
-            "the islands' mean change in the round times this number, plus momentum. 1 and no momentum: they become "
-            "the islands' mean."
+            "Learning rate of the outer update, which islands make after each round: they change the parameters "
+            "with which the round began by their mean change times this number, plus momentum."
         ),
     )
     momentum: float = Field(

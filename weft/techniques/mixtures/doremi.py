@@ -20,8 +20,9 @@ class DoremiSettings(Section):
     mix_reference: str = Field(
         "",
         description=(
-            "Reference model with the same tokenizer, with whose losses those of the trained model are compared: a "
-            "run, a checkpoint, a folder or an id of the Hugging Face hub. It must be set."
+            "Reference model with the same tokenizer: a run, a checkpoint, a folder or an id of the Hugging Face "
+            "hub. The loss of each source under the trained model is compared with its loss under this model. It "
+            "must be set."
         ),
     )
     mix_rate: float = Field(
@@ -29,8 +30,8 @@ class DoremiSettings(Section):
         ge=0,
         description=(
             "How fast the weights of the sources change. Each step multiplies a source's weight by exp(mix_rate * "
-            "excess), where the excess is its mean loss above the reference model's (at least 0), and rescales all "
-            "weights to add up to 1."
+            "excess) and rescales all weights to add up to 1. The excess is how far the source's loss is above that "
+            "of the reference model, or 0 if it is below."
         ),
     )
     mix_floor: float = Field(

@@ -19,7 +19,10 @@ class OnlineSettings(Section):
 
     mix_every: PositiveInt = Field(
         50,
-        description="Number of steps between two measurements of the sources' losses, which change their shares.",
+        description=(
+            "Number of steps between two measurements of the sources' losses. After each measurement the shares of "
+            "the sources change."
+        ),
     )
     mix_rows: PositiveInt = Field(
         16,
@@ -29,8 +32,8 @@ class OnlineSettings(Section):
         1.0,
         description=(
             "How fast the shares of the sources change. Each measurement multiplies a source's share by "
-            "exp(mix_rate * excess), where the excess is its loss above its target (see mix_targets; at least 0), "
-            "and rescales all shares to add up to 1."
+            "exp(mix_rate * excess) and rescales all shares to add up to 1. The excess is how far the source's loss "
+            "is above its target (see mix_targets), or 0 if it is below."
         ),
     )
     mix_floor: float = Field(

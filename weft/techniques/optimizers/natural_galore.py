@@ -22,8 +22,8 @@ class NaturalGaLoreSettings(GaLoreSettings):
     history: PositiveInt = Field(
         4,
         description=(
-            "Number of latest projected gradients from which a Fisher matrix is estimated. Gradients are multiplied "
-            "by its inverse. Each takes as much memory as a moment."
+            "Number of latest projected gradients that are kept to estimate a Fisher matrix, by whose inverse "
+            "gradients are multiplied. Each kept gradient takes as much memory as a moment."
         ),
     )
 

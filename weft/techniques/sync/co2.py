@@ -25,9 +25,8 @@ class CO2Settings(OuterSettings):
     lr: PositiveFloat = Field(
         1.0,
         description=(
-            "Learning rate of the outer update: islands' common parameters at the beginning of a round are moved by "
-            "the islands' mean change in the round times this number, plus momentum. 1 and no momentum: they become "
-            "the islands' mean."
+            "Learning rate of the outer update, which islands make after each round: they change the parameters "
+            "with which the round began by their mean change times this number, plus momentum."
         ),
     )
     momentum: float = Field(
@@ -43,7 +42,7 @@ class CO2Settings(OuterSettings):
         1.0,
         description=(
             "Number by which the islands' mean change is divided because it is used a round late. Larger numbers "
-            "are more careful. 1: it is not divided."
+            "make smaller updates. 1: it is not divided."
         ),
     )
     clip: PositiveFloat = Field(

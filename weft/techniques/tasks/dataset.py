@@ -19,9 +19,9 @@ class DatasetSettings(Section):
     scorer: Literal["exact", "contains", "number", "regex"] = Field(
         "exact",
         description=(
-            "How an answer is compared with the right one, of which blanks at the ends are ignored. 'exact': it is "
-            "the same text; 'contains': it contains the right answer; 'number': the last number in both is the "
-            "same; 'regex': the right answer is a regular expression that must match the whole answer."
+            "How an answer is compared with the right one. Blanks at the ends are ignored. 'exact': it is the same "
+            "text; 'contains': it contains the right answer; 'number': the last number in both is the same; "
+            "'regex': the right answer is a regular expression that must match the whole answer."
         ),
     )
 

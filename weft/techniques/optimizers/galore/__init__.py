@@ -46,13 +46,16 @@ class GaLoreSettings(Section):
     refresh: PositiveInt = Field(
         200,
         description=(
-            "Number of steps after which the directions are computed anew from the latest gradient. Gradients are "
-            "projected onto them."
+            "Number of steps after which the directions onto which gradients are projected are computed anew, from "
+            "the latest gradient."
         ),
     )
     scale: PositiveFloat = Field(
         0.25,
-        description="Number by which the updates of projected matrices are multiplied, besides the learning rate.",
+        description=(
+            "Number by which the updates of matrices with projected gradients are multiplied, besides the learning "
+            "rate."
+        ),
     )
 
 
