@@ -48,7 +48,7 @@ def experts_command(
     router_steps: Annotated[int, typer.Option(min=1, help=_router)] = 1000,
     as_json: AsJson = False,
 ) -> int:  # fmt: skip
-    """Train experts apart, each on a domain or a cluster of its own and as large as that is hard, and join them.
+    """Train experts apart, each on a domain or a cluster of its own and in a size of its own, and join them.
 
     They exchange nothing. weft generate, weft serve and weft eval take the folder as a model: in every text an expert
     counts by how likely it has made the text so far. With --clusters, weft sample takes it: a router says how much each

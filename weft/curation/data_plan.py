@@ -122,7 +122,7 @@ def budget_samples(
     ``flops``: the budget in floating-point operations. ``steps``: the budget in optimizer steps. ``parameters``: number
     of the model's parameters; a token costs 6 operations per parameter. ``step_tokens``: number of tokens of a step. If
     one of the last two is missing, the ``measured`` runs give the cost of a token or the tokens of a step. Raises
-    :class:`UsageError` if they do not know it either.
+    :class:`UsageError` if these runs do not have it either.
     """
     given = [number for number in (tokens, flops, steps) if number is not None]
     if len(given) != 1:

@@ -42,9 +42,8 @@ def k_means(
     cosine: bool = False,
     sample_per_cluster: int = 256,
 ) -> Clustering:
-    """Divide ``vectors`` into clusters by Lloyd's algorithm, with initial centroids by k-means++.
-
-    Arthur and Vassilvitskii 2007; Dhillon and Modha 2001.
+    """Divide ``vectors`` into clusters by Lloyd's algorithm, with initial centroids by k-means++ (Arthur and
+    Vassilvitskii 2007; Dhillon and Modha 2001).
 
     Arguments:
         ``vectors``: ``[vectors, width]``. Their order decides the random choices, so callers sort them by document ids.

@@ -199,8 +199,8 @@ def _adapt(module: Module, name: str, y: T, low: T) -> T:
 def row_norms(weight: T) -> T:
     """Return the Euclidean norm of every row of a weight ``[out, in]``: ``[out]``, in float64.
 
-    Because it is computed in float64, the norm is the same when it is rounded to a narrower type, however ranks have
-    split the sum.
+    It is computed in float64, so that it does not depend on how ranks have split the sum, once it is rounded to a
+    narrower type.
     """
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64)
 

@@ -61,9 +61,9 @@ def weave_layers(model: Transformer, whole_blocks: bool) -> None:
 class WovenLayers:
     """Runs layers of a model with their tokens in parts that take turns.
 
-    ``overlap``: decides about parts and turns. ``asked``: number of parts that the layout asks for; 0: as many as
-    ``overlap`` has by itself. ``least``: the fewest tokens of a pass that is cut in parts. ``whole_blocks``: whether a
-    block must be called once for all parts, as hooks gather its parameters.
+    ``overlap``: decides about parts and turns. ``asked``: number of parts that the layout asks for; 0: ``overlap``
+    chooses the number. ``least``: the fewest tokens of a pass that is cut in parts. ``whole_blocks``: whether a block
+    must be called once for all parts, as hooks gather its parameters.
     """
 
     def __init__(

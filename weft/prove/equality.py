@@ -227,9 +227,9 @@ def compare_with_one_device(
     prepared recipe.
 
     In every step the device computes gradients of its own, which are compared with the layout's. Then it updates its
-    parameters with the layout's gradients. The final parameters thus differ only if the optimizers differ. If the
-    device used its own gradients, the runs would part. Where a gradient should be zero, Adam turns its rounding noise
-    into an update of full size.
+    parameters with the layout's gradients. The final parameters thus differ only if the optimizers differ. With its own
+    gradients, the parameters of device and layout would drift apart: where a gradient should be zero, Adam turns its
+    rounding noise into an update of full size.
     """
     traces = [trace] * mesh.layout.world
     if mesh.layout.world > 1:

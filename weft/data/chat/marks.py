@@ -192,7 +192,7 @@ class Marked:
     plain: frozenset[int]
 
     def groups(self, number: int) -> list[list[int]]:
-        """Return the positions where words of message ``number`` begin or end.
+        """Return the positions where words of message ``number`` begin or end, as a list of lists.
 
         Each inner list is one run of marks of this message, without marks of another message between them.
         """

@@ -26,9 +26,10 @@ WEIGHT = 0.2
 class ByWorkload:
     """Chooses the engine with the largest ``weight * t_min / t - (1 - weight) * work / mean``.
 
-    ``t``: the estimated time of the request on an engine. ``t_min``: the smallest of these times over all engines.
-    ``work``: the estimated seconds of all requests that an engine has not ended yet. ``mean``: the mean ``work`` of all
-    engines. Without any work, the fastest engine is chosen.
+    ``weight``: a number from 0 to 1; the larger, the more speed counts against workload. ``t``: the estimated time of
+    the request on an engine. ``t_min``: the smallest of these times over all engines. ``work``: the estimated seconds
+    of all requests that an engine has not ended yet. ``mean``: the mean ``work`` of all engines. Without any work, the
+    fastest engine is chosen.
     """
 
     def __init__(self, weight: float = WEIGHT) -> None:
