@@ -273,8 +273,8 @@ class Layout(Section):
         2,
         ge=1,
         description=(
-            "For placement = 'sharded' and 'moving': number of copies of busy experts that each rank has room for, "
-            "in each layer."
+            "For placement = 'sharded' and 'moving': number of other ranks' experts of which each rank can hold "
+            "a copy, in each layer."
         ),
     )
     order: str = Field(

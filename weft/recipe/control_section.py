@@ -17,14 +17,16 @@ class RewardTerm(Section):
     )
     limit: PositiveFloat = Field(
         1.0,
-        description="Absolute value of the element from which on the full 'penalty' applies.",
+        description=(
+            "Absolute value of the penalised element (see 'index') from which on the full 'penalty' applies."
+        ),
     )
     free: float = Field(
         0.0,
         ge=0,
         description=(
-            "Absolute value of the element up to which there is no penalty. From there to 'limit' the penalty grows "
-            "in a straight line."
+            "Absolute value of the penalised element (see 'index') up to which there is no penalty. From there "
+            "to 'limit' the penalty grows in a straight line."
         ),
     )
     penalty: float = Field(
@@ -39,8 +41,8 @@ class RewardTerm(Section):
     ends: bool = Field(
         False,
         description=(
-            "Whether the episode ends without a reward as soon as the absolute value of the element is above "
-            "'limit'."
+            "Whether the episode ends without a reward as soon as the absolute value of the penalised element "
+            "(see 'index') is above 'limit'."
         ),
     )
 

@@ -21,10 +21,11 @@ class Federated(FederatedTravel):
     policy: str = Field(
         "fedavg",
         description=(
-            "Federation policy, which decides which clients train, for how many steps, and how their updates change "
-            "the model. 'fedavg': rounds in which all wait for all; 'fedavg-m', 'scaffold' and 'scaffold-m': rounds "
-            "with corrections of clients' steps; 'fedasync': each update at once; 'fedbuff': several updates "
-            "together; 'fedcompass': clients of different speed arrive together; 'fedfix': changes at fixed times."
+            "Federation policy, which decides which clients train, for how many steps, and how their updates "
+            "change the model. 'fedavg': rounds in which the server waits for all; 'fedavg-m', 'scaffold' and "
+            "'scaffold-m': such rounds with corrections of the clients' steps; 'fedasync': each update changes "
+            "the model at once; 'fedbuff': several updates together do; 'fedcompass': slow clients get fewer "
+            "steps, so that clients arrive together; 'fedfix': changes at fixed times."
         ),
     )
     listen: str = Field(
@@ -126,8 +127,8 @@ class Federated(FederatedTravel):
     fresh_after: PositiveInt = Field(
         5,
         description=(
-            "For fresh = 'inversion': number of changes of the server's model, since a client began its local "
-            "steps, from which on the client's update counts as old."
+            "For fresh = 'inversion': a client's update counts as old if the server's model has changed at "
+            "least this many times since the client began its local steps."
         ),
     )
     patience: PositiveFloat = Field(

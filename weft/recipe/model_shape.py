@@ -108,10 +108,10 @@ class ModelShape(Section):
     kind: str = Field(
         "",
         description=(
-            "'diffusion': a transformer that makes images or videos from noise (docs/how-to/images.md). "
-            "'mlp': a network that maps arrays to arrays, for [stream]. Any other value: a model that a "
-            "plugin registered (docs/reference/extension-kinds.md), with which only 'settings' and 'vocab' "
-            "can be set here. Empty: a transformer that writes tokens."
+            "What kind of model it is. Empty: a transformer that writes tokens; 'diffusion': a transformer that "
+            "makes images or videos from noise (docs/how-to/images.md); 'mlp': a network that maps arrays to "
+            "arrays, for [stream]. Any other value names a plugin's model (docs/reference/extension-kinds.md), "
+            "with which only 'settings' and 'vocab' can be set here."
         ),
     )
     settings: dict[str, Any] = Field(

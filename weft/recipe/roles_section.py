@@ -50,9 +50,9 @@ class RolloutRole(Section):
     invariant: bool = Field(
         False,
         description=(
-            "Whether generation computes exactly the same log-probabilities as training, to the last bit, which "
-            "makes both slower. It needs a model without experts that is whole on every rank, on CPUs, and answers "
-            "that are written by the ranks that train."
+            "Whether generation computes exactly the same log-probabilities as training, to the last bit. This "
+            "makes both slower. It needs a model without experts that is whole on every rank, on CPUs, and "
+            "answers that are written by the ranks that train."
         ),
     )
 

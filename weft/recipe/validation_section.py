@@ -41,17 +41,14 @@ class Validation(Section):
         0,
         ge=0,
         description=(
-            "Number of validations in a row without a lower loss than before after which the run ends (early "
-            "stopping). 0: it does not end for this reason."
+            "End the run after this many validations in a row without a new lowest loss (early stopping). 0: "
+            "never."
         ),
     )
     until: float = Field(
         0,
         ge=0,
-        description=(
-            "Validation loss at which the run ends: it stops after the first validation with a loss of at most this "
-            "number. 0: it does not end for this reason."
-        ),
+        description="End the run after the first validation with a loss of at most this number. 0: never.",
     )
 
     @model_validator(mode="after")

@@ -232,15 +232,15 @@ class SequentialSettings(Section):
     burst: PositiveInt = Field(
         1,
         description=(
-            "Number of jobs (resilience.jobs) in which the same rank may be late, among any 'window' consecutive "
-            "ones."
+            "Number of jobs (see resilience.jobs) in which the same rank may be late, among any 'window' "
+            "consecutive ones."
         ),
     )
     window: int = Field(
         2,
         ge=2,
         description=(
-            "Number of consecutive jobs (resilience.jobs) to which the limits apply: among them, at most "
-            "resilience.stragglers ranks may be late, and each of these in at most 'burst' jobs."
+            "Number of consecutive jobs (see resilience.jobs) in which at most resilience.stragglers ranks may "
+            "be late, each in at most 'burst' of them."
         ),
     )

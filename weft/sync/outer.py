@@ -22,8 +22,9 @@ class OuterSettings(Section):
     lr: PositiveFloat = Field(
         0.7,
         description=(
-            "Learning rate of the outer update, which islands make after each round: they change the parameters "
-            "with which the round began by their mean change times this number, plus momentum."
+            "Learning rate of the outer update, which islands make after each round. The parameters at the "
+            "beginning of the round are moved by this number times the islands' mean change in the round, plus "
+            "momentum."
         ),
     )
     momentum: float = Field(

@@ -37,16 +37,16 @@ class FedCompassSettings(Section):
     max_steps: PositiveInt = Field(
         100,
         description=(
-            "Largest number of local steps that the server gives a client. A client's first work has this many, "
-            "from which its speed is measured."
+            "Largest number of local steps that the server gives a client. A new client first takes this many, "
+            "so that its speed can be measured."
         ),
     )
     latest: float = Field(
         1.5,
         ge=1,
         description=(
-            "How long the server waits for the clients of a group, which should arrive together, as a multiple of "
-            "the expected time. Later updates become part of the next change."
+            "How long the server waits for a group of clients that should arrive together, as a multiple of the "
+            "time that it expects them to take. Later updates become part of the next change."
         ),
     )
     normalise: bool = Field(

@@ -22,8 +22,8 @@ class NaturalGaLoreSettings(GaLoreSettings):
     history: PositiveInt = Field(
         4,
         description=(
-            "Number of latest projected gradients that are kept to estimate a Fisher matrix, by whose inverse "
-            "gradients are multiplied. Each kept gradient takes as much memory as a moment."
+            "Number of latest projected gradients that are kept to estimate a Fisher matrix. Gradients are "
+            "multiplied by the inverse of this matrix. Each kept gradient takes as much memory as a moment."
         ),
     )
 

@@ -22,10 +22,10 @@ class KTOSettings(Section):
     """Recipe settings of KTO: the weights of good and of bad answers."""
 
     desirable: PositiveFloat = Field(
-        1.0, description="Weight in the loss of answers that are marked as good."
+        1.0, description="Weight of answers marked as good in the loss."
     )
     undesirable: PositiveFloat = Field(
-        1.0, description="Weight in the loss of answers that are marked as bad."
+        1.0, description="Weight of answers marked as bad in the loss."
     )
 
 

@@ -23,13 +23,13 @@ class AdditionSettings(Section):
     )
     reversed: bool = Field(
         False,
-        description="Write the right answer with its digits from right to left, which small models learn faster.",
+        description="Write the right answer with its digits from right to left. Small models learn this faster.",
     )
     padded: bool = Field(
         False,
         description=(
-            "Write the numbers and their sum with leading zeros, so that all have the same length, which small "
-            "models learn faster."
+            "Write the numbers and their sum with leading zeros, so that each always has the same length. Small "
+            "models learn this faster."
         ),
     )
 

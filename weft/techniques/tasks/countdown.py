@@ -31,7 +31,7 @@ class CountdownSettings(Section):
         20,
         ge=2,
         le=1000,
-        description="Largest of the whole numbers (from 1 on) that a question gives.",
+        description="Largest number that a question can give. Numbers are whole and at least 1.",
     )
 
 

@@ -20,7 +20,7 @@ class SortingSettings(Section):
         5,
         ge=2,
         le=26,
-        description="How many letters each question gives, which the answer has to sort by the alphabet.",
+        description="How many letters each question gives. The answer has to list them in alphabetical order.",
     )
 
 

@@ -46,8 +46,8 @@ class GaLoreSettings(Section):
     refresh: PositiveInt = Field(
         200,
         description=(
-            "Number of steps after which the directions onto which gradients are projected are computed anew, from "
-            "the latest gradient."
+            "Number of steps between two computations of the directions onto which gradients are projected. "
+            "They are computed from the latest gradient."
         ),
     )
     scale: PositiveFloat = Field(
