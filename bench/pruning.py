@@ -3,7 +3,8 @@
     python bench/pruning.py [--python VENV/bin/python] [--draws 3] [--json bench/results/pruning.json]
 
 The digits are those of scikit-learn, which may stand in a venv of its own (``--python``): 1,200 to choose from, 597 to
-judge on, the accuracy of small networks. The clusters are ten Gaussian classes, five dense and five wide, of 50
+judge on, the accuracy of small networks, once with the plain choice and once with a floor for each class, half of
+what an equal share would be. The clusters are ten Gaussian classes, five dense and five wide, of 50
 examples each, once with wide ones that touch others and once apart; 20 % are kept, as many of each cluster or by
 density, the farthest or random ones inside a cluster, and the class of the nearest kept example is judged.
 """
@@ -39,6 +40,8 @@ from weft.curation.small_network import network_accuracy
 RESULTS = Path(__file__).parent / "results" / "pruning.json"
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.05)
 TRAINED = 1200
+#: Floor of each class, as a share of its equal part.
+BALANCE = 0.5
 CHOICES: dict[str, Keep] = {"hard": "high", "easy": "low", "random": "random"}
 #: Distance of the centres of clusters, and width of the wide ones.
 CLUSTERS = {"touching": (3.0, 1.2), "apart": (6.0, 1.5)}
@@ -66,8 +69,11 @@ def digits(python: str) -> Examples:
     return features[order], labels[order]
 
 
-def pruned_digits(examples: Examples, draws: int) -> dict[str, Any]:
-    """Accuracy in percent by metric, share and choice: the mean over draws of the seeds."""
+def pruned_digits(examples: Examples, draws: int, balance: float) -> dict[str, Any]:
+    """Accuracy in percent by metric, share and choice: the mean over draws of the seeds.
+
+    ``balance``: what each class keeps at least, as a share of what it would keep if all classes kept equally many.
+    """
     features, labels = examples
     names = [f"{i:04}" for i in range(TRAINED)]
     x, y = features[:TRAINED], labels[:TRAINED]
@@ -87,7 +93,9 @@ def pruned_digits(examples: Examples, draws: int) -> dict[str, Any]:
                 scores = scored(seed)
                 for choice, keep in CHOICES.items():
                     order = score_order(scores, names, keep, seed)
-                    kept = choose_best(order, round(share * TRAINED))
+                    count = round(share * TRAINED)
+                    floor = int(balance * count / 10)
+                    kept = choose_best(order, count, y.astype(np.str_), floor)
                     if choice != "random":
                         sizes = np.bincount(y[kept], minlength=10)
                         fewest = min(fewest, int(sizes.min()))
@@ -95,7 +103,13 @@ def pruned_digits(examples: Examples, draws: int) -> dict[str, Any]:
                     row[choice].append(100 * right)
             figures = {name: round(float(np.mean(v)), 1) for name, v in row.items()}
             table[metric][f"{share:.0%}"] = figures | {"fewest_of_a_class": fewest}
-            print(metric, f"{share:.0%}", table[metric][f"{share:.0%}"], flush=True)
+            print(
+                metric,
+                balance,
+                f"{share:.0%}",
+                table[metric][f"{share:.0%}"],
+                flush=True,
+            )
     return table
 
 
@@ -151,7 +165,9 @@ def main() -> None:
     for name, (apart, wide) in CLUSTERS.items():
         figures["clusters"][name] = pruned_clusters(12, apart, wide)
         print("clusters", name, figures["clusters"][name], flush=True)
-    figures["digits"] = pruned_digits(digits(args.python), args.draws)
+    examples = digits(args.python)
+    figures["digits"] = pruned_digits(examples, args.draws, 0.0)
+    figures["digits_with_floor"] = pruned_digits(examples, args.draws, BALANCE)
     args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
