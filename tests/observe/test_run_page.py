@@ -238,7 +238,7 @@ def test_words_of_a_layout_have_a_legend(tmp_path: Path) -> None:
     page = write_report(fake_run(tmp_path / "run", steps=3, resume_at=None)).read_text()
     meanings = dict(re.findall(r"<dt>(\w+)</dt><dd>(.*?)</dd>", page))
     assert list(meanings) == ["shard", "cp"]
-    assert meanings["cp"].startswith("Context parallel ranks")
+    assert "parallel ranks" in meanings["cp"]
 
 
 def test_no_run_is_one_line(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ HUNG = 240
 
 def _be(
     rank: int, world: int, port: int, recipe: Recipe, out: str, joins: bool, row_s: float, gate: int | None,
-    layer_s: float = 0.0,
+    layer_s: float = 0.0, ahead_s: float = 0.0,
 ) -> None:  # fmt: skip
     gc.freeze()  # what the server has imported need not be looked at again
     os.environ |= rank_environment(rank, world, 1)
@@ -46,6 +46,8 @@ def _be(
     )
     if layer_s:
         _layers_take(layer_s)
+    if ahead_s:
+        _layers_travel(ahead_s, Path(f"{out}.{rank}.ahead"))
     with open(f"{out}.{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -122,6 +124,22 @@ def _layers_take(layer_s: float) -> None:
     Transformer.run_block = run  # type: ignore[method-assign]
 
 
+def _layers_travel(ahead_s: float, note: Path) -> None:
+    """From now on every message about a layer that moves to another rank takes so long. ``note`` appears with the
+    first.
+    """
+    from weft.resilience.layers_ahead import LayerMessage, LayersAhead
+
+    plain = LayersAhead._send
+
+    def send(ahead: LayersAhead, message: LayerMessage) -> None:
+        note.touch()
+        time.sleep(ahead_s)
+        plain(ahead, message)
+
+    LayersAhead._send = send  # type: ignore[method-assign]
+
+
 def _note_when_let_in(note: Path) -> None:
     """Make the file when this process has been let in to islands that went on without its own."""
     plain = IslandParty.come
@@ -147,10 +165,11 @@ class Ranks:
         row_s: Sequence[float] = (0.0,),
         gate: int | None = None,
         layer_s: Sequence[float] = (0.0,),
+        ahead_s: float = 0.0,
     ) -> None:
         # Forking from a server that has imported PyTorch starts a rank in milliseconds.
         context = fork_server((*PRELOAD, __name__))
-        self._layer_s = layer_s
+        self._layer_s, self._ahead_s = layer_s, ahead_s
         self.recipe, self.out, self._context, self._row_s, self._gate = (
             recipe,
             out,
@@ -180,6 +199,7 @@ class Ranks:
                 row_s,
                 self._gate,
                 layer_s,
+                self._ahead_s,
             )
             self.processes.append(
                 self._context.Process(target=_be, args=given, daemon=True)
@@ -247,12 +267,12 @@ class Ranks:
 @contextmanager
 def ranks(
     recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,), gate: int | None = None,
-    layer_s: Sequence[float] = (0.0,),
+    layer_s: Sequence[float] = (0.0,), ahead_s: float = 0.0,
 ) -> Iterator[Ranks]:  # fmt: skip
     """The ranks of a run in the folder ``out``; none is left at the end. ``layer_s``: seconds that a layer takes on
-    each, forward and backward.
+    each, forward and backward. ``ahead_s``: seconds that each message about a layer that moves takes besides.
     """
-    started = Ranks(recipe, out, row_s, gate, layer_s)
+    started = Ranks(recipe, out, row_s, gate, layer_s, ahead_s)
     try:
         yield started
     finally:

@@ -241,6 +241,29 @@ def test_a_slow_stage_gets_fewer_layers(corpus: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name
+)
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_a_rank_is_lost_while_layers_travel(
+    corpus: str, tmp_path: Path, lost: int, number: signal.Signals
+) -> None:
+    """It sends them, receives them, or does neither: the others go on without it and without what has come."""
+    out, alone = tmp_path / "run", tmp_path / "alone"
+    change = {"train__steps": 24, "train__micro_batch": 1, "validation__every": 0, "model__layers": 12}  # fmt: skip
+    train_job(prepare(job(corpus, "", **change)), Mesh.single(), alone)
+    wished = job(corpus, "pp=4", **change, resilience__actions="rebalance")
+    with ranks(wished, out, layer_s=(0.03, 0.01, 0.01, 0.01), ahead_s=0.2) as run:
+        run.wait_for(Path(f"{out}.0.ahead").exists)
+        run.signal(lost, number)
+        run.end(lost=[lost])
+        views = run.records("view")
+    assert losses(out) == pytest.approx(losses(alone), rel=1e-10)
+    assert recorded_once(out) == list(range(1, 25))
+    assert [gone["number"] for view in views for gone in view["lost"]] == [lost]
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(20))
 def test_faults_at_random_instants(
