@@ -18,6 +18,7 @@ from weft.data.pictures import read_pictures
 from weft.data.size_buckets import ImageSize, nearest_bucket
 from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.image_loader import ImageLoader
+from weft.diffusion.learned_sizes import SIZES_FILE, learned_sizes, sizes_file
 from weft.diffusion.noise_process import NoiseProcess
 from weft.errors import UsageError
 from weft.layout.mesh import Mesh
@@ -131,6 +132,14 @@ def test_a_size_that_no_image_gets_is_said(several: str) -> None:
     assert not read_pictures(several, buckets=BUCKETS).notes
 
 
+def test_a_checkpoint_knows_the_learned_sizes_the_commonest_first(several: str) -> None:
+    pictures = read_pictures(several, buckets=[[4, 6], [6, 4], [64, 2]])
+    assert learned_sizes(sizes_file(pictures.sizes)) == ((4, 6), (6, 4))
+    assert [tuple(s) for s in pictures.sizes.tolist() if s == [4, 6]] == [(4, 6)] * 6
+    assert sizes_file(None) == {} and learned_sizes({}) == ()
+    assert learned_sizes({SIZES_FILE: b"[[1]]"}) == ()
+
+
 def test_wrong_buckets_are_one_line(several: str) -> None:
     wrong: Any
     for wrong in ([[4]], [4, 4], 5, "4,4", [["4", 4]], [[4, 0]], [[4.5, 4]], [None]):
@@ -173,6 +182,11 @@ micro_batch = 4
         code, _, err = command(*sample, "--size", "6,4", *table, "--out", drawn)
         assert code == 0, err
         assert torch.load(drawn / "samples.pt").shape == (2, 1, 6, 4)
+    drawn = tmp_path / "usual"
+    assert command(*sample, "--out", drawn)[0] == 0
+    assert [*torch.load(drawn / "samples.pt").shape[2:]] in BUCKETS  # and not 6 x 6
+    code, _, err = command(*sample, "--size", "6,6", "--out", tmp_path / "unlearned")
+    assert code == 0 and "has learned " in err and "not this size" in err
     wrong = {
         "7,4": "of up to 6,6",
         "8,8": "of up to 6,6",

@@ -8,8 +8,9 @@ import io
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 
 from tests.models.test_diffusion_transformer import model_of
 from tests.serve.running import JSON, until
+from weft.data.size_buckets import ImageSize
 from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.image_files import as_pixels
 from weft.diffusion.picture_engine import PictureEngine
@@ -33,8 +35,12 @@ from weft.serve.picture_service import PictureService
 class PicturesRunning:
     """A server of images in a thread, and a client of it."""
 
-    def __init__(self, keys: tuple[str, ...] = (), drain: float = 60) -> None:
-        self.denoiser = Denoiser(model_of(), ("dark", "light", "seven"))
+    def __init__(
+        self, keys: tuple[str, ...] = (), drain: float = 60, learned: Any = ()
+    ) -> None:
+        names = ("dark", "light", "seven")
+        self.denoiser = Denoiser(model_of(), names, None, learned)
+        self.denoiser = self.denoiser.sized(learned[0]) if learned else self.denoiser
         self.engine = PictureEngine(self.denoiser, 2)
         self.service = PictureService(self.engine, 6)
         self.server = PictureServer(self.service, self.denoiser, "tiny", keys)
@@ -171,6 +177,27 @@ def test_other_models_paths_and_bodies(server: PicturesRunning) -> None:
     assert broken.status_code == 400 and "JSON" in broken.json()["error"]["message"]
     (card,) = server.client.get("/v1/models").json()["data"]
     assert card["size"] == "6x4" and card["classes"] == ["dark", "light", "seven"]
+
+
+def test_learned_sizes_are_made_side_by_side_and_others_refused() -> None:
+    running = PicturesRunning(learned=(ImageSize(4, 4), ImageSize(2, 6)))
+    try:
+        about = {"seed": 5, "steps": 3}
+        with ThreadPoolExecutor() as clients:
+            asked = ({}, {"size": "6x2"}, {"size": "4x4", "guidance": 2})
+            answers = [*clients.map(lambda each: running.ask(prompt=1, **about, **each).json(), asked)]  # fmt: skip
+        assert [answer["size"] for answer in answers] == ["4x4", "6x2", "4x4"]
+        wide = SimpleNamespace(denoiser=running.denoiser.sized((2, 6)))
+        images = [pixels_of(answer["data"][0]["b64_json"]) for answer in answers]
+        assert near(images[0], expected(running, 1, **about))
+        assert near(images[1], expected(cast(Any, wide), 1, **about))
+        assert near(images[2], expected(running, 1, **about, guidance=2.0))
+        error = running.ask(prompt=1, size="6x4").json()["error"]
+        assert error["param"] == "size" and "4x4 or 6x2, not 6x4" in error["message"]
+        (card,) = running.client.get("/v1/models").json()["data"]
+        assert card["size"] == "4x4" and card["sizes"] == ["4x4", "6x2"]
+    finally:
+        running.close()
 
 
 def test_health_and_metrics(server: PicturesRunning) -> None:

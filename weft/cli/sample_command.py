@@ -114,6 +114,11 @@ def sample_command(
     with in_sampling_rank(ranks, device) as own:
         denoiser = open_denoiser(checkpoint, own, warn, ema, autoencoder)
         denoiser = denoiser.sized(sides) if sides else denoiser
+        if denoiser.learned and denoiser.pixel_size not in denoiser.learned:
+            known = ", ".join(
+                f"{size.height},{size.width}" for size in denoiser.learned
+            )
+            warn(f"--size {size}: the model has learned {known}, and not this size")
         conditions = asked_conditions(
             denoiser.settings, count, classes, denoiser.class_names, prompt or ()
         )

@@ -10,7 +10,9 @@ from warnings import warn
 
 import torch
 
+from weft.data.size_buckets import ImageSize
 from weft.diffusion.class_words import class_names
+from weft.diffusion.learned_sizes import learned_sizes
 from weft.diffusion.noise_process import NoiseProcess
 from weft.errors import UsageError
 from weft.models.diffusion_transformer import DiffusionBlock, DiffusionTransformer
@@ -54,6 +56,8 @@ class Denoiser:
         ``blocks``: the model's blocks as callables, in order.
         ``class_names``: names of its classes; empty if they are not known.
         ``autoencoder``: the autoencoder whose latents the model makes; None: the model makes pixels.
+        ``learned``: sizes of images in pixels that it has learned, that of most images first; empty if it has learned
+            its own size alone.
     """
 
     def __init__(
@@ -61,8 +65,9 @@ class Denoiser:
         model: DiffusionTransformer,
         class_names: Sequence[str] = (),
         autoencoder: Autoencoder | None = None,
+        learned: Sequence[ImageSize] = (),
     ) -> None:
-        self.autoencoder = autoencoder
+        self.autoencoder, self.learned = autoencoder, tuple(learned)
         self.model, self.settings = model, model.settings
         self.class_names = tuple(class_names)
         self.process = NoiseProcess.of(self.settings)
@@ -129,7 +134,8 @@ class Denoiser:
 
         Raises :class:`UsageError` for a side that is larger than in training, or that patches do not divide.
         """
-        most, factor = self.pixel_size, self.factor
+        factor = self.factor
+        most = [side * factor for side in self.model.settings.size]
         patch = self.settings.patch * factor
         if len(size) != 2 or len(most) != 2:
             raise UsageError(
@@ -143,7 +149,7 @@ class Denoiser:
                 f"--size {size[0]},{size[1]}: this model makes images of up to {most[0]},{most[1]} pixels, in patches "
                 f"of {patch}"
             )
-        other = Denoiser(self.model, self.class_names, self.autoencoder)
+        other = Denoiser(self.model, self.class_names, self.autoencoder, self.learned)
         sides = tuple(side // factor for side in size)
         other.settings = self.settings.model_copy(update={"size": sides})
         return other
@@ -225,7 +231,8 @@ def open_denoiser(
     ``where``: the run's folder or a checkpoint. ``device``: device on which it computes. ``say``: called with a line
     for each damaged checkpoint that is skipped for an older one. ``ema``: whether to take the moving averages of the
     parameters. ``autoencoder``: folder of the autoencoder whose latents the model makes; empty: where it was in
-    training. Raises :class:`UsageError` if the model is not a diffusion transformer.
+    training. A model that has learned several sizes makes images of the one that most images of its training had.
+    Raises :class:`UsageError` if the model is not a diffusion transformer.
     """
     from weft.checkpoint.model import open_model
 
@@ -241,4 +248,6 @@ def open_denoiser(
         from weft.diffusion.latent_pictures import remembered_autoencoder
 
         behind = remembered_autoencoder(opened.files, autoencoder)
-    return Denoiser(model.eval(), names, behind)
+    learned = learned_sizes(opened.files)
+    denoiser = Denoiser(model.eval(), names, behind, learned)
+    return denoiser.sized(learned[0]) if learned else denoiser

@@ -16,6 +16,7 @@ from weft.data.pictures import PictureSet
 from weft.data.tokenizer import load_tokenizer
 from weft.diffusion.class_words import class_file
 from weft.diffusion.image_loader import ImageLoader, PictureOrder
+from weft.diffusion.learned_sizes import sizes_file
 from weft.errors import UsageError
 from weft.plugins import call
 from weft.registry import find
@@ -152,6 +153,7 @@ def prepare_images(recipe: Recipe) -> ImageJob:
         )
         notes = (*notes, note)
     files = {**job.files, **class_file(pictures.classes), **encoder_file(pictures)}
+    files |= sizes_file(pictures.sizes)
     notes = (*job.notes, *notes)
     return replace(job, pictures=pictures, files=files, notes=notes)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.data.size_buckets import ImageSize
 from weft.diffusion.class_words import NO_CLASS, class_number
 from weft.diffusion.sample import (
     Picture,
@@ -38,6 +39,7 @@ class PictureAsk:
         ``sampler``: name of the sampler.
         ``guidance``: scale of classifier-free guidance; 1: none.
         ``seed``, ``number``: seed of the noise, and number of the image among those of this seed.
+        ``size``: height and width in pixels; None: those of the engine's denoiser.
     """
 
     condition: T
@@ -46,6 +48,7 @@ class PictureAsk:
     guidance: float = 1.0
     seed: int = 0
     number: int = 0
+    size: ImageSize | None = None
 
 
 class PictureJob:
@@ -67,7 +70,8 @@ class PictureEngine:
     """Samples images with ``denoiser`` for many requests, at most ``most`` in a batch; others wait for their turn.
 
     An image joins the batch as soon as there is room, whatever steps the others are at, and leaves it as soon as it is
-    finished. Its values do not depend on the others, except for rounding in products of another size.
+    finished. Its values do not depend on the others, except for rounding in products of another size. Images of
+    different sizes are evaluated one size after the other.
 
     Attributes:
         ``running``: images in the batch.
@@ -109,11 +113,12 @@ class PictureEngine:
             job = self.waiting.popleft()
             job.picture = self._begun(job.ask)
             self.running.append(job)
-        pictures = [job.picture for job in self.running if job.picture is not None]
-        if not pictures:
-            return []
-        advance_pictures(pictures, self.denoiser, self.denoiser.dropped)
-        self.evaluations += sum(1 + (each.guidance != 1) for each in pictures)
+        for size in dict.fromkeys(job.ask.size for job in self.running):
+            alike = [job.picture for job in self.running if job.ask.size == size]
+            pictures = [each for each in alike if each is not None]
+            denoiser = self._sized(size)
+            advance_pictures(pictures, denoiser, denoiser.dropped)
+            self.evaluations += sum(1 + (each.guidance != 1) for each in pictures)
         finished = []
         for job in self.running:
             assert job.picture is not None
@@ -123,8 +128,11 @@ class PictureEngine:
         self.running = [job for job in self.running if job.image is None]
         return finished
 
+    def _sized(self, size: ImageSize | None) -> Denoiser:
+        return self.denoiser if size is None else self.denoiser.sized(size)
+
     def _begun(self, ask: PictureAsk) -> Picture:
-        denoiser, device = self.denoiser, ask.condition.device
+        denoiser, device = self._sized(ask.size), ask.condition.device
         noise = seeded_noise(denoiser.shape, ask.seed, ask.number).to(device)
         return begun_picture(
             denoiser.process, solver_of(ask.sampler), ask.steps, noise, ask.condition, ask.guidance

@@ -33,7 +33,8 @@ class PictureRequest(Modelled):
     Attributes:
         ``prompt``: name or number of a class, or a text if the model reads texts; "" or "none": no condition.
         ``n``: number of images.
-        ``size``: width and height in pixels, such as "64x64", which must be those of the model; "auto": the model's.
+        ``size``: width and height in pixels, such as "64x64", which the model must have learned; "auto": the size of
+            most images of its training.
         ``response_format``: whether an image is sent as base64 or as a URL that contains the image.
         ``seed``: seed of the noise; None: a random one, which the response names.
         ``steps``: number of denoising steps.

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from weft.data.size_buckets import ImageSize
 from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.image_files import as_pixels, png_bytes
 from weft.diffusion.picture_engine import PictureAsk, check_guidance, prompt_condition
@@ -92,11 +93,18 @@ class PictureServer(ApiServer):
         """Width and height in pixels of an image, or of a frame of a video, in the form of requests, such as
         "64x64".
         """
-        height, width = self.denoiser.pixel_size[-2:]
-        return f"{width}x{height}"
+        return next(iter(self.sizes))
+
+    @property
+    def sizes(self) -> dict[str, ImageSize]:
+        """The sizes of images that the model has learned, by their form in requests. The default comes first."""
+        learned = self.denoiser.learned or [ImageSize(*self.denoiser.pixel_size[-2:])]
+        return {f"{width}x{height}": ImageSize(height, width) for height, width in learned}  # fmt: skip
 
     def _card(self, name: str) -> dict[str, Any]:
         about = {"size": self.size, "classes": [*self.denoiser.class_names]}
+        if self.denoiser.learned:
+            about["sizes"] = [*self.sizes]
         return super()._card(name) | about
 
     async def images(self, request: Request) -> Response:
@@ -108,14 +116,14 @@ class PictureServer(ApiServer):
         self.metrics.images_sent.inc(len(images))
         self.metrics.whole.observe(time.perf_counter() - request.scope["began"])
         return JSONResponse(
-            {"created": int(time.time()), "data": data, "size": self.size, "output_format": "png",
+            {"created": int(time.time()), "data": data, "size": self._size(asked), "output_format": "png",
              "seed": asks[0].seed, "model": self.name}
         )  # fmt: skip
 
     def _asks(self, request: Request, asked: PictureRequest) -> list[PictureAsk]:
         """Return the images of a request. Raises :class:`Refusal` with the name of a field that is wrong."""
-        if asked.size not in ("auto", self.size):
-            said = f"this model's images are {self.size}, not {asked.size}"
+        if (size := self._size(asked)) not in self.sizes:
+            said = f"this model's images are {' or '.join(self.sizes)}, not {size}"
             raise refused_for(asked, "size", said)
         if asked.n > self.service.most:
             said = f"{asked.n} images are asked for at once; the most is {self.service.most}"
@@ -129,15 +137,22 @@ class PictureServer(ApiServer):
             check_guidance(self.denoiser, asked.guidance)
         except UsageError as error:
             raise refused_for(asked, field, str(error)) from None
+        sides = self.sizes[size] if self.denoiser.learned else None
         seed = asked.seed
         if seed is None:
             key = request.headers.get("idempotency-key", "")
             tenant = self._tenant(request)
             seed = seed_for_key(key, tenant) if key else secrets.randbelow(CHOSEN_SEEDS)
         return [
-            PictureAsk(condition, asked.steps, asked.sampler, asked.guidance, seed, n)
+            PictureAsk(
+                condition, asked.steps, asked.sampler, asked.guidance, seed, n, sides
+            )
             for n in range(asked.n)
         ]
+
+    def _size(self, asked: PictureRequest) -> str:
+        """Return the size of the images of a request, in the form of requests."""
+        return self.size if asked.size == "auto" else asked.size
 
 
 def _encoded(
