@@ -213,7 +213,8 @@ class Control(Section):
     max_norm: PositiveFloat = Field(
         0.5,
         description=(
-            "For method = 'ppo' and 'dqn': largest norm of a gradient. Larger gradients are scaled down to it."
+            "For method = 'ppo' and 'dqn': largest norm of the gradient, taken as one vector. A larger gradient "
+            "is scaled down to it."
         ),
     )
     cutoff: float = Field(

@@ -264,9 +264,8 @@ class Data(HostSection):
     mix_by: Literal["sampling", "weighting"] = Field(
         "sampling",
         description=(
-            "How a share has its effect. 'sampling': a source with a larger share gives more samples; 'weighting': "
-            "sources give samples in proportion to their sizes, and the loss of a source with a larger share counts "
-            "more."
+            "What the share of a source decides. 'sampling': how many samples it gives; 'weighting': how much "
+            "the loss of its tokens counts, while all sources give samples in proportion to their sizes."
         ),
     )
     tokenizer: str = Field(

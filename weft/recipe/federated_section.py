@@ -24,8 +24,8 @@ class Federated(FederatedTravel):
             "Federation policy, which decides which clients train, for how many steps, and how their updates "
             "change the model. 'fedavg': rounds in which the server waits for all; 'fedavg-m', 'scaffold' and "
             "'scaffold-m': such rounds with corrections of the clients' steps; 'fedasync': each update changes "
-            "the model at once; 'fedbuff': several updates together do; 'fedcompass': slow clients get fewer "
-            "steps, so that clients arrive together; 'fedfix': changes at fixed times."
+            "the model at once; 'fedbuff': several updates change it together; 'fedcompass': slow clients get "
+            "fewer steps, so that clients arrive together; 'fedfix': it changes at fixed times."
         ),
     )
     listen: str = Field(
@@ -150,7 +150,7 @@ class Federated(FederatedTravel):
         0.2,
         ge=0,
         lt=1,
-        description="Share of 'samples' that no client gets, on which the model is evaluated.",
+        description="Share of 'samples' that is kept from all clients, to evaluate the model on it.",
     )
     partition: Literal["even", "dirichlet", "classes", "natural"] = Field(
         "classes",

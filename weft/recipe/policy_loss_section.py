@@ -93,10 +93,10 @@ class PolicyLoss(Section):
     form: Literal["clip", "cispo", "sapo", "vespo"] = Field(
         "clip",
         description=(
-            "How the loss depends on the ratio of new to old probability, to limit an update. 'clip': PPO's minimum "
-            "of clipped and unclipped terms; 'cispo': the clipped ratio is a weight without a gradient; 'sapo': a "
-            "sigmoid of the ratio instead of a limit; 'vespo': a weight without a gradient that falls as the "
-            "product of an answer's ratios moves away from 1."
+            "How the loss depends on the ratio of new to old probability, to limit an update. 'clip': PPO's "
+            "minimum of clipped and unclipped terms; 'cispo': the clipped ratio is a weight without a gradient; "
+            "'sapo': a sigmoid of the ratio instead of a limit; 'vespo': a weight without a gradient, which is "
+            "small where the product of an answer's ratios is far from 1."
         ),
     )
     clip_low: NonNegativeFloat = Field(
@@ -171,8 +171,8 @@ class PolicyLoss(Section):
     kl_ratio: bool = Field(
         False,
         description=(
-            "Whether the divergence in the loss is multiplied by the ratio of new to old probability, as in "
-            "DeepSeek-V3.2."
+            "Whether the divergence from the reference model (see 'kl') is multiplied by the ratio of new to "
+            "old probability, as in DeepSeek-V3.2."
         ),
     )
     kl_in: Literal["loss", "reward"] = Field(

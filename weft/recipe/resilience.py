@@ -72,9 +72,9 @@ class Resilience(HostSection):
     code: str = Field(
         "",
         description=(
-            "Gradient code: several ranks compute the same samples, so that a step need not wait for the slowest "
-            "ranks. 'gradient': each sample is computed by stragglers + 1 ranks; 'sr-sgc' and 'm-sgc': less work is "
-            "done twice, since a late result may arrive in a later part of the step. Empty: no code."
+            "Gradient code: several ranks compute the same samples, so that a step need not wait for the "
+            "slowest ranks. 'gradient': each sample is computed by stragglers + 1 ranks; 'sr-sgc' and 'm-sgc': "
+            "less work is repeated, since a late result may arrive in a later part of the step. Empty: no code."
         ),
     )
     stragglers: int = Field(
@@ -85,8 +85,8 @@ class Resilience(HostSection):
     jobs: PositiveInt = Field(
         1,
         description=(
-            "For 'code': number of parts (jobs) into which a step is cut. With more jobs, 'sr-sgc' and 'm-sgc' do "
-            "less work twice."
+            "For 'code': number of parts (jobs) into which a step is cut. With more jobs, 'sr-sgc' and 'm-sgc' "
+            "repeat less work."
         ),
     )
     patience: PositiveFloat = Field(

@@ -79,9 +79,9 @@ class Reinforcement(HostSection):
     staleness: NonNegativeInt = Field(
         0,
         description=(
-            "How old the weights that write answers may be, in rollout phases, compared with those that learn from "
-            "these answers. More than 0 lets writing and learning overlap. 0: each phase waits for the newest "
-            "weights."
+            "Largest number of rollout phases by which the weights that write answers may lag behind the "
+            "weights in training. More than 0 lets writing and training overlap. 0: each phase waits for the "
+            "newest weights."
         ),
     )
     redraw: NonNegativeInt = Field(

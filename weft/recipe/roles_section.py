@@ -27,10 +27,10 @@ class RolloutRole(Section):
         "",
         pattern=r"^$|^[^/\s]+:\d{1,5}$",
         description=(
-            "Address HOST:PORT at which the first rank waits for engines on other hosts, which write answers. One "
-            "is started there by 'weft engine --checkpoint policy: --join HOST:PORT', where 'policy:' stands for "
-            "the weights in training. It needs the same WEFT_SECRET in its environment as the run. Empty: no other "
-            "hosts."
+            "Address HOST:PORT at which the first rank waits for engines, processes on other hosts that write "
+            "answers. One is started there by 'weft engine --checkpoint policy: --join HOST:PORT', where "
+            "'policy:' stands for the weights in training. It needs the same WEFT_SECRET in its environment as "
+            "the run. Empty: no other hosts."
         ),
     )
     threads: NonNegativeInt = Field(

@@ -69,8 +69,8 @@ class Sync(HostSection):
         0,
         ge=0,
         description=(
-            "For update = 'streaming': number of steps that training goes on between the sending of a fragment and "
-            "the use of the islands' mean of it. 0: training waits for the mean."
+            "For update = 'streaming': number of steps between the sending of a fragment and the use of the "
+            "islands' mean of it. Training goes on in the meantime. 0: training waits for the mean."
         ),
     )
     compress: str = Field(
@@ -93,9 +93,9 @@ class Sync(HostSection):
         0,
         ge=0,
         description=(
-            "Number of synchronisations after which the strength of compression is chosen anew for each tensor "
-            "(L-GreCo): tensors whose compression does little harm are compressed more. 0: the same strength for "
-            "all tensors."
+            "Number of synchronisations between two choices of how strongly each tensor is compressed "
+            "(L-GreCo). Tensors whose compression does little harm are compressed more. 0: the same strength "
+            "for all tensors."
         ),
     )
     order: Literal["measured", "numbered"] = Field(

@@ -26,9 +26,10 @@ class MashaSettings(Section):
         ge=0,
         le=1,
         description=(
-            "Probability that an update ends with a new reference point. There devices send their gradients whole; "
-            "in between they send compressed differences from the gradients at that point. 0: the probability with "
-            "which whole and compressed messages have equally many bytes in the long run."
+            "Probability that, after an update, the present parameters become the reference point. Devices send "
+            "their gradients at the reference point whole, and at other points compressed differences from "
+            "these. 0: the probability with which whole and compressed messages have equally many bytes in the "
+            "long run."
         ),
     )
 

@@ -232,15 +232,15 @@ class SequentialSettings(Section):
     burst: PositiveInt = Field(
         1,
         description=(
-            "Number of jobs (see resilience.jobs) in which the same rank may be late, among any 'window' "
-            "consecutive ones."
+            "Largest number of jobs, among any 'window' consecutive ones, in which the same rank may be late. A "
+            "job is a part of a step (see resilience.jobs)."
         ),
     )
     window: int = Field(
         2,
         ge=2,
         description=(
-            "Number of consecutive jobs (see resilience.jobs) in which at most resilience.stragglers ranks may "
-            "be late, each in at most 'burst' of them."
+            "Number of consecutive jobs in which at most resilience.stragglers ranks may be late, each in at "
+            "most 'burst' of them. A job is a part of a step (see resilience.jobs)."
         ),
     )

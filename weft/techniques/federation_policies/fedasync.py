@@ -20,7 +20,7 @@ class FedAsyncSettings(Section):
     unbiased: bool = Field(
         False,
         description=(
-            "Whether updates of slow clients, which are rarer, are multiplied accordingly, so that in the long run "
+            "Whether updates of slow clients get larger weights because they are rarer, so that in the long run "
             "each client counts as federated.weights says. If false, fast clients count more, because they send "
             "more updates."
         ),

@@ -21,12 +21,12 @@ class FedBuffSettings(Section):
 
     buffer: PositiveInt = Field(
         3,
-        description="Number of clients' updates that the server combines to one change of the model.",
+        description="Number of clients' updates that the server combines into one change of the model.",
     )
     unbiased: bool = Field(
         False,
         description=(
-            "Whether updates of slow clients, which are rarer, are multiplied accordingly, so that in the long run "
+            "Whether updates of slow clients get larger weights because they are rarer, so that in the long run "
             "each client counts as federated.weights says. If false, fast clients count more, because they send "
             "more updates."
         ),

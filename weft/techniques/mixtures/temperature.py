@@ -26,8 +26,8 @@ class TemperatureSettings(Section):
     mix_final_temperature: PositiveFloat | None = Field(
         None,
         description=(
-            "Temperature at the end of mix_cooldown, towards which mix_temperature changes in a straight line. If "
-            "not set: the temperature stays mix_temperature."
+            "Temperature at the end of the cool-down (see mix_cooldown), which begins with mix_temperature. If "
+            "not set: there is no cool-down, and the temperature stays mix_temperature."
         ),
     )
     mix_cooldown: tuple[int | float, int | float] = Field(

@@ -27,8 +27,8 @@ class CalculatorSettings(Section):
         ge=1,
         le=9,
         description=(
-            "Largest number of digits of the three numbers in a question a * b + c, which the model may give to the "
-            "calculator."
+            "Largest number of digits of the three numbers in a question a * b + c. The model may use a "
+            "calculator to answer."
         ),
     )
 

@@ -41,8 +41,8 @@ class CodeSettings(Section):
     partial: bool = Field(
         False,
         description=(
-            "Whether an answer whose code passes only some of the tests gets their share as its reward. If false, "
-            "the reward is 1 if all tests pass, else 0."
+            "Whether an answer whose code passes only some of the tests gets the share of passed tests as its "
+            "reward. If false, the reward is 1 if all tests pass, else 0."
         ),
     )
 

@@ -37,7 +37,7 @@ class DADAOSettings(Section):
         0.0,
         ge=0,
         description=(
-            "Mean number of exchanges between two islands, over all links together, while an island takes "
+            "Mean number of exchanges, counted over all pairs of islands, in the time in which an island takes "
             "sync.every steps. 0: as many as the theory of DADAO requires for the graph of islands."
         ),
     )
