@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -33,10 +33,11 @@ from weft.sync.compress import build_compressor
 from weft.sync.compressor import Compressor
 from weft.sync.rounds import begins, fragment_of, partners, shares
 from weft.sync.streams import Streams, open_streams
+from weft.train.guard import Guard
 from weft.train.island_exchange import IslandExchange
 from weft.train.runs import Run, counterpart_checkpoint
 from weft.train.setup import prepare
-from weft.train.training import train_job
+from weft.train.training import open_loop, train_job
 
 LAYOUTS = [
     "island=2,shard=2",
@@ -460,6 +461,55 @@ def test_an_island_resumes_from_its_own_checkpoint_of_another_folder(
         assert own == str(tmp_path / "a" / "island-1" / "checkpoints" / name)
     run = Run(tmp_path / "b", [str(first)], levels_of(Checkpoint(), tmp_path / "c"))
     assert counterpart_checkpoint(run, "island-2", store) == str(first)
+
+
+def ended(values: dict[str, Any], out: str) -> dict[str, torch.Tensor]:
+    """Train on this rank; its parameters at the end, and as a method keeps them beside."""
+    asked = build_recipe(values)
+    mesh, kept = Mesh.create(asked.layout, "cpu"), dict[str, torch.Tensor]()
+    with ExitStack() as stack:
+        loop = open_loop(prepare(asked), mesh, Guard(Path(out), None), stack)
+        loop.run()
+        for h in loop.step.state.learning:
+            kept[h.name] = h.local.detach().clone()
+            for slot in asked.sync.method.following:
+                kept[f"{h.name} {slot}"] = h.slots[slot].values.clone()
+    return kept
+
+
+ONE_MODEL: list[dict[str, Any]] = [
+    {"update": "dadao"},
+    {"every": 2, "update": "noloco"},
+    {"every": 2, "update": "average", "partner": "pairs"},
+    {"every": 2, "update": "nesterov"},
+    {"every": 2, "update": "streaming", "fragments": 2, "delay": 1},
+]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sync", ONE_MODEL, ids=lambda sync: sync["update"])
+def test_a_run_of_islands_ends_with_their_mean(
+    pool: Any, corpus: str, tmp_path: Path, sync: dict[str, Any]
+) -> None:
+    """After three steps, also in the middle of a round; what a method keeps of parameters moves with them."""
+    values = tree(corpus, "island=2", train__steps=3, validation__every=0)
+    own, mean = (
+        pool.run(
+            2,
+            ended,
+            values | {"sync": {**sync, "at_end": end}},
+            str(tmp_path / end),
+            timeout=200,
+        )
+        for end in ("own", "mean")
+    )
+    assert any(not torch.equal(own[0][key], own[1][key]) for key in own[0])
+    for key in own[0]:
+        name = key.partition(" ")[0]
+        middle = (own[0][name] + own[1][name]) / 2
+        for apart, joined in zip(own, mean, strict=True):
+            wanted = apart[key] + (middle - apart[name])
+            torch.testing.assert_close(joined[key], wanted, rtol=0, atol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)

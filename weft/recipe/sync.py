@@ -106,6 +106,14 @@ class Sync(HostSection):
         ),
     )
 
+    at_end: Literal["mean", "own"] = Field(
+        "mean",
+        description=(
+            "Parameters with which a complete run ends: the mean over all islands ('mean'), or those that each "
+            "island has ('own')."
+        ),
+    )
+
     @model_validator(mode="after")
     def _compressors(self) -> Self:
         for field in ("compress", "compress_back"):

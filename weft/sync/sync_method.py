@@ -32,6 +32,8 @@ class SyncMethod:
             the parameter, all others as zeros.
         ``shared``: those slots that are the same on all islands between two rounds. If an island's shared slots are
             found to differ, they are replaced by the slots of most islands.
+        ``following``: those slots that follow the island's own parameters, and move with them when a run ends with the
+            mean over all islands.
         ``late``: whether the answer of a round is applied when the next round ends; the first answer is then zeros.
         ``partners``: the values of ``sync.partner`` that the method supports.
         ``in_pairs``: whether islands exchange in random pairs, whatever ``sync.partner`` says.
@@ -45,6 +47,7 @@ class SyncMethod:
 
     slots: tuple[str, ...] = ("anchor",)
     shared: tuple[str, ...] = ("anchor",)
+    following: ClassVar[tuple[str, ...]] = ()
     late: ClassVar[bool] = False
     partners: ClassVar[tuple[str, ...]] = ("all",)
     in_pairs: ClassVar[bool] = False

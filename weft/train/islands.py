@@ -59,7 +59,7 @@ class Apart(PhaseFiller):
     def __init__(self, context: StepContext, presence: Presence, how: Sync) -> None:
         self.context, self.presence, self.how = context, presence, how
         self.state, self.mesh = context.state, context.mesh
-        self.steps, self.stops = context.begun, False
+        self.steps, self.stops, self.ending = context.begun, False, ""
         self.method: SyncMethod = how.method
         self.streams = presence.streams
         self.exchange = IslandExchange(self.state, self.mesh, presence, how)
@@ -112,10 +112,27 @@ class Apart(PhaseFiller):
             answer, self.counts[f] = self.answer(f)
             keep_values("answer", self.fragments[f], answer)
 
+    def conclude(self) -> None:
+        """Replace the islands' parameters by their mean, unless they are equal anyway."""
+        whole = self.how.fragments == 1 and not self.how.delay
+        equal = whole and "anchor" in self.method.shared
+        equal = equal and begins(self.steps, 0, self.how)
+        if self.how.at_end == "mean" and not equal:
+            from weft.train.one_model import end_with_mean
+
+            self.keep_answers()
+            rounds = self.steps // self.how.every + 1
+            self.ending = end_with_mean(
+                self.context, self.how, rounds * self.how.fragments, self.steps
+            )
+
     def summary(self) -> str:
         sent = (self.streams.sent + self.streams.around) / 2**20
         times = self.steps // self.how.every
-        return f"islands agreed {times} time{'s' * (times != 1)}; this rank has sent {sent:.3g} MiB to others"
+        return (
+            f"islands agreed {times} time{'s' * (times != 1)}; this rank has sent {sent:.3g} MiB to others"
+            f"{self.ending and '; ' + self.ending}"
+        )
 
     def news(self) -> list[str]:
         return self.presence.take_news()

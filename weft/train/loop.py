@@ -115,6 +115,8 @@ class Loop:
             if to_save or to_evaluate or last or self.guard.due(self.begun):
                 results += self.step.finish()
             self.account(results)
+            if self.begun == self.steps and not self.stopped:
+                self.step.conclude()
             self.guard.after_step()
             self.recorder.end_step(self.step.news())
             self.checkpoints.poll()

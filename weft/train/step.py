@@ -471,6 +471,9 @@ class PhaseFiller:
         """Make the last step's result final. Returns the results that were not yet final, oldest first."""
         return []
 
+    def conclude(self) -> None:
+        """Do the last work of a run that has taken all its steps; by default none."""
+
     def summary(self) -> str:
         """Return a line about all steps that is printed at the end of a run; empty if there is nothing to say."""
         return ""
@@ -632,6 +635,11 @@ class Step:
         """
         results = self.settle()
         return results if self.after is None else self.after.end(results)
+
+    def conclude(self) -> None:
+        """Do the last work of a run that has taken all its steps, such as taking the mean over islands."""
+        for filler in self.fillers:
+            filler.conclude()
 
     def summary(self) -> str:
         """Return a line about all steps that is printed at the end of a run; empty if there is nothing to say."""

@@ -37,6 +37,7 @@ class Eager(OuterMomentum):
 
     slots = ("anchor", "outer", "own")
     shared = ()
+    following = ("anchor",)
     late = True
 
     def applied(

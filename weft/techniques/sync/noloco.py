@@ -60,6 +60,7 @@ class NoLoCo(OuterMomentum):
     """
 
     shared = ()
+    following = ("anchor",)
     partners = ("all", "pairs")
     in_pairs = True
 

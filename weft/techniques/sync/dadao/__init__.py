@@ -68,6 +68,7 @@ class DADAO(SyncMethod):
 
     slots = ("anchor", "ahead", "dual", "dual_ahead", "pull", "pull_ahead")
     shared = ()
+    following = ("anchor", "ahead")
     partners = ("all", "ring", "graph")
     in_pairs = True
     in_rounds = False

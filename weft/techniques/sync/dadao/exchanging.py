@@ -37,6 +37,7 @@ class Unsynchronised(PhaseFiller):
         self.context, self.presence, self.how = context, context.presence, how
         self.streams = self.presence.streams
         self.steps, self.stops, self.exchanged = context.begun, False, 0
+        self.ending = ""
         self.held = context.state.learning
         self.replicas = replicas_of(self.held, context.mesh)
         self.dynamics = Dynamics.of(own, how, self.streams.islands)
@@ -105,11 +106,18 @@ class Unsynchronised(PhaseFiller):
         self.streams.flush()
         return self.replicas.whole(part - came, whole.numel())
 
+    def conclude(self) -> None:
+        if self.how.at_end == "mean":
+            from weft.train.one_model import end_with_mean
+
+            # tags of the other messages end with the number of an exchange after a gradient
+            self.ending = end_with_mean(self.context, self.how, self.steps, self.steps)
+
     def summary(self) -> str:
         sent = (self.streams.sent + self.streams.around) / 2**20
         return (
             f"island {self.streams.island} exchanged {self.exchanged} times, with one island at a time; this rank has "
-            f"sent {sent:.3g} MiB to others"
+            f"sent {sent:.3g} MiB to others{self.ending and '; ' + self.ending}"
         )
 
     def news(self) -> list[str]:
