@@ -225,7 +225,8 @@ def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
 
 
 class Thinning:
-    """Deletion of a run's old checkpoints in a background thread, because deleting may take many requests.
+    """Deletes the oldest checkpoints of a run in a background thread, because deleting may take many requests to the
+    storage. How many checkpoints stay is the setting ``keep`` of each level.
 
     ``is_own(checkpoint)``: whether a checkpoint is of this run's model; checkpoints of other models are not deleted.
     ``protected`` (attribute): paths of further checkpoints that are not deleted, such as the one with the lowest

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 class ExpertWish(NamedTuple):
-    """An expert that a user asks for: ``name``, ``overrides`` of the common recipe, and resulting ``recipe``."""
+    """An expert, here a model that is trained apart from the others, as the user asked for it.
+
+    ``name``: its name. ``overrides``: its changes to the common recipe, each of the form ``section.key=value``.
+    ``recipe``: the common recipe with these changes.
+    """
 
     name: str
     overrides: tuple[str, ...]

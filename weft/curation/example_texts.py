@@ -18,9 +18,9 @@ from weft.recipe import Source
 class ExampleText(NamedTuple):
     """An example to train or judge a classifier with: a text with its name and its group.
 
-    ``name``: of a file of text its path below the folder that was read; of a record its file and line. ``group``:
-    examples of one group are held out together. It is the first folder of the path or, without one, the file's name
-    without its ending. Of a record it is the value of a column or, without one, the name.
+    ``name``: for a text file, its path below the folder that was read; for a record, its file and line. ``group``:
+    examples of one group are held out together. For a text file it is the first folder of the path or, without folders,
+    the file's name without its ending. For a record it is the value of the column of groups or, without one, ``name``.
     """
 
     name: str

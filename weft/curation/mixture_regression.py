@@ -57,12 +57,14 @@ class PredictedLosses:
 class MixtureRegression:
     """Gaussian process that predicts the loss of a run from its mixture of domains.
 
+    Its inputs (features) are the standardised logarithms of the shares of the domains.
+
     Attributes:
         ``weights``: mixtures of the runs, ``[runs, domains]``.
         ``losses``: losses of the runs, ``[runs]``.
         ``kernel``: the hyperparameters.
-        ``center``: mean of the features, ``[domains]``.
-        ``scale``: standard deviation of the features, ``[domains]``.
+        ``center``: mean of the logarithms over the runs, ``[domains]``.
+        ``scale``: standard deviation of the logarithms over the runs, ``[domains]``.
     """
 
     weights: np.ndarray

@@ -15,10 +15,11 @@ def semantic_survivors(
 ) -> np.ndarray:
     """Return for each document the index of the document that is kept in its place; its own index if it is kept itself.
 
-    The documents of a cluster are processed in the order of ``ranks``. A document is dropped if its cosine with a kept
-    document is above 1 - ``eps``. ``vectors``: ``[documents, width]``. ``labels``: index of each document's cluster.
-    After SemDeDup (Abbas et al. 2023), with one difference: only kept documents can drop others, so every dropped
-    document is similar to a kept one.
+    The documents of a cluster are processed one after another. A document is dropped if its cosine with a kept document
+    is above 1 - ``eps``. ``vectors``: ``[documents, width]``. ``labels``: index of each document's cluster,
+    ``[documents]``. ``ranks``: a number for each document, ``[documents]``; within a cluster, documents with lower
+    numbers are processed first. After SemDeDup (Abbas et al. 2023), with one difference: only kept documents can drop
+    others, so every dropped document is similar to a kept one.
     """
     survivors = np.arange(len(vectors))
     order = np.lexsort((ranks, labels))

@@ -66,9 +66,11 @@ class RobustSum:
 def combine_as_asked(
     policy: FederationPolicy, settings: Federated
 ) -> Callable[[], None]:
-    """Set how ``policy`` sums updates, as ``settings`` say: by a robust rule, or by a tree of aggregators.
+    """Set how ``policy`` sums updates, as ``settings`` say: by a robust rule, by a tree of aggregators, or as a plain
+    sum.
 
-    Returns a function that ends the aggregator's process, and does nothing without one.
+    Returns a function to call at the end: it ends the processes of the aggregators, if ``federated.aggregator`` asked
+    for processes, and otherwise does nothing.
     """
     combine: Any
     if settings.aggregate != "mean":

@@ -65,11 +65,12 @@ class RealRunDifference(NamedTuple):
 def compare_real_run(
     recipe: Recipe, say: Callable[[str], object], adapter: dict[str, Any] | None = None
 ) -> RealRunDifference:
-    """Run the policy of ``recipe`` for real, replay it on the virtual clock, and compare the models.
+    """Train a small model with the federated policy of ``recipe`` in real processes, repeat that run on the virtual
+    clock, and compare the two resulting models.
 
-    ``say``: prints a line. ``adapter``: the section ``[adapter]`` of the small model; none by default. Raises
-    :class:`UsageError` for settings that cannot be compared, and :class:`WeftError` if a
-    process fails.
+    ``say``: prints a line. ``adapter``: the recipe's section ``[adapter]``, with which the small model is trained;
+    None: without an adapter. Raises :class:`UsageError` for settings that cannot be compared, and :class:`WeftError` if
+    a process fails.
     """
     settings = _settings(recipe)
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as name:

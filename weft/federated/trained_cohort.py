@@ -108,7 +108,9 @@ class HandedWork:
 
 @dataclass
 class TrainedClient:
-    """A simulated client in this process: its training loop, its loader, and its work source."""
+    """A client that is simulated in this process: its training loop, the loader of its data (``loader``), and the
+    object that hands it its work orders and keeps its answer (``source``).
+    """
 
     job: ClientJob
     loop: Loop

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class RatedAnswer(NamedTuple):
-    """An answer to a question, one of several.
+    """One of several generated texts for a question, with its score.
 
-    ``number``: number of the text that contains it, from 1. ``text``: the answer itself. ``score``: how good it is;
-    None: the text contains no answer.
+    ``number``: number of the text, from 1. ``text``: the answer that was taken from the text. ``score``: higher is
+    better; None: no answer could be taken from the text.
     """
 
     number: int

@@ -155,7 +155,7 @@ def tensor_of(payload: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> 
 
 
 def bytes_of(parts: Iterable[LayerPart], tokens: int) -> int:
-    """Return the bytes that ``parts`` have of a block's first ``tokens`` tokens."""
+    """Return how many bytes the first ``tokens`` tokens of a cache block take in all of ``parts`` together."""
     return sum(each.nbytes(tokens) for each in parts) if tokens else 0
 
 

@@ -200,8 +200,10 @@ class KeyOwner:
         return self.put(contents, None)
 
     def fetch(self, loan: int) -> T:
-        """Read back from the file the cache blocks that :meth:`put` or :meth:`take` wrote as the loan number ``loan``:
-        uint8 ``[blocks, bytes]``. Raises :class:`LenderLost` if the process does not answer.
+        """Read cache blocks back from the file: uint8 ``[blocks, bytes]``.
+
+        ``loan``: number that :meth:`put` or :meth:`take` returned for these blocks. Raises :class:`LenderLost` if the
+        process that owns the file does not answer.
         """
         extent, run, blocks = self._places[loan]
         head = {"do": "fetch", "extent": extent, "run": run, "blocks": blocks}
@@ -512,12 +514,15 @@ def rest_keys(
     engine: Engine, resting: RestingKeys, texts: int, tokens: int, say: Callable[[str], None],
     given: bool = False, start: OwnerStarter | None = None,
 ) -> KeysAtRest:  # fmt: skip
-    """Let the keys and values of old tokens of ``engine`` rest in files, and wait until the processes that own the
-    files are ready. ``texts``: number of texts that are written at the same time. ``tokens``: largest number of tokens
-    of a text. ``given``: whether the engine's own cache keeps its size; if not, it is made as large as the newest
-    blocks of ``texts`` texts need. ``say`` prints a line. ``start``: function that starts a process; None: the process
-    is a new Python interpreter. Raises :class:`UsageError` for a model whose keys cannot rest and for disks that are
-    too slow, and :class:`WeftError` for folders that cannot be used.
+    """Move keys and values of old tokens of ``engine`` from its cache to files. Return the object that moves them
+    between cache and files and that closes the files. Waits until the processes that own the files are ready.
+
+    ``resting``: folders, sizes and demanded speed of the files. ``texts``: number of texts that are written at the same
+    time. ``tokens``: largest number of tokens of a text; 0: not known. ``given``: True: the engine's own cache keeps
+    its size; False: it becomes just large enough for the newest blocks of ``texts`` texts. ``say``: prints a line.
+    ``start``: function that starts a process; None: the process is a new Python interpreter. Raises :class:`UsageError`
+    for a model whose keys cannot be moved and for disks that are too slow, and :class:`WeftError` for folders that
+    cannot be used.
     """
     reader = check_lending(engine)
     layout = layout_of(engine.block_form(), reader.size)

@@ -74,9 +74,9 @@ class NgramIndex:
         follows most often in the indexed text.
 
         ``ends``: positions in the indexed text at which ``path`` occurs, each the index of the path's first token
-        there. ``floor``: share of these occurrences that must go on in the same way as the result; a token for which
-        fewer would do so is not added. Where an occurrence reaches the end of the indexed text, ``path`` itself is
-        assumed to follow there, as if the text repeated itself.
+        there. ``floor``: from 0 to 1; no token is added if fewer than this share of the occurrences in ``ends`` go on
+        with it and all tokens added before it. An occurrence that reaches the end of the indexed text goes on with the
+        tokens of ``path`` from their beginning.
         """
         text, chance, path = self.ids, 1.0, list(path)
         while len(path) < count:

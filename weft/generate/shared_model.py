@@ -87,5 +87,7 @@ def attach_model(shared: SharedModel) -> Transformer:
 
 
 def product_name(names: Sequence[str]) -> str:
-    """Return the name that an arena has for a matrix that is the product of the weights ``names``."""
+    """Return the name under which processes that share a model's memory keep the weights ``names``, joined to one
+    matrix that is multiplied at once.
+    """
     return "+".join(names) + " product"

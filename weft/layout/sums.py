@@ -35,10 +35,10 @@ WATCHED, GROWN = 64, 2.0
 
 
 class MeasuredSum(NamedTuple):
-    """Measured seconds of a sum of one size by each kind of all-reduce. ``seconds``: the seconds by the name of the
-    kind.
+    """Measured seconds of an all-reduce of one message size, by each kind of all-reduce.
 
-    ``tokens``: number of tokens that are summed; ``size``: their bytes.
+    ``tokens``: number of tokens whose vectors the message holds. ``size``: bytes of the message on each rank.
+    ``seconds``: by the name of the kind.
     """
 
     tokens: int

@@ -65,9 +65,9 @@ def give_heap_back() -> None:
 def use_huge_pages() -> None:
     """Move large areas of this process's memory to huge pages (Linux), so that fewer addresses have to be looked up.
 
-    A product of few rows reads each weight once, and looking up addresses of small pages took a sixth of its time. Use
-    this when weights are where they stay: the memory is copied once, and stays as large as it is. Where the system has
-    no huge pages to give, nothing changes.
+    A product of few rows reads each weight once, and looking up addresses of small pages took a sixth of its time. Call
+    this once all weights are loaded and will not move any more: the memory is copied once, and its total size does not
+    change. Where the system has no huge pages to give, nothing changes.
     """
     with suppress(AttributeError, OSError, ValueError):
         advise = ctypes.CDLL(None).madvise

@@ -131,7 +131,9 @@ class RestingGroup:
 
     @property
     def whole(self) -> bool:
-        """Whether all tensors are in a buffer, are being read into one, or will be kept in their present buffer."""
+        """Whether no read has to be started: the tensors are in use, their buffer stays for the next use, or they are
+        being read into a buffer.
+        """
         return self.in_use or self.kept or self.coming is not None
 
     def read_row(self, index: int, row: int) -> "ComingRow":

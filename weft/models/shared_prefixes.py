@@ -83,9 +83,11 @@ def group_prefixes(spans: Sequence[Span], freq: T | None, like: T) -> PrefixGrou
 
 
 def turned(q: T, cos: T, sin: T) -> T:
-    """Rotate queries ``q`` ``[queries, heads, width]`` further by the angles with cosines ``cos`` and sines ``sin``.
+    """Rotate queries, which have been rotated once already, by further angles.
 
-    Only the last elements of each head are rotated: twice as many as ``cos`` has.
+    ``q``: ``[queries, heads, width]``. ``cos``, ``sin``: cosines and sines of the angles, last dimension ``pairs``.
+    Only the last ``2 * pairs`` elements of each head are rotated; the first of them is paired with the one ``pairs``
+    further on.
     """
     width = 2 * cos.shape[-1]
     return torch.cat([q[..., :-width], rotate(q[..., -width:], cos, sin)], -1)

@@ -142,11 +142,12 @@ def size(count: float) -> str:
 
 
 def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None:
-    """Draw a heat map of the times of saves and loads of checkpoints: a line for each rank, a column for each stage.
+    """Return a record that describes a heat map of the times of saves and loads of checkpoints, for the run's page: a
+    row for each rank, a column for each stage.
 
     A stage is a part of a save or load. A cell shows a rank's seconds in the stage; its colour shows the ratio to the
-    median over ranks. ``saved`` and ``loaded``: records of single ranks' saves and loads. Returns None if there are
-    none.
+    median over ranks. ``saved`` and ``loaded``: records of single ranks' saves and loads. Returns None if both are
+    empty.
     """
     groups = [
         (stage_seconds(saved), SAVE, "save"),

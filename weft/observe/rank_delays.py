@@ -343,13 +343,17 @@ def measure_links(
 def steady_matrix(
     group: dist.ProcessGroup, device: torch.device
 ) -> tuple[np.ndarray[Any, Any], int]:
-    """Measure the seconds of a message between each two ranks, and repeat slow ones until they are certain. Collective.
+    """Measure the seconds of a message between each two ranks, and repeat slow pairs to find out whether the link or a
+    late process is the cause. Collective.
 
     In the first measurement many pairs send at once. Pairs that are slow in it are measured again, with messages
     enlarged to take about :data:`LONG` seconds: one pair after another or, if they are many, several at once. A pair
     that is slow and takes about the same time each time has a slow link. A pair whose times vary is uncertain, as a
-    late process may be the cause. Returns the matrix ``[sender, receiver]``, in which uncertain pairs are ``nan``, and
-    the number of measurements.
+    late process may be the cause.
+
+    Returns the matrix ``[sender, receiver]`` and the number of measurements. A cell holds seconds for a message of
+    :data:`PROBE` bytes, the time of a larger one divided by its enlargement. Cells of pairs that are still uncertain
+    after the last repetition are ``nan``.
     """
     rounds, parts, again = (
         rounds_of(group.size()),

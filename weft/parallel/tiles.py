@@ -235,9 +235,12 @@ class TileUse(NamedTuple):
 
 
 class TiledProducts:
-    """Callable that multiplies one input by several weights in tiles; it takes the place of a module's weights.
+    """Multiplies an input by several weights without holding a whole weight: one tile (some rows of a weight) at a
+    time.
 
-    ``weights``: the weights; ``state``: the state, which runs postponed updates of a tile before its use.
+    An instance is called in place of a module's linear layers; a call returns one product for each of ``weights``.
+    ``state``: the training state of the run. It reads tiles ahead from where they rest, and applies postponed updates
+    to a tile before its use.
     """
 
     def __init__(self, weights: Sequence[TiledWeight], state: State) -> None:

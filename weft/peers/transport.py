@@ -65,8 +65,8 @@ async def bind(
     """Return an iroh endpoint (the listener of a peer) that uses the given relay, and contacts no other server.
 
     ``protocol``: name of the protocol that it speaks; ``relay``: URL of the relay; ``key``: private key, 32 bytes, by
-    default a new one; ``address``: where it listens, by default at any port. Raises :class:`PeerError` if it cannot
-    listen there.
+    default a new one; ``address``: ``IP:port`` at which it listens; None: all addresses, any free port. Raises
+    :class:`PeerError` if it cannot listen there.
     """
     api = iroh()
     mode = api.RelayMode.custom_from_urls([relay])

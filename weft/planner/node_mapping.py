@@ -212,7 +212,8 @@ class MappedFinal:
 
 
 def checked_links(links: Sequence[Sequence[float]], nodes: int) -> NDArray[np.float64]:
-    """Return ``links`` as an array of the first ``nodes`` nodes, ``[nodes, nodes]``.
+    """Check ``links``, the bandwidths from node to node in GB/s, and return those of the first ``nodes`` nodes,
+    ``[nodes, nodes]``.
 
     Raises :class:`UsageError` unless ``links`` is a square table with at least ``nodes`` rows, whose numbers between
     different nodes are above zero.

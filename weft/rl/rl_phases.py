@@ -127,7 +127,9 @@ class RlPhases(Job):
         )
 
     def turn_limits(self, task: int) -> TurnLimits:
-        """Return the limits of answers in several turns to questions of task number ``task``."""
+        """Return the limits of a conversation of several turns in the task with index ``task`` (from 0): number of
+        turns, tokens, and seconds of the environment.
+        """
         own = self.rewarded[task].own(RewardSettings)
         room = self.recipe.data.seq_len - self.rl.tokens
         return TurnLimits(own.turns, room, own.seconds)

@@ -49,16 +49,17 @@ def reach_run(
 
 
 class RolloutEngine:
-    """An engine that writes answers for the training run at ``run``, and takes each new version of the policy's
-    weights.
+    """An engine that writes answers for a training run, and takes each new version of the policy's weights.
 
     Arguments:
         ``endpoint``: this process's endpoint.
+        ``run``: host and port of the training run's endpoint.
         ``secret``: secret that only the run and its engines know.
         ``name``: name under which the run's router knows the engine.
         ``say``: prints a line.
         ``cache``: number of tokens that its cache holds; 0: the number that the run asks for.
         ``patience``: seconds for which it tries to reach the run.
+        ``device``: PyTorch device on which it computes.
 
     Raises :class:`WeftError` if the run cannot be reached.
     """

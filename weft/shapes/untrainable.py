@@ -31,7 +31,11 @@ def has_gate(model: ModelShape) -> bool:
 
 
 def untrainable(why: str = "", **sizes: Any) -> UntrainableShape:
-    """Make a model of these ``sizes``, fields of :class:`UntrainableShape`; ``why``: the feature that Weft lacks."""
+    """Return the shape of a model that Weft can plan for but not train.
+
+    ``sizes``: fields of :class:`UntrainableShape`. ``why``: what the model needs and Weft lacks, for the error message;
+    not used for models with experts or without a gate, whose reason is known here.
+    """
     gated = sizes.get("gated", True)
     if sizes.get("experts"):
         why = "its sizes do not say how it routes tokens; give the model's config.json to train it"

@@ -72,12 +72,13 @@ class Followed:
             return None
 
     def anchor(self, other: Marked, before: int, limit: int) -> Anchor:
-        """Find the last place that two rendered texts have in common, and return its position in each text.
+        """Return the last position that the whole conversation's text and ``other`` have in common, as a position in
+        each.
 
-        One text is ``other``, the rendering of only some of the messages. The other text is ``shown``, the rendering of
-        the whole conversation. A common place is a mark of the same message in both texts. ``before``: only marks of
-        messages with a smaller number count. ``limit``: largest allowed position in ``shown``. Both positions are 0 if
-        the texts have no such mark in common.
+        ``other``: rendered text of only some of the messages, with marks. Positions are compared at marks, the places
+        where words of a message begin or end. ``before``: only marks of messages with a number below this count.
+        ``limit``: largest allowed position in the whole conversation's text (attribute ``shown``). Both positions are 0
+        if the texts have no such mark in common.
         """
         for mark in reversed(other.words):
             here = [

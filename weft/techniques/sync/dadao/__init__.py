@@ -55,15 +55,16 @@ class DADAOSettings(Section):
     figure="equal to a simulation to 1e-10",
 )
 class DADAO(SyncMethod):
-    """Synchronises islands in pairs: each has a state of six vectors, which follows a linear differential equation.
+    """Synchronises islands in pairs, without common rounds: DADAO (Nabli and Oyallon 2023). Each island has a state of
+    six vectors, which follows a linear differential equation.
 
-    Two kinds of events interrupt the equation. After ``sync.every`` steps of the optimizer, their change of the
-    parameters is applied as a gradient. Between gradients, a Poisson clock that all islands draw from the same seed
-    chooses pairs of islands that exchange one vector. Only these two wait for each other.
+    Two kinds of events interrupt the equation. Every ``sync.every`` steps, the change of the parameters over these
+    steps is applied as a gradient. Between gradients, pairs of islands exchange one vector; a Poisson clock chooses the
+    pairs, and all islands draw it from the same seed. Only the two islands of a pair wait for each other.
 
     The slots are the rows of the paper's state: ``anchor`` is its ``x``, ``ahead`` its ``x~``, ``dual`` and
-    ``dual_ahead`` its ``y`` and ``y~``, ``pull`` and ``pull_ahead`` its ``z`` and ``z~``. Parameters are measured from
-    their initial values, at which ``y + nu x`` is zero.
+    ``dual_ahead`` its ``y`` and ``y~``, ``pull`` and ``pull_ahead`` its ``z`` and ``z~``. The slots ``dual`` and
+    ``dual_ahead`` begin as ``-nu x``, where ``nu`` is the paper's constant of strong convexity.
     """
 
     slots = ("anchor", "ahead", "dual", "dual_ahead", "pull", "pull_ahead")
