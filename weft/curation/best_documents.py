@@ -56,8 +56,9 @@ def choose_best(
     Each group first keeps its best documents up to the floor, or all that it has. The rest of ``count`` is filled with
     the best of all remaining documents.
 
-    ``order``: indices of the documents, the best first. ``groups``: name of each document's group. ``floor``: fewest
-    documents of a group. Raises :class:`UsageError` if the floors alone are more than ``count``.
+    ``order``: indices of the documents, the best first. ``groups``: name of each document's group, ``[documents]``;
+    None: the documents form no groups. ``floor``: fewest documents of a group. Raises :class:`UsageError` if the floors
+    alone are more than ``count``.
     """
     kept = np.zeros(len(order), bool)
     if groups is not None and floor:
@@ -86,7 +87,7 @@ def _places(groups: np.ndarray) -> np.ndarray:
 def kept_per_group(groups: np.ndarray, kept: np.ndarray) -> dict[str, tuple[int, int]]:
     """Return for each group ``(kept, all)``: how many of its documents are kept, and how many it has.
 
-    ``groups``: name of each document's group; ``kept``: whether each document is kept.
+    ``groups``: name of each document's group; ``kept``: whether each document is kept; both ``[documents]``.
     """
     return {
         str(name): (int(kept[groups == name].sum()), int((groups == name).sum()))

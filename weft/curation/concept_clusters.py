@@ -34,11 +34,12 @@ class PrunedClusters(NamedTuple):
 def cluster_complexity(
     centroids: np.ndarray, labels: np.ndarray, distances: np.ndarray, nearest: int = 20
 ) -> np.ndarray:
-    """Return the complexity of each cluster: mean distance to its centroid, times mean distance to other centroids.
+    """Return the complexity of each cluster, ``[clusters]``: mean distance of its documents to its centroid, times mean
+    distance of its centroid to the nearest others.
 
-    ``centroids``: of length 1, ``[clusters, width]``. ``labels``: cluster of each document. ``distances``: distance of
-    each document to its centroid. ``nearest``: number of nearest other centroids whose distances are averaged. A
-    cluster without documents has complexity 0.
+    ``centroids``: of length 1, ``[clusters, width]``. ``labels``: index of each document's cluster, ``[documents]``.
+    ``distances``: distance of each document to its centroid, 1 - cosine, ``[documents]``. ``nearest``: number of
+    nearest other centroids whose distances are averaged. A cluster without documents has complexity 0.
     """
     count = len(centroids)
     sizes = np.bincount(labels, minlength=count)
@@ -56,11 +57,12 @@ def cluster_complexity(
 def target_counts(
     complexities: np.ndarray, sizes: np.ndarray, total: int, temperature: float = 0.5
 ) -> np.ndarray:
-    """Return how many documents each cluster keeps, whole numbers whose sum is ``total``.
+    """Return how many documents each cluster keeps, ``[clusters]``: whole numbers whose sum is ``total``.
 
-    The wanted shares are the softmax of the complexities divided by ``temperature``. Each cluster keeps at least half
-    of ``total / clusters`` documents, or all but one if it has fewer, and at most its ``sizes``. Within these bounds,
-    the counts have the least sum of squared distances from the wanted shares of ``total``.
+    ``complexities``, ``sizes``: complexity and number of documents of each cluster, ``[clusters]``. The wanted shares
+    are the softmax of the complexities divided by ``temperature``. Each cluster keeps at least half of ``total /
+    clusters`` documents, or all but one if it has fewer, and at most its ``sizes``. Within these bounds, the counts
+    have the least sum of squared distances from the wanted shares of ``total``.
     """
     logits = complexities / temperature
     shares = np.exp(logits - logits.max())
@@ -160,8 +162,9 @@ def keep_of_clusters(
 ) -> np.ndarray:
     """Return which documents are kept, bool ``[documents]``: in each cluster the documents with the highest ``first``.
 
-    ``labels``: cluster of each document. ``counts``: number of documents that each cluster keeps. ``first``: a number
-    for each document; of equal numbers the earlier document is kept.
+    ``labels``: index of each document's cluster, ``[documents]``. ``counts``: number of documents that each cluster
+    keeps, ``[clusters]``. ``first``: a number for each document, ``[documents]``; of equal numbers the earlier document
+    is kept.
     """
     order = np.lexsort((-first, labels))
     sizes = np.bincount(labels, minlength=len(counts))

@@ -133,7 +133,8 @@ def _opened(engine: str, setting: TaskSetting, workers: int) -> Iterator[Engine]
 
 
 class StepSegment(NamedTuple):
-    """Consecutive mappers and filters that one task applies to a shard, and the joint operator that follows, if any.
+    """Consecutive mappers and filters that one task applies to a shard, and the joint operator that follows; None: no
+    joint operator follows.
 
     A joint operator needs all documents at once, so a segment ends with it.
     """

@@ -44,8 +44,8 @@ class SelectionSettings(Section):
 def kept_line(what: str, groups: np.ndarray, kept: np.ndarray) -> str:
     """Return a line for the user about how many documents of each group are kept.
 
-    ``what``: name of the grouping in the line, such as a column's name. ``groups``: name of each document's group.
-    ``kept``: whether each document is kept.
+    ``what``: name of the grouping in the line, such as a column's name. ``groups``: name of each document's group;
+    ``kept``: whether each document is kept; both ``[documents]``.
     """
     counts = kept_per_group(groups, kept)
     least = sorted(counts.items(), key=lambda item: (item[1][0], item[0]))

@@ -56,7 +56,7 @@ def survivor_scores(documents: Documents, settings: SurvivorSettings) -> np.ndar
 def equal_neighbours(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return pairs of indices ``(left, right)`` of equal keys, which connect all indices with the same key to a chain.
 
-    ``keys``: one value for each index, or a row of values.
+    ``keys``: one value for each index, ``[n]``, or a row of values, ``[n, values]``.
     """
     columns = keys if keys.ndim > 1 else keys[:, None]
     order = np.lexsort(columns.T)
@@ -91,8 +91,8 @@ def choose_survivors(
 ) -> np.ndarray:
     """Return, for each document, the index of the document that is kept of its group, int64 ``[documents]``.
 
-    A group keeps the document with the highest score; of equal scores, the first by id. ``groups``: group of each
-    document.
+    A group keeps the document with the highest score; of equal scores, the first by id. ``groups``: number of each
+    document's group, ``[documents]``; ``scores``: ``[documents]``.
     """
     order = np.lexsort((id_ranks(ids), -scores, groups))
     is_first = np.diff(groups[order], prepend=-1) != 0
@@ -102,7 +102,9 @@ def choose_survivors(
 
 
 def id_ranks(ids: Sequence[str]) -> np.ndarray:
-    """Return the rank of each id in the sorted order of all ids."""
+    """Return the rank of each of ``ids`` in the sorted order of all: 0 for the first, in the order of ``ids``,
+    ``[ids]``.
+    """
     ranks = np.empty(len(ids), np.int64)
     ranks[sorted(range(len(ids)), key=ids.__getitem__)] = np.arange(len(ids))
     return ranks

@@ -29,7 +29,9 @@ TODAY = datetime(2025, 1, 1)
 
 
 class GeneratorFiles(NamedTuple):
-    """Hash of a model's weights, and its tokenizer; reading both needs no model in memory."""
+    """Hash of the weights of a model that writes texts, and the model's tokenizer. Reading both needs no model in
+    memory.
+    """
 
     weights: str
     tokenizer: Tokenizer

@@ -241,7 +241,9 @@ def _check_arrays(values: Mapping[str, np.ndarray], documents: int) -> None:
 def joined_arrays(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Append the rows of the summary ``second`` to those of ``first``, and return the joined arrays by name."""
+    """Append the rows of the summary ``second`` to those of ``first``, and return the joined arrays by name. A summary
+    is the arrays of a :class:`KeptSummary`.
+    """
     joined = {}
     for name, array in first.items():
         other = second[name]

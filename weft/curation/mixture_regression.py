@@ -82,9 +82,9 @@ class MixtureRegression:
         return features
 
     def covariance(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Return the covariances of losses at the features ``a`` and ``b``, ``[len(a), len(b)]``.
+        """Return the covariance of the loss at each mixture of ``a`` with that at each of ``b``, ``[len(a), len(b)]``.
 
-        Features are those that :meth:`features` returns.
+        ``a``, ``b``: features of mixtures, as :meth:`features` returns them.
         """
         squares = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
         bend = np.exp(-np.maximum(squares, 0) / (2 * self.kernel.length**2))

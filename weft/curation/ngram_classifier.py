@@ -34,12 +34,14 @@ class NgramClassifier:
     bias: float
 
     def probability(self, text: str) -> float:
-        """Return the probability that ``text`` is like the positive examples, if both kinds are equally frequent."""
+        """Return the probability, from 0 to 1, that ``text`` is like the positive examples of the training and not like
+        the negative ones. Both kinds count as equally frequent.
+        """
         vector = ngram_vector(text, self.settings)
         return self.probability_of(vector)
 
     def probability_of(self, vector: SparseVector) -> float:
-        """Return the same as :meth:`probability` for a text of which ``vector`` is given already."""
+        """Return the probability of :meth:`probability` for a text that has been converted to ``vector`` already."""
         weights = self.weights[vector.indices].astype(np.float64)
         return float(_sigmoid(weights @ vector.values.astype(np.float64) + self.bias))
 

@@ -24,7 +24,8 @@ def area_under_curve(
 ) -> float:
     """Return the area under the ROC curve; equal scores count half. NaN without examples of both classes.
 
-    ``scores``: float64 ``[examples]``; ``labels``: bool; ``weights``: how often each example counts (default: once).
+    ``scores``: float64 ``[examples]``; ``labels``: whether each example is positive, bool ``[examples]``; ``weights``:
+    how often each example counts, ``[examples]``; None: once.
     """
     weights = np.ones(len(scores)) if weights is None else weights
     _, ties = np.unique(scores, return_inverse=True)
@@ -47,8 +48,8 @@ def ranking_quality(
     """Return the area under the ROC curve with a 95 % interval, by a bootstrap over groups (Efron 1979; Field 2007).
 
     Documents of a group, such as a package, are similar, so whole groups are resampled. ``scores``: float64
-    ``[examples]``. ``labels``: bool ``[examples]``. ``groups``: name of each example's group. ``draws``: number of
-    bootstrap samples. ``seed``: seed of the draws.
+    ``[examples]``. ``labels``: whether each example is positive, bool ``[examples]``. ``groups``: name of each
+    example's group, ``[examples]``. ``draws``: number of bootstrap samples. ``seed``: seed of the draws.
     """
     names, members = np.unique(groups, return_inverse=True)
     random = np.random.default_rng(seed)

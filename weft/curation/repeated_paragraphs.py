@@ -68,8 +68,9 @@ def is_repeated(
 
     Arguments:
         ``keys``: hashes of the paragraphs of all documents, uint64 ``[paragraphs]``.
-        ``document_ranks``: rank of each paragraph's document. The first document by rank keeps the paragraph.
-        ``starts``: position of each paragraph in its document.
+        ``document_ranks``: rank of the document of each paragraph, ``[paragraphs]``. Of equal paragraphs, the one in
+            the document with the lowest rank is no repetition.
+        ``starts``: index of each paragraph's first character in its document, ``[paragraphs]``.
         ``least_documents``: a paragraph counts as repeated only if it occurs in at least so many documents.
     """
     order = np.lexsort((starts, document_ranks, keys))

@@ -14,7 +14,7 @@ TOP_SIZES, ALL_SIZES = (2, 3, 4), (5, 6, 7, 8, 9, 10)
 
 
 class Repeated(NamedTuple):
-    """Number and total length of the parts of a text (such as lines) that repeat an earlier part.
+    """Number and total length of the parts of a text (such as lines) that are equal to an earlier part.
 
     ``parts``: number of repeated parts. ``characters``: their total length in characters.
     """

@@ -62,7 +62,9 @@ class FittedLaw:
     noise: float
 
     def interval(self, of: Callable[[RepetitionLaw], float]) -> tuple[float, float]:
-        """Return the 90 % interval of ``of(law)`` over the laws that were fitted to bootstrap samples."""
+        """Return the ends of the 90 % interval of a number that ``of`` computes from a law, over the laws that were
+        fitted to bootstrap samples.
+        """
         values = [of(law) for law in self.resampled]
         low, high = np.quantile(values, [TAIL, 1 - TAIL])
         return float(low), float(high)

@@ -94,7 +94,8 @@ def log_growth(seen: np.ndarray) -> np.ndarray:
 
 
 def halvings(epochs: np.ndarray, half_lives: np.ndarray) -> np.ndarray:
-    """Return the factor by which the exponent has decayed in each epoch, ``0.5 ** (epochs / half_lives)``.
+    """Return the factor by which the exponent of a pool's law has decayed in each epoch, ``0.5 ** (epochs /
+    half_lives)``, of the broadcast shape of both arguments.
 
     ``epochs`` count from 0. With a half-life of 0 only the first epoch counts; with an infinite one all count the same.
     """

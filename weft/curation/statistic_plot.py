@@ -17,7 +17,9 @@ _LOGARITHMIC = 50.0
 
 
 class Bar(NamedTuple):
-    """A bar of a histogram in the drawing's units: kept documents, and on top of them the dropped ones."""
+    """A bar of a histogram, in the units of its SVG drawing: a part for the documents that are kept, and on top of it a
+    part for those that are dropped.
+    """
 
     x: float
     width: float
@@ -29,7 +31,9 @@ class Bar(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A value on the axis: ``x`` in the drawing's units, ``text`` below it."""
+    """A value on the axis of a histogram: its position ``x`` in the units of the SVG drawing, and the ``text`` below
+    it.
+    """
 
     x: float
     text: str

@@ -100,8 +100,8 @@ def count_step(
 ) -> StepCounts:
     """Count what a step did to ``documents``, which had no error.
 
-    ``keys``: key of each document. ``reasons``: why each is dropped, "" if it is kept. ``statistics``: the columns that
-    the step has added.
+    ``keys``: 16-byte digest of each document. ``reasons``: why each is dropped, "" if it is kept. ``statistics``: the
+    columns that the step has added.
     """
     counts = StepCounts(len(documents), sum(not reason for reason in reasons))
     dropped = [i for i, reason in enumerate(reasons) if reason]

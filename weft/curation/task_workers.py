@@ -182,7 +182,9 @@ def reply_to(setting: Callable[[], TaskSetting], task: Words) -> Words:
 
 
 def replied_result(reply: Words) -> Words:
-    """Return the result in a reply. Raises the error in it, as :class:`WeftError` or :class:`UsageError`."""
+    """Return the result of a task from the reply of :func:`reply_to`. If the reply holds an error, raise it as
+    :class:`WeftError` or :class:`UsageError`.
+    """
     if "error" in reply:
         kind = UsageError if reply["usage"] else WeftError
         raise kind(reply["error"])

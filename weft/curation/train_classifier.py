@@ -66,7 +66,7 @@ class ClassifierReport:
 
 @dataclass(frozen=True)
 class TrainedClassifier:
-    """A ``classifier``, and the ``report`` of its training and evaluation."""
+    """A trained ``classifier``, and the ``report`` of its training and of its evaluation on held-out examples."""
 
     classifier: NgramClassifier
     report: ClassifierReport
@@ -132,8 +132,8 @@ def held_out_groups(
 ) -> list[str]:
     """Return the names of the groups that are held out, at least ``share`` of all, with examples of both classes.
 
-    ``groups``, ``labels``: group and class of each example. The choice depends on names and ``seed`` alone. Raises
-    :class:`UsageError` if one part has no example of a class.
+    ``groups``, ``labels``: name of the group of each example, and whether it is positive, both ``[examples]``. The
+    choice depends on names and ``seed`` alone. Raises :class:`UsageError` if one part has no example of a class.
     """
     names = np.unique(groups).tolist()
     names.sort(key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())

@@ -32,7 +32,9 @@ class ColumnType(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """A file below the folder of intermediate files, with the digest of its content."""
+    """A file that a task has written: its path below the folder of intermediate files, and the digest of its
+    content.
+    """
 
     name: str
     digest: str
@@ -78,7 +80,9 @@ def _kind_of(values: Sequence[Any]) -> str:
 
 
 class Schema(NamedTuple):
-    """Types of all columns by name, and a line for each column whose type changes from document to document."""
+    """Arrow types of all columns of a run's documents by name, and a line for the user about each column whose type
+    changes from document to document.
+    """
 
     types: dict[str, str]
     notes: list[str]

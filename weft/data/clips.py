@@ -32,7 +32,8 @@ ANIMATIONS = (".gif", ".png", ".apng", ".webp")
 
 
 class Video(NamedTuple):
-    """A video that can be read: name, class (``label``), caption, and a function that yields its frames in order.
+    """A video that can be read: its name, the name of its class (``label``), its caption, and a function that yields
+    its frames in order. Class and caption are empty if the video has none.
 
     A frame is an image of Pillow.
     """

@@ -15,7 +15,8 @@ def source_factor(leg: MixLeg, sample: int, source: int) -> float:
     """Return the factor of the loss weights of global sample ``sample``, which comes from source number ``source``.
 
     A mixture can weigh losses instead of drawing more samples. The factor is then the source's share at this sample,
-    divided by its share of all tokens; otherwise it is 1. ``leg``: the part of the order that holds the sample.
+    divided by its share of all tokens; otherwise it is 1. ``leg``: the part of the order of samples, with one mixture,
+    that holds the sample.
     """
     if leg.weighed is None:
         return 1.0

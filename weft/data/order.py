@@ -43,7 +43,7 @@ def hash_keys(*keys: int | np.ndarray) -> np.ndarray:
 
 
 def sample_hashes(samples: Sequence[int]) -> np.ndarray:
-    """Return 32 pseudo-random bits for each sample number, as an array.
+    """Return 32 pseudo-random bits for each of the sample numbers ``samples``, as an array ``[samples]``.
 
     The sum of these bits over a set of samples identifies the set almost surely.
     """

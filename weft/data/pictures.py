@@ -189,7 +189,9 @@ def lone_captions(place: Path, endings: Sequence[str]) -> tuple[str, ...]:
 
 
 class NamedImage(NamedTuple):
-    """An image that can be decoded: name, class (``label``), encoded bytes or path (``content``), and caption."""
+    """An image that can be decoded: its name, the name of its class (``label``), its encoded bytes or its path
+    (``content``), and its caption. Class and caption are empty if the image has none.
+    """
 
     name: str
     label: str

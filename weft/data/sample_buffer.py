@@ -51,11 +51,11 @@ class SampleBuffer(Protocol):
         """
 
     def places(self) -> Iterator[tuple[int, bool]]:
-        """Yield the place of each sample in the buffer, and whether the sample was drawn before."""
+        """Yield, for each sample in the buffer, its number (place), and whether it was drawn before."""
 
 
 class PlaceBag:
-    """Set of places that allows choosing and removing a place by its index in constant time."""
+    """Set of sample numbers (places), from which a buffer chooses and removes one by its index in constant time."""
 
     def __init__(self) -> None:
         self._listed: list[int] = []

@@ -48,7 +48,9 @@ class SourceReport:
         self.skip(error)
 
     def leave_out(self, read: Callable[[str], bool]) -> None:
-        """Remove from ``unread`` the fields whose names ``read`` accepts, because the chat template uses them."""
+        """Remove from :attr:`unread` the fields that the chat template uses. ``read``: returns, for a field's name,
+        whether the template uses it.
+        """
         self.unread = Counter(
             {name: count for name, count in self.unread.items() if not read(name)}
         )

@@ -28,7 +28,9 @@ LISTS = {"messages", "choices"}
 
 
 class Text(NamedTuple):
-    """Token ids of a prompt (``given``, at least one) and of the continuation to score (``following``)."""
+    """Token ids of a prompt (``given``, at least one token), and of the continuation whose probability a model is to
+    score (``following``).
+    """
 
     given: Sequence[int]
     following: Sequence[int]

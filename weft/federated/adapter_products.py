@@ -30,7 +30,9 @@ class AdapterProducts:
 
     @classmethod
     def of(cls, names: Mapping[str, object]) -> AdapterProducts:
-        """Return a converter for the adapters among ``names``. Raises :class:`UsageError` if there are none."""
+        """Return a converter for the adapters among the parameters with the names ``names``. Raises :class:`UsageError`
+        if there are none.
+        """
         stems = tuple(
             sorted(
                 name.removesuffix(DOWN)

@@ -17,7 +17,8 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 
 class RobustSum:
-    """Robust weighted sum: a rule of ``resilience.aggregate`` that tolerates some wrong updates.
+    """Robust weighted sum of updates, by a rule of ``resilience.aggregate`` that tolerates some wrong updates. It is
+    called like :func:`weft.federated.weighted_sum.weighted_sum`.
 
     Each update is first scaled by its weight relative to the mean weight. The rule combines the scaled updates to one,
     which is multiplied by the sum of all weights. With the rule "mean" this is the weighted sum itself. An update with

@@ -14,9 +14,10 @@ class CorrectedRounds(RoundPolicy):
     """Base class of round policies that correct clients' gradients with vectors sent along with the model.
 
     There are two vectors. The direction ``g`` is the mean gradient of the last round: ``sum_i w_i (x - x_i)``, divided
-    by the sum of the learning rates of a client's steps. The control variate ``c`` is the mean of the clients' own
-    control variates, weighted by their shares among all clients. :class:`weft.federated.policy.ClientStep` defines the
-    correction.
+    by the sum of the learning rates of a client's steps. Here ``x`` is the model that clients were sent, ``x_i`` the
+    model of client ``i`` after its steps, and ``w_i`` the weight of its update. The control variate ``c`` is the mean
+    of the clients' own control variates, weighted by their shares among all clients.
+    :class:`weft.federated.policy.ClientStep` defines the correction.
     """
 
     def __init__(self, settings: Any) -> None:

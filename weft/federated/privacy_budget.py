@@ -24,13 +24,15 @@ Named = Mapping[str, T]
 
 
 def difference_norm(difference: Named) -> float:
-    """Return the Euclidean norm of all elements of ``difference`` together."""
+    """Return the Euclidean norm of a client's update over all elements together. ``difference``: tensors by name."""
     squares = [float(x.double().square().sum()) for x in difference.values()]
     return math.sqrt(math.fsum(squares))
 
 
 def clipped_difference(difference: Named, most: float) -> dict[str, T]:
-    """Return ``difference`` scaled down to the norm ``most`` if its norm is larger; with ``most`` 0, unchanged."""
+    """Return ``difference``, a client's update as tensors by name, scaled down to the norm ``most`` if its norm is
+    larger; with ``most`` 0, unchanged.
+    """
     norm = difference_norm(difference)
     if not most or norm <= most:
         return dict(difference)
@@ -38,10 +40,11 @@ def clipped_difference(difference: Named, most: float) -> dict[str, T]:
 
 
 def spent_epsilon(multiplier: float, times: int, delta: float) -> float:
-    """Return the epsilon of (epsilon, delta) differential privacy after ``times`` Gaussian mechanisms.
+    """Return the epsilon of (epsilon, delta) differential privacy after noise has been added ``times`` times (Gaussian
+    mechanisms).
 
     ``multiplier``: standard deviation of the noise relative to the sensitivity. The result is infinite without noise,
-    and 0 if there was no mechanism. Raises :class:`UsageError` if Opacus is not installed.
+    and 0 if ``times`` is 0. Raises :class:`UsageError` if Opacus is not installed.
     """
     if not times:
         return 0.0

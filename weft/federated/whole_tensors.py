@@ -18,7 +18,9 @@ T = torch.Tensor
 
 
 def whole_part(values: T) -> Part:
-    """Return a part that covers the whole logical tensor ``values``."""
+    """Return ``values`` as a part that covers its whole logical tensor, so that it can be saved in a checkpoint like
+    the parts of sharded tensors.
+    """
     shape = tuple(values.shape)
     return Part(values, whole_box(shape), Tensor(shape, NAMES[values.dtype]))
 

@@ -85,8 +85,8 @@ class Search:
 
     @property
     def least(self) -> float:
-        """Smallest score with which a text is not pruned: the score of the best ended text minus the search's
-        ``prune``.
+        """Smallest score (length-normalised log-probability) with which a text is not pruned: the score of the best
+        ended text minus the search's ``prune``.
         """
         return max((ended.score for ended in self.ended), default=-inf) - self.prune
 

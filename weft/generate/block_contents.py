@@ -57,7 +57,7 @@ class LayerPart:
         return (self.parts, *own, len(self.heads), *self.shape)
 
     def nbytes(self, tokens: int) -> int:
-        """Return the bytes of this part of a block's first ``tokens`` tokens."""
+        """Return how many bytes the first ``tokens`` tokens of a cache block take in this part."""
         return prod(self.extents(tokens)) * self.dtype.itemsize
 
     @property

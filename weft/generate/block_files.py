@@ -249,7 +249,7 @@ class BlockFiles:
 
 
 def header_of(key: bytes, contents: Contents) -> bytes:
-    """Return the bytes that stand before a block's ``contents`` in its file, for the check of the file. ``key``: the
-    block's key.
+    """Return the first bytes of a block's file: key and hash, by which a reader notices a damaged or wrong file.
+    ``contents``: the block's bytes, which follow in the file. ``key``: the block's key.
     """
     return MAGIC + key + blake2b(contents, digest_size=HASH).digest()

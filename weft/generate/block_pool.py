@@ -15,8 +15,9 @@ from itertools import takewhile
 
 
 class BlockPool:
-    """A pool of ``blocks`` cache blocks of ``size`` tokens each. ``states``: whether the blocks hold recurrent states,
-    from which a token cannot be removed.
+    """A pool of ``blocks`` cache blocks of ``size`` tokens each. An owner of a block is a text, or an adapter, that
+    uses it; texts with equal beginnings own the same blocks. ``states``: whether the blocks hold recurrent states, from
+    which a token cannot be removed.
     """
 
     def __init__(self, blocks: int, size: int, states: bool = False) -> None:
@@ -33,12 +34,14 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of blocks without an owner, which :meth:`take` can give to a text."""
+        """Number of blocks without an owner (a text or an adapter that uses them), which :meth:`take` can give to a
+        text.
+        """
         return self.blocks - len(self.owners)
 
     def take(self, key: bytes | None = None) -> int:
-        """Take a free block for one owner, and return its number. There must be a free block. ``key``: the key under
-        which :meth:`find` returns the block from now on; None: it cannot be found.
+        """Take a free block for one text or adapter, and return the block's number. There must be a free block.
+        ``key``: the key under which :meth:`find` returns the block from now on; None: it cannot be found.
         """
         if (
             not self._freed or next(iter(self._freed)) in self.keys
@@ -56,7 +59,7 @@ class BlockPool:
         return block
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Add an owner to each of ``blocks``, which are block numbers."""
+        """Add an owner (a text or an adapter that uses them) to each of the blocks with the numbers ``blocks``."""
         for block in blocks:
             if block < 0:
                 self.lent[block] += 1
@@ -65,8 +68,8 @@ class BlockPool:
             self.owners[block] = self.owners.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one owner from each of ``blocks``, which are numbers of blocks in the order of a request's table.
-        Blocks without an owner may be reused, those at the end of the list first.
+        """Remove one owner (a text or an adapter that used them) from each of ``blocks``, numbers of blocks in the
+        order of the text's tokens. Blocks without an owner may be reused, those at the end of the list first.
         """
         for block in reversed(blocks):
             if block < 0:

@@ -30,7 +30,7 @@ class SpanGroup(NamedTuple):
         ``model``: the model of the group's first span; the models of all its spans have the module in common.
         ``rows``: indices in the packed row of the group's tokens; a slice if the group has all tokens.
         ``reading``: the spans, with indices in the group's row, and the places of their tokens in the cache.
-        ``adapters``: the adapter of each span, or None.
+        ``adapters``: for each span its adapter; None: the span is computed without one.
         ``documents``: indices in the group's row at which the spans end, after a leading 0.
         ``wanted``: indices of the rows of logits that belong to this group's tokens, among all rows of logits that the
             pass returns.
@@ -56,7 +56,7 @@ class ChainPass:
     Args:
         ``spans``: the spans of all texts.
         ``models``: the model of each span.
-        ``adapters``: the adapter of each span, or None.
+        ``adapters``: for each span its adapter; None: the span is computed without one.
         ``numbers``: ids (first row) and positions (second row) of all tokens, ``[2, tokens]``.
         ``wanted``: indices in the packed row of the tokens whose logits are returned.
         ``pages``: the cache of each layer.

@@ -226,7 +226,9 @@ def repeat_pass(compute: Callable[[], T]) -> Callable[[], T]:
 
 
 class GraphRecorder:
-    """Records passes as CUDA graphs. All graphs share one pool of memory, because only one of them runs at a time."""
+    """Records passes as CUDA graphs. A call takes a function that computes a pass, and returns a function that repeats
+    this pass. All graphs share one pool of memory, because only one of them runs at a time.
+    """
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()

@@ -44,8 +44,8 @@ def open_for_reading(where: Where, ema: bool = False) -> Pretrained:
 def weights_fingerprint(model: Pretrained, weights: str = "float") -> str:
     """Return a hash of the configuration of ``model``, and of the names, shapes and values of all its parameters.
 
-    The hash does not depend on how the model is stored or cut over ranks. ``weights``: the type in which the weights
-    are used.
+    The hash does not depend on how the model is stored or cut over ranks. ``weights``: name of the type in which the
+    weights are used, such as "float" or "int8"; it enters the hash.
     """
     assert model.values is not None
     shape = model.shape.model_dump(mode="json", exclude=APART)

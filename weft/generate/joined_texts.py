@@ -57,7 +57,7 @@ def hogwild(
     stops: Collection[int] = (),
 ) -> list[Generation]:  # fmt: skip
     """Write several texts at the same time, one per worker, where each worker also attends to what all others have
-    written (Hogwild inference). Return the texts in the order of ``openings``.
+    written (Hogwild inference, Rodionov et al. 2025). Return the texts in the order of ``openings``.
 
     ``prompt``: token ids that all workers see before their texts. ``openings``: for each worker, the token ids with
     which its text begins. ``count``: largest number of further tokens of each text. ``how``: settings of sampling, but
@@ -84,13 +84,14 @@ def hogwild(
 
 
 class Tags(NamedTuple):
-    """Tokens by which a model writes parts of its text as parallel paths, which are written at the same time.
+    """Ids of the tokens by which a model splits its text into parallel paths, which are written at the same time
+    (Multiverse).
 
     Attributes:
-        ``outline``: stands before each path's outline.
-        ``split``: stands before the paths.
-        ``path``, ``path_end``: stand around a path.
-        ``conclusion``: stands before the text that follows all paths.
+        ``outline``: the token before each path's outline.
+        ``split``: the token before all paths.
+        ``path``, ``path_end``: the tokens before and after each path.
+        ``conclusion``: the token before the text that follows all paths.
     """
 
     outline: int
@@ -134,8 +135,8 @@ def multiverse(
     engine: Engine, prompt: Sequence[int], tags: Tags, count: int, how: Sampling, stops: Collection[int] = (),
     opening: Callable[[int, list[int]], list[int]] = lambda number, outline: outline,
 ) -> Thread:  # fmt: skip
-    """Generate a text after ``prompt`` that forks into parallel paths where the model writes the tags ``tags``. Each
-    piece of the text has up to ``count`` tokens.
+    """Generate a text after ``prompt`` that forks into parallel paths where the model writes the tags ``tags``
+    (Multiverse, Yang et al. 2025), and return it. Each piece of the text has up to ``count`` tokens.
 
     ``how``: settings of sampling; ``stops``: ids that end a text. ``opening(number, outline)``: returns the first
     tokens of path ``number`` after its tag, given the tokens of its outline.

@@ -97,8 +97,9 @@ class RestingKeys:
 
 
 class RunPlace(NamedTuple):
-    """Where in the file some cache blocks lie that were written together (a loan): in the run number ``run`` of the
-    extent number ``extent`` (:class:`KeyLayout`). ``blocks``: number of these blocks.
+    """Place in the file of cache blocks that were written together (a loan). The file is cut into extents of equal
+    size, and each extent into runs of blocks. ``extent``, ``run``: number of the extent, and of the run in it.
+    ``blocks``: number of these blocks.
     """
 
     extent: int
@@ -154,11 +155,11 @@ class KeyOwner:
 
     @property
     def pid(self) -> int | None:
-        """Operating-system number of the process; None if it has none."""
+        """Operating-system number of the process that owns the file; None if it has none."""
         return getattr(self._process, "pid", None)
 
     def room(self) -> int:
-        """Return for how many further cache blocks the file has room; 0 if the process is lost."""
+        """Return for how many further cache blocks the file has room; 0 if the process that owns the file is lost."""
         if self.lost:
             return 0
         free = (self.extents - len(self._used)) * self.layout.runs
@@ -166,12 +167,14 @@ class KeyOwner:
         return free * self.layout.blocks
 
     def recalled(self) -> list[int]:
-        """Return an empty list: the process never asks for lent blocks back, unlike an engine that lends them."""
+        """Return an empty list: a file never needs its blocks for itself, unlike an engine that lends blocks and
+        recalls loans.
+        """
         return []
 
     def put(self, contents: T, after: int | None) -> int:
-        """Let the process write cache blocks of a text to the file. Return a number (of the loan) that names them in
-        later calls.
+        """Write cache blocks of a text to the file, through the process that owns it. Return a number (of the loan)
+        that names these blocks in later calls.
 
         ``contents``: uint8 ``[blocks, bytes]``, at most :attr:`KeyLayout.blocks` blocks. ``after``: number of the loan
         with the blocks of the same text before these; the new blocks are written directly behind them if there is room.
@@ -193,9 +196,9 @@ class KeyOwner:
         return loan
 
     def take(self, contents: T) -> int:
-        """Let the process write the cache blocks ``contents``, uint8 ``[blocks, bytes]``, to any free place of the
-        file. Return a number (of the loan) that names them in later calls. Raises :class:`NoRoom` if the file is full,
-        and :class:`LenderLost`.
+        """Write the cache blocks ``contents``, uint8 ``[blocks, bytes]``, to any free place of the file, through the
+        process that owns it. Return a number (of the loan) that names these blocks in later calls. Raises
+        :class:`NoRoom` if the file is full, and :class:`LenderLost`.
         """
         return self.put(contents, None)
 
@@ -255,8 +258,8 @@ class KeyOwner:
         return partial
 
     def counts(self) -> dict[str, int]:
-        """Return byte counts of the process by name: bytes read, bytes written, and its own memory. Raises
-        :class:`LenderLost`.
+        """Return byte counts of the process that owns the file, by name: bytes read, bytes written, and the process's
+        own memory. Raises :class:`LenderLost` if it does not answer.
         """
         number = self._send({"do": "counts"}, [])
         self._awaited.add(number)
@@ -264,7 +267,7 @@ class KeyOwner:
         return counts
 
     def close(self) -> None:
-        """End the process. The operating system then deletes its file."""
+        """End the process that owns the file. The operating system then deletes the file."""
         self._bury(OSError())
 
     def is_last(self, loan: int) -> bool:

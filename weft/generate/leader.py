@@ -423,8 +423,9 @@ class Leader(RankReader):
     def start(
         self, step: ScheduledStep, early: EarlyExit | None = None
     ) -> Callable[[], T]:
-        """Launch a step on all ranks. Return a function that waits for the logits ``[rows of all parts, vocab]``.
-        ``early``: must be None, because a pass over several ranks makes no early exit.
+        """Launch a step on all ranks. Return a function that waits for the logits ``[rows, vocab]``: the wanted rows of
+        all texts of the step, one text after the other. ``early``: must be None, because a pass over several ranks
+        makes no early exit.
         """
         assert early is None
         if self.mesh.sums and self.mesh.sums.slowed:

@@ -226,7 +226,7 @@ class LoanOffice:
         return torch.cat(outs), torch.cat(logs)
 
     def fetch(self, loan: int) -> T:
-        """Return the contents of the loan's blocks, uint8 ``[blocks, bytes]``.
+        """Return the contents of the blocks that are lent as the loan number ``loan``, uint8 ``[blocks, bytes]``.
 
         Raises :class:`KeyError` for a loan that has ended.
         """
@@ -251,7 +251,8 @@ class LoanOffice:
 class Borrower:
     """The borrower's side of loans: when the cache of ``engine`` is full, it moves the first blocks of its texts to
     other engines. ``lenders``: function that returns the other engines, the preferred one first. ``most``: number of
-    blocks that all of them together can lend; the engine accepts requests that need this much more.
+    blocks that all of them together can lend; the engine accepts requests that need up to this many blocks more than
+    its own cache has.
     """
 
     def __init__(

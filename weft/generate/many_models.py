@@ -18,8 +18,9 @@ def members_of(
 ) -> dict[str, FamilyMember]:  # fmt: skip
     """Return descriptions of the models in ``folders`` by their names, without reading their weights yet. ``family``:
     the models of one shape that the engine may have. The engine has already opened one of them, the base.
-    ``tokenizer``: the base's tokenizer. ``taken``: names that are in use. ``warn`` prints a line. Raises
-    :class:`UsageError` for a name that is taken, and for models of another shape or tokenizer than the base.
+    ``tokenizer``: the base's tokenizer. ``taken``: names that no further model may have, such as the base's. ``warn``
+    prints a line. Raises :class:`UsageError` for a name that is taken, and for models of another shape or tokenizer
+    than the base.
     """
     members = {}
     for folder in folders:

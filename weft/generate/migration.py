@@ -249,8 +249,9 @@ class Arrival:
     """Receives a request that another engine sends away by a :class:`Departure`. ``engine`` goes on with it after the
     last frame.
 
-    Until then a placeholder owns the cache blocks. The engine takes them back if its own requests need them.
-    ``compile``: compiles the request's grammar for this engine's model; None: requests with a grammar are refused.
+    Until then a placeholder request owns the cache blocks that have arrived. The engine takes them back if its own
+    requests need them. ``compile``: compiles the request's grammar for this engine's model; None: requests with a
+    grammar are refused.
     """
 
     def __init__(self, engine: Engine, compile: Compile | None = None) -> None:

@@ -13,8 +13,8 @@ from weft.models.token_parts import TokenPart
 
 
 def can_be_cut(row: PackedRow) -> bool:
-    """Return whether the row of a step may be computed in parts, one after the other. This is possible if no text in
-    the row has an adapter or attends to another text.
+    """Return whether ``row``, the packed tokens of a step, may be computed in parts, one after the other. This is
+    possible if no text in the row has an adapter or attends to another text.
     """
     return not any(row.adapters) and not any(span.context for span in row.spans)
 

@@ -92,11 +92,13 @@ class PrefillProcess:
 
     @property
     def pid(self) -> int | None:
-        """Operating-system number of the process, or None if there is none."""
+        """Operating-system number of the process that reads prompts; None if there is none."""
         return getattr(self._process, "pid", None)
 
     def restart(self) -> None:
-        """Start the process without waiting until it is ready; :meth:`look` finds out when it is."""
+        """Start a new process that reads prompts, without waiting until it is ready; :meth:`look` finds out
+        when it is.
+        """
         self._control[WRITING] = 0.0
         arenas = self._shared.arena.handle, self._arena.handle
         child = open_child(lambda theirs: self._start(theirs, *arenas))
@@ -115,14 +117,14 @@ class PrefillProcess:
             self._pipe.send_bytes(json.dumps(about).encode())
 
     def set_quota(self, quota: float, writing: bool) -> None:
-        """Tell the process which share of the cores it may use, ``quota``. The limit holds only while texts are being
-        written, as ``writing`` says; otherwise the process may use all cores.
+        """Tell the process that reads prompts which share of the cores it may use. ``quota``: this share, from 0 to 1.
+        ``writing``: whether texts are being written now; if not, the process may use all cores.
         """
         self._control[QUOTA], self._control[WRITING] = quota, float(writing)
 
     def look(self) -> None:
-        """Check, without waiting, whether a process that starts has become ready. A process that has failed to start is
-        started again.
+        """Check, without waiting, whether the new process that reads prompts has become ready. It is started again if
+        it has failed to start.
         """
         if self._process is None or self.ready:
             return
@@ -147,8 +149,8 @@ class PrefillProcess:
             self.look()
 
     def begin(self, row: PackedRow) -> None:
-        """Let the process compute the prompts' tokens in ``row``. Call it only when no pass is under way. Raises
-        :class:`PrefillLost` if the process has ended.
+        """Let the other process compute a pass over ``row``, tokens of prompts. Call it only when no pass is under way.
+        Raises :class:`PrefillLost` if the other process has ended.
         """
         message = json.dumps(row).encode()
         self.sent += len(message)
@@ -160,8 +162,8 @@ class PrefillProcess:
         self._watched = float(self._control[BEAT]), time.monotonic()
 
     def has_ended(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for the end of the pass under way. Return whether it has ended: it is complete, or the
-        process that computed it is gone.
+        """Wait up to ``seconds`` for the end of the pass under way in the other process. Return whether the pass has
+        ended: it is complete, or the process is gone.
         """
         try:
             if self._pipe.poll(seconds):
@@ -175,9 +177,9 @@ class PrefillProcess:
         return now - since > SILENT_S
 
     def logits(self, rows: int) -> T:
-        """Return the ``rows`` rows of logits of the pass that has ended.
+        """Return the logits ``[rows, vocab]`` of the pass that the other process has ended.
 
-        Raises :class:`PrefillLost` if the process is gone; it is started again.
+        Raises :class:`PrefillLost` if that process is gone; it is started again.
         """
         try:
             if not self._pipe.poll():

@@ -136,7 +136,7 @@ class PackedRow(NamedTuple):
         ``positions``: position of each token in its text.
         ``spans``: where each text's part lies in the row, and where its cache blocks are.
         ``wanted``: indices of the tokens whose logits are returned.
-        ``adapters``: the adapter of each span, or None.
+        ``adapters``: for each span its adapter; None: the span is computed without one.
     """
 
     ids: list[int]
@@ -147,7 +147,7 @@ class PackedRow(NamedTuple):
 
     @classmethod
     def of(cls, said: Sequence[Any]) -> "PackedRow":
-        """Build a row from its JSON form ``said``, in which all sequences are lists."""
+        """Build a row from ``said``, the list that JSON has made of another row."""
         ids, positions, spans, wanted, adapters = said
         return cls(
             ids,
@@ -249,7 +249,8 @@ class PagedReader:
     def start(
         self, step: ScheduledStep, early: EarlyExit | None = None
     ) -> Callable[[], T]:
-        """Launch a step. Return a function that waits for the logits ``[rows of all parts, vocab]``.
+        """Launch the forward pass of a step. Return a function that waits for the logits ``[rows, vocab]``: the wanted
+        rows of all texts of the step, one text after the other.
 
         ``early``: the early exit that the pass makes, unless it has texts of several models.
         """
@@ -364,7 +365,8 @@ class PagedReader:
         loads: Sequence[tuple[str, list[int]]] = (),
         early: EarlyExit | None = None,
     ) -> T:
-        """Run a forward pass over ``parts`` and return the logits ``[rows of all parts, vocab]``.
+        """Run a forward pass over ``parts`` and return the logits ``[rows, vocab]``: the wanted rows of all parts, one
+        part after the other.
 
         ``copies``: pairs of cache blocks (from, to) that are copied before the pass. ``loads``: pairs of an adapter's
         name and the blocks into which it is loaded before the pass. ``early``: where the pass shows early logits,

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 
 class Switch(NamedTuple):
-    """A change of the models in memory. ``name``: model that is to be read into memory, if it is not there.
-    ``leaving``: models that leave memory to make room for it.
+    """A change of the models in memory. ``name``: name of the model that is to be read into memory, unless it is there
+    already. ``leaving``: names of the models that leave memory to make room for it.
     """
 
     name: str

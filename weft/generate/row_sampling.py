@@ -237,7 +237,8 @@ def sampling_candidates(logits: T, texts: Sequence[TextState]) -> Iterator[Candi
 def exponentials(values: T, best: T, hows: Sequence[Sampling]) -> T:
     """Return ``exp((values - best) / temperature)`` for each row, at most 1.
 
-    ``best``: the largest value of each row, ``[rows, 1]``. ``hows``: settings of sampling of each row.
+    ``values``: logits, ``[rows, n]``. ``best``: the largest value of each row, ``[rows, 1]``. ``hows``: settings of
+    sampling of each row.
     """
     # Largest logit 0 first: dividing by a tiny temperature then gives -inf at worst, never inf - inf.
     heat = values.new_tensor([[max(how.temperature, 1e-37)] for how in hows])
@@ -245,8 +246,8 @@ def exponentials(values: T, best: T, hows: Sequence[Sampling]) -> T:
 
 
 def above_least(weights: T, hows: Sequence[Sampling]) -> T:
-    """Return ``weights`` with 0 for tokens whose weight is below the row's ``min_p``. The largest weight of each row
-    must be 1. ``hows``: settings of sampling of each row.
+    """Return ``weights`` with 0 for tokens whose weight is below the row's ``min_p``. ``weights``: ``[rows, n]``; the
+    largest weight of each row must be 1. They are changed in place. ``hows``: settings of sampling of each row.
     """
     if not any(how.min_p for how in hows):
         return weights

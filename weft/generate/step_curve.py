@@ -46,7 +46,8 @@ def nonnegative_rates(work: Numbers, seconds: Numbers) -> Numbers:
 
 
 class Curve:
-    """Predicts the seconds of an engine step as a linear function of its work, the six numbers of :func:`work_of`.
+    """Predicts the time of an engine step as a linear function of its work, the six numbers of :func:`work_of`. A call
+    takes the planned step and returns seconds.
 
     ``samples``: measured steps to which the function is fitted, as pairs of work and seconds.
     """

@@ -130,7 +130,9 @@ def adapt(module: Module, name: str, whole: bool) -> None:
 
 
 def merged(module: Module, name: str) -> T:
-    """Return the weight ``name`` of ``module`` with its adapter merged into it; the model must be on one device."""
+    """Return the weight ``name`` of ``module``, ``[out, in]``, with its adapter merged into it. The model must be on
+    one device, not cut over ranks.
+    """
     if name in module.quantized:
         weight: T = module.quantized[name].dense(torch.float32)
     else:
@@ -146,7 +148,9 @@ def merged(module: Module, name: str) -> T:
 
 
 def adapted_products(module: Module, x: T, names: Sequence[str]) -> tuple[T, ...]:
-    """Return the products of ``x`` with the weights ``names`` of ``module``, plus the outputs of their adapters."""
+    """Return, for each of the weights ``names`` of ``module``, its product with ``x`` plus the output of its adapter:
+    ``[batch, seq, out]`` each, in the order of ``names``. ``x``: ``[batch, seq, in]``.
+    """
     dense = [name for name in names if name not in module.quantized]
     adapted = [name for name in names if name in module.adapters]
     weights = [module.own(name, getattr(module, name)) for name in dense]

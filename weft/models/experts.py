@@ -142,7 +142,9 @@ def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
 
 
 def reordered(rows: T, order: T) -> T:
-    """Return ``rows[order]``, where ``order`` is a permutation, with a gradient that needs no atomic additions."""
+    """Return ``rows[order]``, with a gradient that needs no atomic additions. ``rows``: ``[rows, embed]``; ``order``: a
+    permutation of the rows' indices.
+    """
     return spread(rows, order, 1)
 
 
@@ -618,7 +620,10 @@ class Mixture(Module):
             self.copies.learn_from(loads)
 
     def mixed(self, x: T, routed: T, shared: T | None) -> T:
-        """Return the layer's output for the tokens ``x``, from results of routed and of shared experts (None: none)."""
+        """Combine the results of routed and of shared experts to the layer's output, as the setting ``shared_mix``
+        says. ``x``: the layer's input, from which the gate of the shared experts is computed. ``routed``, ``shared``:
+        results of the experts; None: the layer has no shared experts. All tensors are ``[..., embed]``.
+        """
         if shared is None or self.shape.shared_mix == "add":
             return routed if shared is None else routed + shared
         logits = F.linear(x, self.shared_gate)

@@ -67,7 +67,9 @@ def read(x: T, maker: GraphPart | None) -> T:
 
 
 def result_of(steps: Steps) -> T:
-    """Run the generator ``steps`` to its end, doing nothing else when it yields, and return its result."""
+    """Run a forward pass that is written as a generator to its end, and return its result. ``steps``: the generator; it
+    yields where a caller could do other work, of which nothing is done here.
+    """
     while True:
         try:
             next(steps)

@@ -205,8 +205,9 @@ def merged_entropy(lse: T, mean: T, group: dist.ProcessGroup | None) -> T:
 
 
 def entropy_of_shares(lses: T, means: T) -> T:
-    """Return the entropy over the whole vocabulary, which is divided into shares. ``lses``, ``means``: log-sum-exp and
-    mean logit of each share, with the shares along dimension 0.
+    """Return the entropy of each token's distribution over the whole vocabulary, which is divided into shares:
+    ``[chunk, 1]``. ``lses``, ``means``: log-sum-exp and mean logit of each share of the vocabulary, ``[shares, chunk,
+    1]``.
     """
     return lses.logsumexp(0) - (lses.softmax(0) * means).sum(0)
 

@@ -62,8 +62,8 @@ def attention_layers(model: Transformer) -> list[Attention | LatentAttention]:
 
 @contextmanager
 def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
-    """Return a context in which the layers of ``model`` call other attention functions than usual. ``attends``: the
-    function of each layer, first layer first.
+    """Return a context in which each layer of ``model`` calls an attention function from ``attends`` in place of its
+    own, first layer first. Such a function attends to cached keys, for example.
     """
     layers = attention_layers(model)
     before = [layer.attend for layer in layers]

@@ -11,7 +11,7 @@ T = torch.Tensor
 
 class PassClock:
     """Measures the seconds of forward and backward of a pass through layers, from this object's creation on. The
-    attribute ``seconds`` is None until backward has gone through the layers.
+    attribute ``seconds`` is the time of both together; None until backward has gone through the layers.
     """
 
     def __init__(self) -> None:

@@ -308,9 +308,8 @@ class PolicyObjective(TokenObjective):
 
         With ``W`` the product of the answer's probability ratios, the weight is ``W^k exp(l - l W)``, which is 1 for
         ``W = 1``. ``k`` and ``l`` are ``vespo_positive`` or ``vespo_negative``, by the sign of the advantage.
-        Logarithms are clamped as in TRL. ``gap``: new
-        minus old log-probability, ``[tokens]``. ``weight``: weights that correct for the
-        sampler's probabilities, ``[tokens]``; ``W`` is multiplied by them.
+        Logarithms are clamped as in TRL. ``gap``: new minus old log-probability, ``[tokens]``. ``weight``: weights that
+        correct for the sampler's probabilities, ``[tokens]``; ``W`` is multiplied by them.
         """
         least, most = math.log(1e-8), 20.0
         log_w = tokens.totals(gap.clamp(-most, most))

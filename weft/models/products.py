@@ -370,5 +370,8 @@ def multiplied(x: T, product: nn.Module) -> T:
 
 
 def split_product(product: nn.Module, sizes: list[int]) -> Products:
-    """Return a function that splits ``product(x)`` along the last dimension into tensors of these ``sizes``."""
+    """Return a function that computes the products of an input with several weights by one call of ``product``, a
+    module that multiplies with their concatenation. ``sizes``: output elements of each weight, by which the result is
+    split along its last dimension.
+    """
     return lambda x: torch.split_with_sizes(multiplied(x, product), sizes, -1)

@@ -42,7 +42,8 @@ class TileBatch(NamedTuple):
 def tile_spans(
     spans: Sequence[Span], window: int, group: int, device: torch.device
 ) -> list[TileBatch]:
-    """Cut the new tokens of texts into tiles. Returns one batch for texts with few new tokens, and one for the others.
+    """Cut the new tokens of texts into tiles, pieces that one program of the attention kernel computes. Returns one
+    batch of tiles for short spans and one for longer ones, without empty batches.
 
     ``window``: the number of tokens that a token sees, itself included; 0: all. ``group``: query heads of each key
     head. ``device``: where the tensors are made.

@@ -9,7 +9,8 @@ import torch
 def queued_copy(
     values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Return ``values``, a list or a list of equally long lists of numbers, as a tensor on ``device``.
+    """Return ``values``, a list or a list of equally long lists of numbers, as a tensor of type ``dtype`` on
+    ``device``.
 
     A copy to a GPU is only queued: the numbers go through page-locked memory, which PyTorch keeps until the copy has
     been done.

@@ -168,8 +168,8 @@ class Loads:
 
 
 def by_token(mesh: Mesh) -> dict[str, Kind]:
-    """Return, for each mesh axis, how a tensor with a row per routed token is distributed over the ranks of the axis:
-    equal on all of them, or different.
+    """Return, for each mesh axis, whether a tensor with a row per routed token is equal or different on the ranks of
+    the axis, for the type check of distributed tensors.
     """
     return BY_DATA | {"tp": V if mesh.layout.folds_tp else R}
 

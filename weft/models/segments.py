@@ -109,8 +109,8 @@ def cut(s: Segment, square: int = SQUARE) -> list[Segment]:
 
 
 def uniform(segments: list[Segment], queries: int, keys: int) -> tuple[int, int] | None:
-    """Return the number of queries and the number of keys of each segment, if one batched call can compute all
-    segments.
+    """Return the number of queries and the number of keys of each segment (a rectangle of the attention matrix), if one
+    batched call can compute all ``segments``.
 
     One call is possible if all segments have equal sizes, and together cover ``queries`` queries and ``keys`` keys in
     order. Otherwise the result is None.

@@ -60,8 +60,9 @@ class SharedWeights:
         return sum(each.nbytes for each in alive)
 
     def living(self, known: Digests) -> dict[str, nn.Module]:
-        """Return those parts of a model that other models in memory already have with equal weights: modules by the
-        parts' names. ``known``: hashes of the model's weights, by the names of the parameters.
+        """Return the parts of a model (embedding, blocks, norm, head) that another model in memory already has with
+        equal weights: modules by the parts' names. ``known``: hashes of the model's weights, by the names of the
+        parameters.
         """
         parts = {
             part: self.modules.get(part_key(part, names, known))
@@ -170,7 +171,8 @@ def names_by_part(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def part_key(part: str, names: Iterable[str], digests: Digests) -> Hashable:
-    """Return a key that is equal for two models if all their weights in the part ``part`` are equal.
+    """Return a key that is equal for two models if all their weights in one part are equal, so that they can share the
+    part's module. ``part``: name of the part, such as a block.
 
     ``names``: the part's parameters; ``digests``: hashes of the model's weights, by the names of the parameters.
     """

@@ -125,7 +125,10 @@ def hidden_keys(span: Span, share: KeyShare, window: int, group: int) -> T | Non
 
 
 def largest_score(q: T, store: T, span: Span, window: int) -> float:
-    """Return the largest score of any new token of ``span`` and a key that it sees."""
+    """Return the largest attention score of any new token of ``span`` with a key that it sees. ``q``: queries of all
+    new tokens, ``[packed tokens, heads, width]``; ``store``: the cache of a layer; ``window``: the number of tokens
+    that a token sees, itself included; 0: all.
+    """
     rows = query_rows(q[span.first : span.last], store.shape[3])
     return float(_scores(rows, store, span, window).amax())
 

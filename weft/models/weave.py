@@ -39,7 +39,7 @@ T = torch.Tensor
 
 class PartInputs(NamedTuple):
     """Inputs of the layers for one part of the tokens, besides activations. ``rope``: cosines and sines of its tokens;
-    ``starts``: where documents begin in its rows, and at last where they end; ``seen``: where routers record its
+    ``starts``: where documents begin in its rows, and at last where they end; ``seen``: where routers record the part's
     counts; None: nowhere.
     """
 

@@ -352,7 +352,7 @@ REWARDS: Case = {
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The result of a random case.
+    """The result of a random case: whether a layout of a recipe computes the same as one device.
 
     ``kind``: "equal", "refused", "wrong", "crashed" or "hung". ``why``: the rule that refuses the case, the figures
     that differ, or the error.
@@ -478,7 +478,9 @@ def command_of(
 
 
 def write_corpus() -> None:
-    """Write documents of very unequal lengths and pairs of answers, the same in every campaign, to :data:`FOLDER`."""
+    """Write documents of very unequal lengths and pairs of answers, the same in every campaign, to the folder
+    :data:`FOLDER`, as training data of the cases.
+    """
     rng = random.Random(0)
     FOLDER.mkdir(exist_ok=True)
 

@@ -56,7 +56,8 @@ from weft.train.step import reduced_gradients
 
 @dataclass(frozen=True)
 class TypeFault:
-    """A type error in a layout's computation.
+    """A fault that the type check of distributed tensors has found in a layout's computation, such as a sum over ranks
+    that is missing.
 
     ``file``, ``line``, ``code``: place and text of the innermost line of code outside of the type checker. ``message``:
     the reason.

@@ -158,7 +158,9 @@ def discounted(rewards: np.ndarray, discount: float) -> np.ndarray:
 
 
 def whitened(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Shift and scale the numbers of all ``parts`` together, so that their mean is 0 and their variance 1."""
+    """Return the arrays ``parts``, ``[n]`` each, shifted and scaled by common factors, so that all their numbers
+    together have mean 0 and variance 1. Fewer than two numbers become zeros.
+    """
     every = np.concatenate([*parts, np.zeros(0)])
     if len(every) < 2:
         return [np.zeros_like(part) for part in parts]

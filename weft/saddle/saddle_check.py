@@ -15,8 +15,9 @@ class SaddleDifference(NamedTuple):
     """Difference between a run on ranks and the same run on one device.
 
     Attributes:
-        ``parameters``: the largest difference on any rank, divided by the largest value.
-        ``worst``: name of the parameter with this difference.
+        ``parameters``: the largest difference of a parameter on any rank, divided by the largest magnitude of any
+            parameter on one device.
+        ``worst``: name of this parameter.
         ``sent``: bytes that all ranks have sent to others.
     """
 

@@ -73,15 +73,16 @@ class SaddleMethod(ABC):
         self.wholes = wholes
 
     def whole_mean(self, parts: Sequence[Values]) -> Values:
-        """Send ``parts``, the values of this rank's devices, without compression, and return the mean over all devices.
-        All ranks must call it.
+        """Send ``parts``, for each simulated device of this rank a tensor for each parameter, without compression.
+        Return the mean over all devices. All ranks must call it.
         """
         self.wholes += 1
         return self.exchange.mean(parts, self.wholes, self._plain, self._plain)
 
     def operators(self, values: Mapping[str, T], draw: Draw) -> list[Values]:
-        """Return the operator of each of this rank's devices at the parameters ``values``: gradients, with the sign
-        turned for parameters that maximise. ``draw``: random choices, such as of samples.
+        """Return the operator of each of this rank's simulated devices at the parameters ``values``: the gradients of
+        its objective by parameter, with the sign turned for parameters that maximise. ``draw``: random choices, such as
+        of samples.
         """
         return [
             self.problem.operator(device, values, draw) for device in self.exchange.own
@@ -97,8 +98,8 @@ class SaddleMethod(ABC):
     def stepped(
         self, values: Mapping[str, T], direction: Mapping[str, T], rate: float
     ) -> Values:
-        """Return the parameters after a step of size ``rate`` from ``values`` against ``direction``. :attr:`values`
-        stays as it is.
+        """Return the parameters ``values - rate * direction``, by name. The method's own parameters (:attr:`values`)
+        stay as they are.
         """
         return {name: t - rate * direction[name] for name, t in values.items()}
 

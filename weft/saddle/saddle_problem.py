@@ -71,8 +71,9 @@ class SaddleProblem(ABC):
         """Write files into ``folder`` that show the parameters ``values``; by default none."""
 
     def operator(self, number: int, values: Mapping[str, T], draw: Draw) -> Values:
-        """Return the operator of device ``number`` at the parameters ``values``: gradients, with the sign turned for
-        parameters that maximise. ``draw``: random choices, such as of samples.
+        """Return the operator of the simulated device ``number`` at the parameters ``values``: the gradients of its
+        objective by parameter, with the sign turned for parameters that maximise. ``draw``: random choices, such as of
+        samples.
 
         A step against the operator goes down for some parameters and up for the others.
         """

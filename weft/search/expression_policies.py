@@ -50,8 +50,8 @@ NO_DEADLINE = 1000.0
 
 
 class ExpressionDispatch:
-    """A dispatch policy that chooses the engine for which the value of an expression is smallest. ``source``: text of
-    the expression.
+    """A dispatch policy of a server with several engines: a call takes their states and a request, and returns the name
+    of the engine for which the value of an expression is smallest. ``source``: text of the expression.
     """
 
     source: ClassVar[str] = "answers"

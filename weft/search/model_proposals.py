@@ -25,7 +25,8 @@ TOKENS = 800
 
 
 class ModelProposals:
-    """Asks a language model for better policies, ``each`` times in every generation of the search.
+    """Asks a language model for better policies. A call takes the best expressions so far, asks ``each`` times, and
+    returns the proposed expressions that could be read.
 
     ``policy``: the kind of policy with its simulator. ``client``: client of the OpenAI-compatible server. ``model``:
     the model's name there. ``say``: called with a line about answers that cannot be

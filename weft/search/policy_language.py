@@ -56,7 +56,7 @@ class Expression:
 @dataclass(frozen=True)
 class Operation:
     """An operation of the language. ``parts``: number of expressions to which it applies. ``run``: function that
-    computes it. ``text``: function that writes it from the texts of its parts.
+    computes it. ``text``: function that returns the Python text of the operation, from the texts of its parts.
     """
 
     parts: int

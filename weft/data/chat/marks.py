@@ -30,7 +30,9 @@ _WORDS = {
 
 
 class JsonObject(dict[str, Any]):
-    """Dictionary of a JSON object that keeps its JSON ``text`` as it was read, so that it can be written unchanged."""
+    """Dictionary of a JSON object that also keeps the JSON text from which it was read (``text``), so that it can be
+    written unchanged.
+    """
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
         super().__init__(values)
@@ -67,8 +69,8 @@ def without_marks(value: Any) -> Any:
 def map_json(change: Any, value: Any, rename: Any = None) -> Any:
     """Return a JSON value with ``change`` applied to the elements of a list or the values of an object.
 
-    ``rename``: the function that is applied to the keys of an object, by default ``change`` as well. A value that is
-    neither list nor object is returned unchanged.
+    ``change``: function of one element or value. ``rename``: the function that is applied to the keys of an object, by
+    default ``change`` as well. A value that is neither list nor object is returned unchanged.
     """
     if isinstance(value, dict):
         rename = rename or change

@@ -15,7 +15,7 @@ from weft.errors import WeftError
 
 @dataclass(frozen=True)
 class ToolUse:
-    """A call of a tool by an agent.
+    """A call of a tool by an agent: name of the tool, and arguments of the call.
 
     ``id``: name of the call, by which its result refers to it; None if the trajectory gives no name.
     """
@@ -27,7 +27,7 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class Observed:
-    """What an agent observed after a turn, such as the result of a tool.
+    """Text that an agent got to see after a turn, such as the result of a tool.
 
     ``id``: name of the tool call whose result this is; None if it is not the result of a call.
     """
@@ -80,7 +80,8 @@ class Turn:
 
 
 class TokenSequence(NamedTuple):
-    """All token ids of a trajectory, joined to one sequence, with two more lists that have an entry for each token.
+    """All token ids of a trajectory, joined to one sequence (``ids``), and two more lists with an entry for each of
+    these tokens.
 
     ``learns``: whether the policy has written the token. ``log_probabilities``: log-probability with which the token
     was sampled; 0 for tokens that the policy has not written.

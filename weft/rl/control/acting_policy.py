@@ -35,7 +35,9 @@ def split_weights(flat: np.ndarray, sizes: Sequence[int]) -> list[ActingLayer]:
 
 
 def network_outputs(layers: Sequence[ActingLayer], rows: np.ndarray) -> np.ndarray:
-    """Return a perceptron's outputs for ``rows``, ``[rows, inputs]``, with ReLU between layers."""
+    """Return a perceptron's outputs, ``[rows, outputs]``, for the inputs ``rows``, ``[rows, inputs]``. Between layers
+    is ReLU.
+    """
     for number, layer in enumerate(layers):
         rows = rows @ layer.weight.T + layer.bias
         if number < len(layers) - 1:
@@ -55,7 +57,9 @@ class ChosenAction(NamedTuple):
 
 
 def scaled_action(form: ActionForm, unit: np.ndarray) -> np.ndarray:
-    """Scale the numbers ``unit`` of an action from -1 to 1 to the bounds of ``form``."""
+    """Return the numbers of an action within the environment's bounds. ``unit``: the numbers from -1 to 1,
+    ``[form.numbers]``; ``form``: form of the actions, with their bounds.
+    """
     low, high = np.array(form.low), np.array(form.high)
     return (low + high) / 2 + (high - low) / 2 * unit
 

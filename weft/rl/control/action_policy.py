@@ -106,7 +106,9 @@ class ActionPolicy(nn.Module):
         self.register_buffer("scale", torch.ones(form.observed))
 
     def normalised(self, observations: T) -> T:
-        """Normalise ``observations``, ``[rows, observed]``, as the input of both networks."""
+        """Return ``observations``, ``[rows, observed]``, shifted and scaled by :attr:`shift` and :attr:`scale`, and
+        limited to 10 in magnitude, as the input of both networks.
+        """
         return ((observations - self.shift) / self.scale).clamp(-10, 10)
 
     def values(self, observations: T) -> T:

@@ -333,8 +333,8 @@ def learn_from_steps(
 
 
 def standardised(advantages: T, size: int, add_up: SumOverRanks) -> T:
-    """Shift and scale a rank's ``advantages`` of a minibatch to mean 0 and deviation 1 over all ranks. All ranks must
-    call it.
+    """Return a rank's ``advantages`` of a minibatch, shifted and scaled so that those of all ranks together have mean 0
+    and deviation 1. All ranks must call it.
 
     ``size``: number of transitions in the minibatch over all ranks. ``add_up``: adds a tensor up over all ranks.
     """

@@ -51,7 +51,9 @@ class PoolStep:
 
 
 class ProcessEnd(NamedTuple):
-    """Why a process of environments failed: ``why`` in words, and whether it is the user's mistake (``usage``)."""
+    """Why a process of environments failed: ``why`` in words, and whether it is the user's mistake (``usage``), such as
+    an unknown environment.
+    """
 
     why: str
     usage: bool = False

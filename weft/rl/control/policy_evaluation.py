@@ -51,6 +51,7 @@ def evaluate_policy(
         ``best``: returns the best actions for observations ``[environments, observed]``.
         ``about``: settings of the environments, as for :class:`EnvironmentPool`.
         ``processes``: number of processes of each rank.
+        ``seed``: seed of the episodes.
         ``stops``: returns whether the run has to end at once.
     """
     count = min(settings.episodes, max(settings.environments, LEAST))

@@ -16,7 +16,9 @@ class ShapedStep(NamedTuple):
 
 
 def severity(value: float, free: float, limit: float) -> float:
-    """Return where ``|value|`` lies between ``free`` (0, no penalty) and ``limit`` (1, full penalty)."""
+    """Return the share of a penalty that an observed ``value`` deserves: 0 if ``|value|`` is at most ``free``, 1 from
+    ``limit`` on, and linear in between.
+    """
     return float(np.clip((abs(value) - free) / (limit - free), 0.0, 1.0))
 
 

@@ -46,7 +46,9 @@ def move_average(target: nn.Module, model: nn.Module, share: float) -> None:
 def learner_tensors(
     modules: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Adam]
 ) -> dict[str, T]:
-    """Return the parameters of ``modules`` and the moments of ``optimizers`` by name."""
+    """Return the parameters of ``modules`` and the moments of ``optimizers`` by name, for a checkpoint. They are the
+    tensors themselves, so that loading fills them.
+    """
     names: dict[T, str] = {
         p: f"{module}.{name}"
         for module, each in modules.items()

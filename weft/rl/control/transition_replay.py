@@ -13,7 +13,9 @@ T = torch.Tensor
 
 
 class Transitions(NamedTuple):
-    """Transitions: observations, actions, rewards, whether the episode terminated, and next observations."""
+    """A minibatch of transitions: observations ``[rows, observed]``, actions, rewards ``[rows]``, whether the episode
+    terminated ``[rows]``, and next observations (``nexts``) ``[rows, observed]``.
+    """
 
     observations: T
     actions: T
@@ -72,7 +74,9 @@ class TransitionReplay:
         self._count += 1
 
     def draw(self, count: int, generator: np.random.Generator) -> Transitions:
-        """Return ``count`` transitions, each drawn uniformly from all that are kept."""
+        """Return ``count`` transitions, each drawn uniformly from the whole buffer by ``generator``; one may be drawn
+        several times.
+        """
         at = generator.integers(min(self.added, self._capacity), size=count)
         index = torch.from_numpy(at).to(self._rows.rewards.device)
         return Transitions(*(rows[index] for rows in self._rows))

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     figure="as Krum's, where 1 of 7 sends garbage",
 )
 class Bulyan(Aggregator):
-    """Selects some gradients by repeated Krum, then averages the selected values of each coordinate without outliers.
-    Of ``p`` gradients, ``faulty`` may be wrong. Krum is applied ``p - 2 faulty`` times, and selects one more gradient
-    each time. In each coordinate, the ``2 faulty`` selected values that are farthest from their median are left out of
-    the mean.
+    """Selects some gradients by repeated Krum, then averages the selected values of each coordinate without outliers
+    (El Mhamdi et al. 2018). Of ``p`` gradients, ``faulty`` may be wrong. Krum is applied ``p - 2 faulty`` times, and
+    selects one more gradient each time. In each coordinate, the ``2 faulty`` selected values that are farthest from
+    their median are left out of the mean.
     """
 
     each = 4

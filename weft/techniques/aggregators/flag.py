@@ -25,12 +25,12 @@ FLAG_TURNS, DIFFERENCES = 5, 1.0
     figure="as Krum's",
 )
 class Flag(Aggregator):
-    """Takes the mean of the gradients' directions, projected onto a subspace on which most of them agree. The subspace
-    has about half as many dimensions as there are gradients. It has the least sum of distances to the gradients'
-    directions and to the pairwise differences of these directions. Iterations find it from the gradients' inner
-    products alone, because weighted sums of the gradients span it. The result has the gradients' median length,
-    unlike in the program of the paper's authors. Equal gradients are therefore returned unchanged, and a gradient
-    that is scaled up counts no more than the others.
+    """Takes the mean of the gradients' directions, projected onto a subspace on which most of them agree (Almasi et al.
+    2024). The subspace has about half as many dimensions as there are gradients. It has the least sum of distances to
+    the gradients' directions and to the pairwise differences of these directions. Iterations find it from the
+    gradients' inner products alone, because weighted sums of the gradients span it. The result has the gradients'
+    median length, unlike in the program of the paper's authors. Equal gradients are therefore returned unchanged, and a
+    gradient that is scaled up counts no more than the others.
     """
 
     def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:

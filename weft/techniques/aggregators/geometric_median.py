@@ -25,7 +25,8 @@ MEDIAN_TURNS, MEDIAN_STANDS = 2000, 1e-13
     figure="as Krum's",
 )
 class GeometricMedian(Aggregator):
-    """Takes the point with the least sum of distances to all gradients, by Weiszfeld's iterations.
+    """Takes the point with the least sum of distances to all gradients, by Weiszfeld's iterations (Pillutla et al.
+    2019).
 
     The point is a weighted mean of the gradients, so that the gradients' inner products suffice to compute its
     distances.

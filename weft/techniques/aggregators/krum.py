@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     ),
 )
 class Krum(Aggregator):
-    """Takes the one gradient with the least sum of squared distances to its nearest neighbours. Of ``p`` gradients,
-    ``faulty`` may be wrong. The sum for a gradient goes over its ``p - faulty - 2`` nearest other gradients.
+    """Takes the one gradient with the least sum of squared distances to its nearest neighbours (Blanchard et al. 2017).
+    Of ``p`` gradients, ``faulty`` may be wrong. The sum for a gradient goes over its ``p - faulty - 2`` nearest other
+    gradients.
     """
 
     more = 3

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     figure="as Krum's",
 )
 class MultiKrum(Aggregator):
-    """Takes the mean of the ``p - faulty - 2`` gradients that Krum ranks first, of ``p`` replicas' gradients."""
+    """Takes the mean of the ``p - faulty - 2`` gradients that Krum ranks first, of ``p`` replicas' gradients (Blanchard
+    et al. 2017).
+    """
 
     more = 3
 

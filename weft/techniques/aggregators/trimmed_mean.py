@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     figure="as Krum's",
 )
 class TrimmedMean(Aggregator):
-    """Takes the mean in each coordinate without the ``faulty`` largest and the ``faulty`` smallest values.
+    """Takes the mean in each coordinate without the ``faulty`` largest and the ``faulty`` smallest values (Yin et al.
+    2018).
 
     ``faulty``: the number of replicas that may send wrong gradients.
     """

@@ -20,11 +20,11 @@ from weft.registry import register
     "simulators, of which one is killed, idle for 0.4 % of the time where 'fifo' is for 84 % (`bench/streams.py`)",
 )
 class Reservoir:
-    """Buffer of a stream of samples whose samples are drawn uniformly and may be drawn again. When it is full, a new
-    sample replaces a random one that was drawn before. ``capacity``: largest number of samples. ``watermark``: the
-    buffer must hold more samples than this before any is drawn. ``seed``: seed of the random choices. No sample leaves
-    before it was drawn: a buffer full of such samples takes no new one. After the end of the stream every sample that
-    is left is drawn once more, and leaves.
+    """Buffer of a stream of samples whose samples are drawn uniformly and may be drawn again (Melissa, Meyer et al.
+    2023). When it is full, a new sample replaces a random one that was drawn before. ``capacity``: largest number of
+    samples. ``watermark``: the buffer must hold more samples than this before any is drawn. ``seed``: seed of the
+    random choices. No sample leaves before it was drawn: a buffer full of such samples takes no new one. After the end
+    of the stream every sample that is left is drawn once more, and leaves.
     """
 
     #: Whether a sample leaves when it is drawn, while more samples are expected.

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     ),
 )
 def gradient(settings: Resilience, ranks: int) -> GradientCode:
-    """Return a gradient code for ``ranks`` data parallel ranks that encodes the gradient of each step separately.
+    """Return a gradient code for ``ranks`` data parallel ranks that encodes the gradient of each step separately
+    (Tandon et al. 2017).
 
     ``settings``: the recipe's section ``[resilience]``.
     """

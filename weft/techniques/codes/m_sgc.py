@@ -161,6 +161,8 @@ def in_time(rank: int, number: int, arrived: Arrived) -> bool:
     ),
 )
 def multiplexed(settings: Resilience, ranks: int) -> Multiplexed:
-    """Return the code M-SGC for ``ranks`` data parallel ranks, with the settings of section ``[resilience]``."""
+    """Return the code M-SGC for ``ranks`` data parallel ranks, with the settings of section ``[resilience]`` (Krishnan
+    et al. 2023).
+    """
     own = settings.own(SequentialSettings)
     return Multiplexed(ranks, settings.stragglers, settings.jobs, own.burst, own.window)

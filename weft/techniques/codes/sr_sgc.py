@@ -120,8 +120,8 @@ class SelectiveRepetition(GradientCode):
     ),
 )
 def selective_repetition(settings: Resilience, ranks: int) -> SelectiveRepetition:
-    """Return the SR-SGC code for ``ranks`` data parallel ranks. It has the least redundancy that tolerates as many late
-    ranks as ``settings``, the section ``[resilience]`` of the recipe, allows for.
+    """Return the SR-SGC code for ``ranks`` data parallel ranks (Krishnan et al. 2023). It has the least redundancy that
+    tolerates as many late ranks as ``settings``, the section ``[resilience]`` of the recipe, allows for.
     """
     own, late = settings.own(SequentialSettings), settings.stragglers
     weaker = ceil(own.burst * late / (own.window - 1 + own.burst))

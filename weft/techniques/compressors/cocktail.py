@@ -41,7 +41,7 @@ ROUNDS, SHARE = 10, 0.2
 )
 @dataclass(frozen=True)
 class Cocktail(Compressor):
-    """Sends the largest fifth of a random tenth of the elements, in 4 bits each.
+    """Sends the largest fifth of a random tenth of the elements, in 4 bits each (CocktailSGD, Wang et al. 2023).
 
     The tenths of ten successive rounds together contain every element. ``values``: the compressor of the elements that
     are sent. ``unbiased`` is False: the mean of decoded tensors is not the tensor itself.

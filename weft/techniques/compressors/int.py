@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     ),
 )
 class Integers(Rounded):
-    """Sends each element as an integer. The number at the end of the setting (8 in ``int8``) is its number of bits."""
+    """Sends each element as an integer (Karimireddy et al. 2019). The number at the end of the setting (8 in ``int8``)
+    is its number of bits.
+    """
 
     words = ("int8", "int7", "int6", "int5", "int4")
     planned = ("int8", "int4")

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """Sends a matrix as the product of two thin matrices of ``rank`` columns, by one iteration of the power method.
+    """Sends a matrix as the product of two thin matrices of ``rank`` columns, by one iteration of the power method
+    (Vogels et al. 2019).
 
     The matrix ``M`` is a tensor ``[m, n, k]`` seen as ``[m, n k]``. The product is ``P (M^T P)^T``, where ``P`` is an
     orthonormal basis of ``M Q``. In the first round ``Q`` is random. In every other round it is the ``M^T P`` of the

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class RandomK(KeptShare):
-    """Sends a random subset of the elements. It follows from the round's seed, and so is the same on all islands.
+    """Sends a random subset of the elements (Karimireddy et al. 2019). It follows from the round's seed, and so is the
+    same on all islands.
 
     With ``unbiased`` the elements are scaled so that the expected result is the tensor itself.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class Sign(Compressor):
-    """Sends the sign of each element, and the mean magnitude of each block of 128 elements.
+    """Sends the sign of each element, and the mean magnitude of each block of 128 elements (Karimireddy et al. 2019).
 
     ``unbiased`` is False: the mean of decoded tensors is not the tensor itself.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class TopK(KeptShare):
-    """Sends the elements of largest magnitude and their positions.
+    """Sends the elements of largest magnitude and their positions (Seide et al. 2014; Karimireddy et al. 2019).
 
     Positions are indices, or one bit for each element of the tensor where that takes fewer bytes. ``unbiased`` is
     False: the mean of decoded tensors is not the tensor itself.

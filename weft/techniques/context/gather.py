@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     ),
 )
 class Gather(AttentionScheme):
-    """Fetches the keys and values of all ranks at once. While they travel, a rank computes attention to its own keys,
-    and then to all others.
+    """Fetches the keys and values of all ranks at once (Llama 3, Grattafiori et al. 2024). While they travel, a rank
+    computes attention to its own keys, and then to all others.
     """
 
     paired = True

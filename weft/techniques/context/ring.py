@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     ),
 )
 class RingAttention(AttentionScheme):
-    """Sends keys and values around a ring of ranks. With causal attention only the last rank has work in all steps."""
+    """Sends keys and values around a ring of ranks (Liu et al. 2023). With causal attention only the last rank has work
+    in all steps.
+    """
 
     def table(self, ranks: int) -> TileTable:
         from weft.parallel.context.tables import circle, contiguous_owners

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     figure="critical path P/2; bytes as the formula",
 )
 class TokenRing(AttentionScheme):
-    """Sends queries around the ring instead of keys and values. Each rank owns an early and a late block of tokens."""
+    """Sends queries around the ring instead of keys and values (Wang et al. 2024). Each rank owns an early and a late
+    block of tokens.
+    """
 
     paired = True
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     ),
 )
 class Zigzag(AttentionScheme):
-    """Balances causal attention: each rank owns an early and a late block, and so computes two tiles in each step."""
+    """Balances causal attention: each rank owns an early and a late block, and so computes two tiles in each step
+    (Brandon et al. 2023; Zhu 2024).
+    """
 
     paired = True
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class AllTokensToAll(DispatchWay):
-    """Sends each of a rank's ``T`` tokens to all ``P`` ranks: each rank sends ``T (P - 1)`` rows in each direction."""
+    """Sends each of a rank's ``T`` tokens to all ``P`` ranks: each rank sends ``T (P - 1)`` rows in each direction
+    (DeepSpeed-MoE, Rajbhandari et al. 2022).
+    """
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
         from weft.parallel.experts.dispatch import AllGather

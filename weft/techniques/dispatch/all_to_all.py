@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class RowForEachChoice(DispatchWay):
-    """Sends a token once for each of its ``k`` experts: about ``T k (P - 1) / P`` rows per rank and direction.
+    """Sends a token once for each of its ``k`` experts: about ``T k (P - 1) / P`` rows per rank and direction (GShard,
+    Lepikhin et al. 2020).
 
     ``T``: tokens of a rank; ``P``: number of ranks.
     """

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     figure="bytes inside and between nodes as the formulas",
 )
 class CopyForEachNode(DispatchWay):
-    """Sends a token at most once to each node, however many of the token's experts are there."""
+    """Sends a token at most once to each node, however many of the token's experts are there (DeepEP, DeepSeek-AI
+    2025).
+    """
 
     by_node = True
 

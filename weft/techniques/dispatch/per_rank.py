@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class CopyForEachRank(DispatchWay):
-    """Sends a token once to each rank that has some of its experts. The receiving rank sends back the sum of their
-    outputs.
+    """Sends a token once to each rank that has some of its experts (DeepEP, DeepSeek-AI 2025). The receiving rank sends
+    back the sum of their outputs.
     """
 
     unequal = True

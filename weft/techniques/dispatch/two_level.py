@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     ),
 )
 class TwoLevel(DispatchWay):
-    """Exchanges tokens within each node, then between nodes, in fewer and larger messages than one all-to-all.
+    """Exchanges tokens within each node, then between nodes, in fewer and larger messages than one all-to-all (Tutel,
+    Hwang et al. 2023; HetuMoE, Nie et al. 2022).
 
     A rank sends ``g + n - 2`` messages, with ``n`` nodes of ``g`` ranks.
     """

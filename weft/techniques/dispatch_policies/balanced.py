@@ -24,7 +24,8 @@ WEIGHT = 0.2
     ),
 )
 class ByWorkload:
-    """Chooses the engine with the largest ``weight * t_min / t - (1 - weight) * work / mean``.
+    """Dispatch policy of a server, called with the engines' states and a request: chooses the engine with the largest
+    ``weight * t_min / t - (1 - weight) * work / mean`` (HexGen-Text2SQL, 2505.05286).
 
     ``weight``: a number from 0 to 1; the larger, the more speed counts against workload. ``t``: the estimated time of
     the request on an engine. ``t_min``: the smallest of these times over all engines. ``work``: the estimated seconds

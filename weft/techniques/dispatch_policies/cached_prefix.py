@@ -18,10 +18,11 @@ from weft.registry import register
     figure="prompts of a shared prefix are computed by the engine that has it",
 )
 class ByPrefix:
-    """Chooses the engine for which a request costs least, in cache blocks. The cost has two parts. One is the number of
-    the prompt's blocks that the engine's cache does not hold. The other is the engine's virtual usage minus that of
-    the least used engine. Virtual usage is the number of blocks that an engine's requests own, plus the number that
-    its waiting requests will need.
+    """Dispatch policy of a server, called with the engines' states and a request: chooses the engine for which the
+    request costs least, in cache blocks (Preble, Srivatsa et al. 2024; NVIDIA Dynamo's KV router). The cost has two
+    parts. One is the number of the prompt's blocks that the engine's cache does not hold. The other is the engine's
+    virtual usage minus that of the least used engine. Virtual usage is the number of blocks that an engine's requests
+    own, plus the number that its waiting requests will need.
     """
 
     def __call__(self, engines: Sequence[EngineView], request: DispatchRequest) -> str:

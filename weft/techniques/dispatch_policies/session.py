@@ -19,7 +19,8 @@ from weft.registry import register
     figure="an engine that leaves moves its own sessions alone",
 )
 class BySession:
-    """Chooses always the same engine for a session (conversation or user).
+    """Dispatch policy of a server, called with the engines' states and a request: chooses always the same engine for a
+    session (conversation or user; rendezvous hashing, Thaler and Ravishankar 1998).
 
     It is the engine for which a hash of the session's name and the engine's name is largest. An engine that joins or
     leaves therefore moves no sessions between the other engines. Requests without a session go to the engine with the

@@ -69,12 +69,13 @@ class Guessed(NamedTuple):
     ),
 )
 class DraftModel(Drafter):
-    """Guesses up to ``most`` tokens with ``model``, a small model with the vocabulary of the large one. While the large
-    model checks guesses, a thread guesses what follows each likely outcome of the check. The outcomes are that all
-    guesses are right, or that at some position another likely token comes instead. ``ahead``: number of such likely
-    tokens per position for which the thread guesses on; 0: there is no thread. ``early_layer``: number of the large
-    model's layers after which its hidden states predict these other tokens; 0: the small model predicts them.
-    ``tokens``: size of the small model's cache in tokens; longer texts get no guesses.
+    """Guesses up to ``most`` tokens with ``model``, a small model with the vocabulary of the large one (Leviathan et
+    al. 2022; Chen et al. 2023; Mirror-SD, Bhendawade et al. 2025). While the large model checks guesses, a thread
+    guesses what follows each likely outcome of the check. The outcomes are that all guesses are right, or that at some
+    position another likely token comes instead. ``ahead``: number of such likely tokens per position for which the
+    thread guesses on; 0: there is no thread. ``early_layer``: number of the large model's layers after which its hidden
+    states predict these other tokens; 0: the small model predicts them. ``tokens``: size of the small model's cache in
+    tokens; longer texts get no guesses.
     """
 
     looks_ahead = True

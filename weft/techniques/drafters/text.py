@@ -21,4 +21,6 @@ from weft.registry import register
     ),
 )
 class OwnText(Lookup):
-    """Finds an earlier occurrence of a text's last tokens in the text, and guesses the tokens that followed there."""
+    """Finds an earlier occurrence of a text's last tokens in the text, and guesses the tokens that followed there
+    (prompt lookup, Saxena 2023).
+    """

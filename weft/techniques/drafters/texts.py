@@ -25,7 +25,9 @@ SHARED = 2**18
     figure="the tokens and log-probabilities without guesses, also of drawn texts",
 )
 class AllTexts(Lookup):
-    """Guesses the tokens that most often followed the text's last tokens in all texts of the same tenant."""
+    """Guesses the tokens that most often followed the text's last tokens in all texts of the same tenant
+    (SuffixDecoding, Oliaro et al. 2024).
+    """
 
     @classmethod
     def open(

@@ -39,7 +39,7 @@ class FedAsyncSettings(Section):
     draws={"unbiased": (True, False)},
 )
 class FedAsync(BufferedPolicy):
-    """Adds each update to the model as soon as it arrives; a stale update has less weight.
+    """Adds each update to the model as soon as it arrives; a stale update has less weight (Xie et al. 2019).
 
     Unlike in the paper, the server adds the client's difference instead of mixing in the client's model. Mixing would
     undo the updates that other clients have sent in the meantime. ``federated.rate`` is the paper's mixing weight.

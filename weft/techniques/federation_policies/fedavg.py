@@ -16,4 +16,6 @@ from weft.registry import register
     figure="one client is gradient descent, exactly",
 )
 class FedAvg(RoundPolicy):
-    """Waits in each round for the slowest client, and moves the model by the weighted mean of all differences."""
+    """Waits in each round for the slowest client, and moves the model by the weighted mean of all differences (McMahan
+    et al. 2017).
+    """

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     draws={"beta": (0.1, 1.0)},
 )
 class FedAvgM(CorrectedRounds):
-    """Mixes into every local step the direction of the last round: ``beta`` gradient, ``1 - beta`` direction.
+    """Mixes into every local step the direction of the last round: ``beta`` gradient, ``1 - beta`` direction (Cheng et
+    al. 2024).
 
     The direction is the mean gradient of all clients in the last round, so that clients with different data drift apart
     less. It is sent along with the model. Clients should train with plain SGD.

@@ -45,7 +45,9 @@ class FedBuffSettings(Section):
     draws={"buffer": (1, 2), "unbiased": (True, False)},
 )
 class FedBuff(BufferedPolicy):
-    """Changes the model whenever ``buffer`` updates have come, from any clients; no client waits for another."""
+    """Changes the model whenever ``buffer`` updates have come, from any clients; no client waits for another (Nguyen et
+    al. 2022).
+    """
 
     def __init__(self, settings: Federated) -> None:
         super().__init__(settings)

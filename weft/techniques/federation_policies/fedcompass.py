@@ -99,13 +99,13 @@ class ArrivalGroup:
     draws={"max_steps": (40, 100), "normalise": (True, False)},
 )
 class FedCompass(FederationPolicy):
-    """Chooses each client's number of local steps so that the updates of a group of clients arrive together. The server
-    measures each client's speed, in seconds for a step. A client that begins joins the group whose expected arrival
-    leaves it the most steps between ``min_steps`` and ``max_steps``. If there is no such group, the client opens a
-    group of its own. That group is planned to arrive at the same time as the next round of an open group. The model
-    changes when the last client of a group has arrived, or at the group's latest time. Updates that come later are part
-    of the next change. An update is weighted by its client's share among all clients, less if it is stale. A client's
-    first work, by which its speed is measured, changes the model by itself.
+    """Chooses each client's number of local steps so that the updates of a group of clients arrive together (Li et al.
+    2024). The server measures each client's speed, in seconds for a step. A client that begins joins the group whose
+    expected arrival leaves it the most steps between ``min_steps`` and ``max_steps``. If there is no such group, the
+    client opens a group of its own. That group is planned to arrive at the same time as the next round of an open
+    group. The model changes when the last client of a group has arrived, or at the group's latest time. Updates that
+    come later are part of the next change. An update is weighted by its client's share among all clients, less if it is
+    stale. A client's first work, by which its speed is measured, changes the model by itself.
     """
 
     def __init__(self, settings: Federated) -> None:

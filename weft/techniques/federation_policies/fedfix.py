@@ -51,11 +51,11 @@ class FedFixSettings(Section):
     draws={"tick": (30.0, 1000.0), "unbiased": (True, False)},
 )
 class FedFix(FederationPolicy):
-    """Changes the model every ``tick`` seconds by the updates that have come since the last change. A client that has
-    sent its update waits for the next tick, and then goes on with the new model. The update of client ``i`` is weighted
-    by ``d_i p_i``. ``p_i`` is the client's share, and ``d_i`` the number of ticks from the beginning of its work to the
-    change: ``ceil(time / tick)`` for work that begins at a tick. Over many ticks every client then has its share,
-    whatever its speed, and no speed has to be known.
+    """Changes the model every ``tick`` seconds by the updates that have come since the last change (Fraboni et al.
+    2023). A client that has sent its update waits for the next tick, and then goes on with the new model. The update of
+    client ``i`` is weighted by ``d_i p_i``. ``p_i`` is the client's share, and ``d_i`` the number of ticks from the
+    beginning of its work to the change: ``ceil(time / tick)`` for work that begins at a tick. Over many ticks every
+    client then has its share, whatever its speed, and no speed has to be known.
     """
 
     def __init__(self, settings: Federated) -> None:

@@ -19,7 +19,8 @@ from weft.registry import register
     ),
 )
 class Scaffold(CorrectedRounds):
-    """Corrects the gradients of each client ``i`` by ``c - c_i``: the mean gradient of all clients minus its own.
+    """Corrects the gradients of each client ``i`` by ``c - c_i``: the mean gradient of all clients minus its own
+    (Karimireddy et al. 2020).
 
     ``c_i`` is the mean of the client's gradients in its last round, and ``c`` the mean of these over all clients,
     weighted by their shares. A client keeps its ``c_i`` between rounds.

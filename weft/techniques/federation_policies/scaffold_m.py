@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     draws={"beta": (0.1, 1.0)},
 )
 class ScaffoldM(CorrectedRounds):
-    """SCAFFOLD's corrected gradients, mixed with the direction of the last round as in FedAvg-M."""
+    """SCAFFOLD's corrected gradients, mixed with the direction of the last round as in FedAvg-M (Cheng et al. 2024)."""
 
     def __init__(self, settings: Federated) -> None:
         super().__init__(settings)

@@ -57,7 +57,7 @@ class DoremiSettings(Section):
 )
 class Doremi:
     """Mixture of data sources (DoReMi): samples are drawn with fixed shares, and the losses of a source are multiplied
-    by a weight. The weights of sources with a larger excess loss over a reference model grow.
+    by a weight (Xie et al. 2023). The weights of sources with a larger excess loss over a reference model grow.
     """
 
     measures: ClassVar = "steps"

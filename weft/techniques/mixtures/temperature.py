@@ -57,8 +57,9 @@ class TemperatureSettings(Section):
     "equal one device's, through resumes",
 )
 class Temperature:
-    """Mixture of data sources by size: a source of ``n`` tokens has a share proportional to ``weight * n^(1/T)``. The
-    temperature ``T`` may fall during the run.
+    """Mixture of data sources by size: a source of ``n`` tokens has a share proportional to ``weight * n^(1/T)``
+    (Arivazhagan et al. 2019; with a falling temperature, Li et al. 2025). The temperature ``T`` may fall during the
+    run.
     """
 
     @classmethod

@@ -64,7 +64,7 @@ class InBfloat16:
     ),
 )
 class Bfloat16AdamW(CompactAdamW):
-    """AdamW whose moments are kept in bfloat16, with stochastic rounding."""
+    """AdamW whose moments are kept in bfloat16, with stochastic rounding (Gupta et al. 2015)."""
 
     elementwise = True
     kept = 1.0

@@ -44,8 +44,8 @@ class ClassifierSettings(Section):
     figure="AUC at least 0.95 on packages of the standard library that it was not trained on, against spoilt copies",
 )
 class Classifier:
-    """Drops documents that a trained classifier finds too unlike its positive examples. A column has the classifier's
-    probability.
+    """Drops documents that a trained classifier finds too unlike its positive examples (Joulin et al. 2017; DCLM, Li et
+    al. 2024). A column has the classifier's probability.
     """
 
     late = ("least",)

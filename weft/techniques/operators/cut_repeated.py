@@ -19,8 +19,8 @@ from weft.registry import register
     figure="texts without what is marked, and all else of them",
 )
 class CutRepeated:
-    """Removes from the documents' texts those paragraphs that the operator ``paragraphs`` has marked. A text may be
-    empty afterwards.
+    """Removes from the documents' texts those paragraphs that the operator ``paragraphs`` has marked (Soldaini et al.
+    2024). A text may be empty afterwards.
     """
 
     def __init__(self, step: DataStep) -> None:

@@ -44,7 +44,8 @@ class DatatroveSettings(Section):
 )
 def datatrove_step(step: DataStep) -> DatatroveFilter | DatatroveMapper:
     """Return the operator that runs a step of the library datatrove: a filter, or a mapper for any other step that
-    works on single documents. ``step``: the step as the recipe of data has it.
+    works on single documents. ``step``: the table ``[[steps]]`` of the data pipeline, with class and arguments of the
+    step.
     """
     settings = step.own(DatatroveSettings)
     block = _built(settings)

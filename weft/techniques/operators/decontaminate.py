@@ -64,7 +64,7 @@ class DecontaminateSettings(Section):
     figure="counts are those of a search without hashes",
 )
 class Decontaminate:
-    """Drops documents that have sequences of words of evaluation sets.
+    """Drops documents that have sequences of words of evaluation sets (Brown et al. 2020).
 
     The column ``contamination_hits`` counts the places of a document where such a sequence begins, and
     ``contaminated_by`` lists the sets. Words are those of the simplified text, without case, accents and punctuation.

@@ -37,9 +37,10 @@ class EmbedSettings(EmbeddingSettings):
     figure="the vectors of operator `semantic`",
 )
 class Embed:
-    """Adds a column of vectors of norm 1, which operators ``clusters``, ``prune`` and ``semantic`` read.
+    """Adds a column of vectors of norm 1, which operators ``clusters``, ``prune`` and ``semantic`` read (Reimers &
+    Gurevych 2019).
 
-    A document without tokens has None.
+    The vector of a document is its embedding by a language model; a document without tokens has None.
     """
 
     def __init__(self, step: DataStep) -> None:

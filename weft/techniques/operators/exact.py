@@ -68,8 +68,8 @@ class ExactSettings(SurvivorSettings):
     figure="equal texts are always duplicates; the same result in any shards and order",
 )
 class Exact:
-    """Drops documents whose normalised text equals that of another document. Texts are compared by a hash of
-    128 bits.
+    """Drops documents whose normalised text equals that of another document (Lee et al. 2022). Texts are compared by a
+    hash of 128 bits.
     """
 
     late: ClassVar = ()

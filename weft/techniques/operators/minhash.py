@@ -64,11 +64,11 @@ class MinhashSettings(SurvivorSettings):
     "14.1x the documents a second of datasketch, 4.1x of rensa, 131x of datatrove (`bench/minhash.py`)",
 )
 class Minhash:
-    """Drops near-duplicates: documents whose shingles are nearly those of another document (MinHash). Two documents
-    whose sets of shingles have a Jaccard index ``s`` are taken to be alike with probability ``1 - (1 -
-    s^hashes)^buckets``. Documents that a chain of such pairs connects are alike, too. Shingles are hashed sequences of
-    words of the simplified text. A document with fewer words than a shingle is one shingle, and one without words has
-    no duplicates.
+    """Drops near-duplicates: documents whose shingles are nearly those of another document (MinHash; Broder 1997;
+    Penedo et al. 2024). Two documents whose sets of shingles have a Jaccard index ``s`` are taken to be alike with
+    probability ``1 - (1 - s^hashes)^buckets``. Documents that a chain of such pairs connects are alike, too. Shingles
+    are hashed sequences of words of the simplified text. A document with fewer words than a shingle is one shingle, and
+    one without words has no duplicates.
     """
 
     late: ClassVar = ()

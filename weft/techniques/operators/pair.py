@@ -42,8 +42,8 @@ class PairSettings(Section):
     proof="tests/curation/test_pairing.py",
 )
 class Pair:
-    """Keeps real documents together with the documents that were made from them, at an exact ratio. The column ``part``
-    says which kind a document is: "real" or "synthetic".
+    """Keeps real documents together with the documents that were made from them, at an exact ratio (WRAP, Maini et al.
+    2024). The column ``part`` says which kind a document is: "real" or "synthetic".
     """
 
     late: ClassVar = ("ratio", "seed")

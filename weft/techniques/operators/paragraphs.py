@@ -64,10 +64,10 @@ class ParagraphsSettings(SurvivorSettings):
     figure="one document keeps each paragraph, as a search without hashes says",
 )
 class Paragraphs:
-    """Marks paragraphs that other documents have, too, and drops documents that consist mostly of them. One document
-    keeps such a paragraph: the longest document, the first by id, or the best. For all others the column
-    ``repeated_spans`` lists start and end of each repeated paragraph, and ``repeated_share`` says their share of the
-    characters. The operator ``cut-repeated`` cuts them out. Paragraphs are compared by hashes of 64 bits of their
+    """Marks paragraphs that other documents have, too, and drops documents that consist mostly of them (Soldaini et al.
+    2024). One document keeps such a paragraph: the longest document, the first by id, or the best. For all others the
+    column ``repeated_spans`` lists start and end of each repeated paragraph, and ``repeated_share`` says their share of
+    the characters. The operator ``cut-repeated`` cuts them out. Paragraphs are compared by hashes of 64 bits of their
     words.
     """
 

@@ -105,9 +105,10 @@ class PruneSettings(SelectionSettings):
     "random 96.5; at 5 %, easy 76.8, 80.8 and 75.4, hard 46.2, 57.9 and 63.1, random 80.9 (`bench/pruning.py`)",
 )
 class Prune:
-    """Keeps the hardest or the easiest labelled examples, and warns if a random choice would train better. It writes
-    the column ``difficulty``. The report says how much of each class is kept, and which accuracies on held-out examples
-    are reached after training on hard, easy and random examples.
+    """Keeps the hardest or the easiest labelled examples, and warns if a random choice would train better (Sorscher et
+    al. 2022; Paul et al. 2021; Toneva et al. 2019). It writes the column ``difficulty``. The report says how much of
+    each class is kept, and which accuracies on held-out examples are reached after training on hard, easy and random
+    examples.
     """
 
     late: ClassVar = tuple(

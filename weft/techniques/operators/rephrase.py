@@ -135,7 +135,9 @@ class RephraseSettings(Section):
     proof="tests/curation/test_rephrasing.py",
 )
 class Rephrase:
-    """Rephrases documents in several styles with a language model, and keeps the originals too."""
+    """Rephrases documents in several styles with a language model, and keeps the originals too (WRAP, Maini et al.
+    2024).
+    """
 
     def __init__(self, step: DataStep) -> None:
         self.settings = step.own(RephraseSettings)

@@ -84,7 +84,7 @@ class SemanticSettings(EmbeddingSettings, SurvivorSettings):
 )
 class Semantic:
     """Drops documents that say nearly the same as another document of their cluster: the cosine of their embeddings is
-    high. A document without an embedding has no duplicates.
+    high (Abbas et al. 2023). A document without an embedding has no duplicates.
     """
 
     late: ClassVar = ("eps", "clusters", "seed")

@@ -37,7 +37,9 @@ DECAY, LEAST, CLIP = -0.8, 1e-3, 1.0
     ),
 )
 class Adafactor(UpdateRule):
-    """Adafactor as in PyTorch: updates are scaled by the parameter's magnitude, and there is no first moment."""
+    """Adafactor as in PyTorch: updates are scaled by the parameter's magnitude, and there is no first moment (Shazeer &
+    Stern 2018).
+    """
 
     def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
         self.ranks = ranks

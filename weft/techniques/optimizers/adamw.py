@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 @register("optimizer", "adamw", title="AdamW", paper="Loshchilov & Hutter 2019")
 class AdamW(UpdateRule):
-    """AdamW with moments in the precision of the state. It also updates the parameters that other rules leave to it."""
+    """AdamW with moments in the precision of the state (Loshchilov & Hutter 2019). It also updates the parameters that
+    other rules leave to it.
+    """
 
     elementwise = True
     kept = 2.0

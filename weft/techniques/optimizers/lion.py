@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     ),
 )
 class Lion(UpdateRule):
-    """Updates parameters by the sign of an average of the gradient and the momentum."""
+    """Updates parameters by the sign of an average of the gradient and the momentum (Chen et al. 2023)."""
 
     elementwise = True
     kept = 1.0

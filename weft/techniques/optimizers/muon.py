@@ -51,9 +51,9 @@ class MuonSettings(Section):
     figure="4.5 bytes per parameter, loss 2.182 (AdamW 2.292) (`bench/optimizers.py`)",
 )
 class Muon(UpdateRule):
-    """Updates each matrix by its momentum, made orthogonal: with all singular values near one. In a stack of matrices
-    (experts) each matrix is treated by itself. Every rank gathers the whole matrix, computes its update and takes its
-    own shard, so that the result is exact.
+    """Updates each matrix by its momentum, made orthogonal: with all singular values near one (Jordan et al. 2024; Liu
+    et al. 2025). In a stack of matrices (experts) each matrix is treated by itself. Every rank gathers the whole
+    matrix, computes its update and takes its own shard, so that the result is exact.
     """
 
     for_matrices = True

@@ -45,7 +45,9 @@ class NaturalGaLoreSettings(GaLoreSettings):
     ),
 )
 class NaturalGaLore(GaLore):
-    """GaLore that multiplies projected gradients by the inverse empirical Fisher matrix of the last few gradients."""
+    """GaLore that multiplies projected gradients by the inverse empirical Fisher matrix of the last few gradients (Das
+    2024).
+    """
 
     shaping = ("rank", "history")
 

@@ -30,7 +30,8 @@ CHUNKS = 4
     ),
 )
 class ProductChunks(Overlap):
-    """Cuts the tokens of every row into chunks; attention and feed-forward compute one chunk after the other.
+    """Cuts the tokens of every row into chunks; attention and feed-forward compute one chunk after the other (Pati et
+    al. 2024).
 
     The reduction of a chunk starts as soon as the chunk's product is done, and travels while later chunks are computed.
     The gather of a chunk travels while earlier chunks are computed. The paper triggers reductions in hardware; here the

@@ -27,7 +27,7 @@ from weft.registry import register
     ),
 )
 class Domino(Overlap):
-    """Cuts a pass into halves of its rows, and a single row into halves of its tokens.
+    """Cuts a pass into halves of its rows, and a single row into halves of its tokens (Wang et al. 2024).
 
     While a half's reduction travels, the other half computes. A pass that cannot be cut, such as a single row under
     ``cp``, overlaps inside layers. Half of the columns of a layer's last product are sent while the other half is

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     ),
 )
 class DPO(PairLoss):
-    """The logistic loss of the difference between the rewards of the chosen and the rejected answer.
+    """The logistic loss of the difference between the rewards of the chosen and the rejected answer (Rafailov et al.
+    2023; Mitchell 2023).
 
     The reward of an answer is ``beta`` times a difference: the answer's log-probability under the model minus its
     log-probability under the reference model.

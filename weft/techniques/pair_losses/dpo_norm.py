@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class NormalisedDPO(PairLoss):
-    """DPO on log-probabilities that are averaged over an answer's tokens instead of summed."""
+    """DPO on log-probabilities that are averaged over an answer's tokens instead of summed (Rafailov et al. 2024)."""
 
     averaged = True
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class Hinge(PairLoss):
-    """The hinge loss of the difference between the rewards of the chosen and the rejected answer.
+    """The hinge loss of the difference between the rewards of the chosen and the rejected answer (SLiC, Zhao et al.
+    2023).
 
     The loss is 0 where the chosen answer's reward is larger by at least 1. The reward of an answer is ``beta`` times a
     difference: the answer's log-probability under the model minus its log-probability under the reference model.

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class IPO(PairLoss):
-    """The squared difference between the gap of the two answers and a target for this gap, ``1 / (2 beta)``.
+    """The squared difference between the gap of the two answers and a target for this gap, ``1 / (2 beta)`` (Azar et
+    al. 2023).
 
     The gap is the value of the chosen answer minus the value of the rejected answer. The value of an answer is its mean
     log-probability per token under the model minus that under the reference model.

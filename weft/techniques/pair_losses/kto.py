@@ -46,7 +46,8 @@ class KTOSettings(Section):
     ),
 )
 class KTO(PairLoss):
-    """The loss of single answers that are judged good or bad; the judged answer is the first of each pair.
+    """The loss of single answers that are judged good or bad; the judged answer is the first of each pair (Ethayarajh
+    et al. 2024).
 
     The log ratio of an answer is its log-probability minus that under the reference model. The loss depends on the log
     ratio minus a reference point, times ``beta``. The reference point is the mean log ratio of the pairs' second

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; plain PyTorch's loss and gradients by the paper's formula",
 )
 class ORPO(PairLoss):
-    """The chosen answer's cross entropy plus the logistic loss of the log odds ratio of chosen to rejected answer."""
+    """The chosen answer's cross entropy plus the logistic loss of the log odds ratio of chosen to rejected answer (Hong
+    et al. 2024).
+    """
 
     averaged = True
     has_reference = False

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     figure="as DPO's; transformers' scores of the export equal ours",
 )
 class Reward(PairLoss):
-    """The logistic loss of a reward model, on the difference of the scores of two answers.
+    """The logistic loss of a reward model, on the difference of the scores of two answers (Bradley & Terry 1952; Ouyang
+    et al. 2022).
 
     The difference is the chosen answer's score minus the rejected answer's score, minus a margin. The margin is
     ``loss.margin`` plus the margin that the data gives the pair.

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class RobustDPO(PairLoss):
-    """DPO whose expectation stays the same if labels are flipped at random; the loss may be negative.
+    """DPO whose expectation stays the same if labels are flipped at random; the loss may be negative (Chowdhury et al.
+    2024).
 
     The share of flipped labels is ``loss.label_smoothing``.
     """

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class SimPO(PairLoss):
-    """The logistic loss of the difference of the answers' mean log-probabilities, times ``beta``, minus a margin.
+    """The logistic loss of the difference of the answers' mean log-probabilities, times ``beta``, minus a margin (Meng
+    et al. 2024).
 
     The difference is that of the chosen minus the rejected answer. The margin is ``loss.margin`` plus the margin that
     the data gives the pair. No reference model is used.

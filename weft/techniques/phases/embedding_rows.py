@@ -81,8 +81,9 @@ def needs_whole_table(optimizer: Optimizer) -> bool:
     "they are read next; bytes are unique rows x width, counted; by the host, not by a GPU",
 )
 class EmbeddingRowsTechnique(StepTechnique):
-    """Loads only those rows of the embedding table that a batch's tokens name, and updates only these. It fills no
-    phase of the step: the table is a unit of its own kind (:mod:`weft.parallel.row_lookup`).
+    """Loads only those rows of the embedding table that a batch's tokens name, and updates only these (PyTorch-Direct,
+    Min et al. 2021). It fills no phase of the step: the table is a unit of its own kind
+    (:mod:`weft.parallel.row_lookup`).
     """
 
     fills = Phase(0)

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class Chunked(SchedulingPolicy):
-    """Schedules generated tokens first, then a chunk of at most ``chunk`` tokens of one prompt (SARATHI)."""
+    """Schedules generated tokens first, then a chunk of at most ``chunk`` tokens of one prompt (SARATHI, Agrawal et al.
+    2023; DeepSpeed-FastGen, Holmes et al. 2024).
+    """
 
     chunk: int
     example: ClassVar[str] = "chunked:64"

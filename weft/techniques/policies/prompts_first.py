@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     figure="tokens of every step as the policy says",
 )
 class PromptsFirst(SchedulingPolicy):
-    """Schedules prompts first: requests that generate wait while prompts are read (Orca, early vLLM)."""
+    """Schedules prompts first: requests that generate wait while prompts are read (Orca, Yu et al. 2022; early
+    vLLM).
+    """
 
     candidates: ClassVar[tuple[str, ...]] = ("prompts-first",)
 

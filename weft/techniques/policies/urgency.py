@@ -53,7 +53,7 @@ class _Rank(NamedTuple):
     ),
 )
 class Urgency(SchedulingPolicy):
-    """Schedules new tokens first, then prompts. Of each kind, the most urgent come first.
+    """Schedules new tokens first, then prompts (HexGen-Text2SQL, 2505.05286). Of each kind, the most urgent come first.
 
     A workflow is a series of requests (stages) with one deadline. The time until the deadline is divided among the
     present and the remaining stages, in proportion to their estimated times. The urgency of a request is its estimated

@@ -15,7 +15,7 @@ from weft.registry import register
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def cispo() -> dict[str, Any]:
-    """Return the settings of the policy loss CISPO. The probability ratio, at most 5, is a weight of the
+    """Return the settings of the policy loss CISPO (MiniMax 2025). The probability ratio, at most 5, is a weight of the
     log-probability, and has no gradient of its own.
     """
     return {

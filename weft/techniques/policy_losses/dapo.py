@@ -15,7 +15,7 @@ from weft.registry import register
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def dapo() -> dict[str, Any]:
-    """Return the settings of the policy loss DAPO: every token of the step counts equally, and the probability ratio is
-    limited to at most 1.28.
+    """Return the settings of the policy loss DAPO (Yu et al. 2025): every token of the step counts equally, and the
+    probability ratio is limited to at most 1.28.
     """
     return {"normaliser": "tokens", "clip_high": 0.28, "advantage": "group"}

@@ -18,7 +18,7 @@ from weft.registry import register
     ),
 )
 def dr_grpo() -> dict[str, Any]:
-    """Return the settings of the policy loss Dr. GRPO: an answer's sum over tokens is divided by a constant instead of
-    its length, and advantages are not divided by their standard deviation.
+    """Return the settings of the policy loss Dr. GRPO (Liu et al. 2025): an answer's sum over tokens is divided by a
+    constant instead of its length, and advantages are not divided by their standard deviation.
     """
     return {"normaliser": "constant", "advantage": "none"}

@@ -15,5 +15,7 @@ from weft.registry import register
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def grpo() -> dict[str, Any]:
-    """Return the settings of the policy loss GRPO: every answer counts equally, however long it is."""
+    """Return the settings of the policy loss GRPO (Shao et al. 2024): every answer counts equally, however
+    long it is.
+    """
     return {"normaliser": "sequence", "advantage": "group"}

@@ -15,8 +15,8 @@ from weft.registry import register
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def gspo() -> dict[str, Any]:
-    """Return the settings of the policy loss GSPO: the probability ratio is the geometric mean over the tokens of an
-    answer, with narrow limits.
+    """Return the settings of the policy loss GSPO (Zheng et al. 2025): the probability ratio is the geometric mean over
+    the tokens of an answer, with narrow limits.
     """
     return {
         "normaliser": "sequence",

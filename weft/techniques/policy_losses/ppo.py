@@ -15,8 +15,8 @@ from weft.registry import register
     figure="TRL 1.12's losses and gradients of policy and critic to 1e-5; every layout to 1e-10",
 )
 def ppo() -> dict[str, Any]:
-    """Return the settings of the policy loss PPO. Advantages are generalised advantage estimates, whitened over all
-    tokens of the step.
+    """Return the settings of the policy loss PPO (Schulman et al. 2017). Advantages are generalised advantage
+    estimates, whitened over all tokens of the step.
     """
     return {
         "normaliser": "tokens",

@@ -15,8 +15,8 @@ from weft.registry import register
     figure="verl 0.9's advantages and slopes of the loss on recorded numbers to 1e-6; every layout to 1e-10",
 )
 def reinforce_plus_plus() -> dict[str, Any]:
-    """Return the settings of the policy loss REINFORCE++. The advantage of a token is the sum of the rewards from this
-    token on, whitened over all tokens of the step.
+    """Return the settings of the policy loss REINFORCE++ (Hu et al. 2025). The advantage of a token is the sum of the
+    rewards from this token on, whitened over all tokens of the step.
     """
     return {
         "normaliser": "tokens",

@@ -15,8 +15,8 @@ from weft.registry import register
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def rloo() -> dict[str, Any]:
-    """Return the settings of the policy loss RLOO. The probability ratio is that of the whole answer, and the
-    divergence "k1" from the reference model is subtracted from rewards.
+    """Return the settings of the policy loss RLOO (Ahmadian et al. 2024). The probability ratio is that of the whole
+    answer, and the divergence "k1" from the reference model is subtracted from rewards.
     """
     return {
         "normaliser": "sequence",

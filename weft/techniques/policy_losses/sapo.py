@@ -15,5 +15,7 @@ from weft.registry import register
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def sapo() -> dict[str, Any]:
-    """Return the settings of the policy loss SAPO: a sigmoid of the probability ratio takes the place of limits."""
+    """Return the settings of the policy loss SAPO (Qwen team 2025): a sigmoid of the probability ratio takes the place
+    of limits.
+    """
     return {"normaliser": "sequence", "form": "sapo", "advantage": "group"}

@@ -15,7 +15,7 @@ from weft.registry import register
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def vespo() -> dict[str, Any]:
-    """Return the settings of the policy loss VESPO: each answer is weighted by a function of the product of its
-    probability ratios, through which no gradient flows.
+    """Return the settings of the policy loss VESPO (Shen et al. 2026): each answer is weighted by a function of the
+    product of its probability ratios, through which no gradient flows.
     """
     return {"normaliser": "tokens", "form": "vespo", "advantage": "group"}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     ),
 )
 class Magnitude:
-    """Drops the elements of a weight whose absolute values are smallest."""
+    """Drops the elements of a weight whose absolute values are smallest (Han et al. 2015)."""
 
     reads_texts = False
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     ),
 )
 class Wanda:
-    """Drops in each row of a weight the elements with the smallest product of absolute value and input norm (Wanda).
-    The input norm of a column is taken over the values of this input element for all tokens of the texts.
+    """Drops in each row of a weight the elements with the smallest product of absolute value and input norm (Wanda; Sun
+    et al. 2023). The input norm of a column is taken over the values of this input element for all tokens of the texts.
     """
 
     reads_texts = True

@@ -43,11 +43,11 @@ CONTENTION = 0.5
 )
 class CostQuota(QuotaController):
     """Chooses the share of the device for prompts (the quota) by a cost model of both phases, reading prompts and
-    writing texts. While the cache has room, prompts get as much as possible without making a step of the texts longer
-    than ``slack`` times its best. When the cache is nearly full, texts get as much as possible under the same condition
-    for prompts. The quota is searched in small steps from the present one, and changed only by a tenth or more
-    (hysteresis). The costs of compute and of reading memory are fitted to the passes so far. Short prompts are read
-    first; waiting makes a prompt count as shorter.
+    writing texts (Nexus, 2507.06608). While the cache has room, prompts get as much as possible without making a step
+    of the texts longer than ``slack`` times its best. When the cache is nearly full, texts get as much as possible
+    under the same condition for prompts. The quota is searched in small steps from the present one, and changed only by
+    a tenth or more (hysteresis). The costs of compute and of reading memory are fitted to the passes so far. Short
+    prompts are read first; waiting makes a prompt count as shorter.
     """
 
     example: ClassVar[str] = "nexus:1.6"

@@ -39,12 +39,13 @@ CLEAR, LOST = 0.05, 4.0
 )
 class LimitsQuota(QuotaController):
     """Chooses the share of the device for prompts (the quota) by limits of latency: ``first`` seconds to a request's
-    first token, ``later`` seconds to each further token. A window lasts an eighth of the limit ``first``. At its end
-    two ratios are computed: the first-token time that nine in ten requests do not exceed, and the mean time between
-    tokens, each divided by its limit. A request that still waits counts as if it got its token now. Latency is assumed
-    to be inversely proportional to the share of its phase. From this follows the quota at which both ratios would be
-    equal. If first tokens meet their limit, the texts get at least the share with which further tokens just meet
-    theirs. The quota moves half of the way there. If both ratios are below nine tenths, it stays.
+    first token, ``later`` seconds to each further token (semi-PD, Hong et al. 2025). A window lasts an eighth of the
+    limit ``first``. At its end two ratios are computed: the first-token time that nine in ten requests do not exceed,
+    and the mean time between tokens, each divided by its limit. A request that still waits counts as if it got its
+    token now. Latency is assumed to be inversely proportional to the share of its phase. From this follows the quota at
+    which both ratios would be equal. If first tokens meet their limit, the texts get at least the share with which
+    further tokens just meet theirs. The quota moves half of the way there. If both ratios are below nine tenths, it
+    stays.
     """
 
     example: ClassVar[str] = "semi-pd:1,0.1"

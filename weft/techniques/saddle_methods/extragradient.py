@@ -18,7 +18,7 @@ from weft.saddle.saddle_method import Extragradient
     figure="four devices equal to the mean objective on one to 1e-10 in float64; bytes as the formula",
 )
 class WholeExtragradient(Extragradient):
-    """Sends the operators (the gradients of both players) uncompressed, twice in each round."""
+    """Sends the operators (the gradients of both players) uncompressed, twice in each round (Korpelevich 1976)."""
 
     @classmethod
     def check(cls, settings: Any) -> None:

@@ -23,7 +23,7 @@ from weft.saddle.masha import Masha, MashaSettings
 )
 class Masha1(Masha):
     """Sends differences between operators at the present point and at a reference point, by compressors whose
-    expectation is exact. An operator is the gradients of both players.
+    expectation is exact (Beznosikov et al. 2022). An operator is the gradients of both players.
     """
 
     @classmethod

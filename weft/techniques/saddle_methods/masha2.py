@@ -20,8 +20,8 @@ from weft.saddle.masha import Masha, MashaSettings
     settings=MashaSettings,
 )
 class Masha2(Masha):
-    """Sends differences of operators (the gradients of both players) by any compressor. What compression loses is added
-    to the next message, in both directions.
+    """Sends differences of operators (the gradients of both players) by any compressor (Beznosikov et al. 2022). What
+    compression loses is added to the next message, in both directions.
     """
 
     feedback = True

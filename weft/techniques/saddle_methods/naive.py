@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     ),
 )
 class CompressedExtragradient(Extragradient):
-    """Compresses the operators (the gradients of both players) themselves. They do not vanish at the saddle point, so
-    that the errors of compression do not either. It is a baseline for other methods.
+    """Compresses the operators (the gradients of both players) themselves (Beznosikov et al. 2022). They do not vanish
+    at the saddle point, so that the errors of compression do not either. It is a baseline for other methods.
     """
 
     def __init__(

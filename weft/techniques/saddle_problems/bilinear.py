@@ -61,8 +61,9 @@ class BilinearSettings(Section):
 )
 class BilinearGame(SaddleProblem):
     """A bilinear game with the objective ``x^T A y + a^T x - b^T y + weight / 2 (|x|^2 - |y|^2)``; ``x`` minimises it
-    and ``y`` maximises it. Each simulated device has its own ``A``, ``a`` and ``b``. The matrices ``A`` have a part in
-    common, and differ by a part of the size ``spread``; the vectors of different devices are independent.
+    and ``y`` maximises it (Beznosikov et al. 2022). Each simulated device has its own ``A``, ``a`` and ``b``. The
+    matrices ``A`` have a part in common, and differ by a part of the size ``spread``; the vectors of different devices
+    are independent.
     """
 
     maximised = frozenset({"y"})

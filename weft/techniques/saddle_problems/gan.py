@@ -62,11 +62,11 @@ class GanSettings(Section):
     settings=GanSettings,
 )
 class DigitsGan(SaddleProblem):
-    """A game of a generator, which makes images from random numbers, and a critic, which tells them from real digits.
-    Both are perceptrons with two hidden layers. The objective is the mean of ``log D(image)`` over a device's
-    digits, plus the mean of ``log (1 - D(G(latent)))``. ``D`` is the critic's probability that an image is real, and
-    ``G`` the generator. The critic maximises it, the generator minimises it. Device ``d`` of ``n`` has every
-    ``n``-th digit, from the ``d``-th on.
+    """A game of a generator, which makes images from random numbers, and a critic, which tells them from real digits
+    (Goodfellow et al. 2014). Both are perceptrons with two hidden layers. The objective is the mean of ``log D(image)``
+    over a device's digits, plus the mean of ``log (1 - D(G(latent)))``. ``D`` is the critic's probability that an image
+    is real, and ``G`` the generator. The critic maximises it, the generator minimises it. Device ``d`` of ``n`` has
+    every ``n``-th digit, from the ``d``-th on.
     """
 
     def __init__(

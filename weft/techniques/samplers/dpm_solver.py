@@ -26,8 +26,9 @@ def dpm_solver(
     process: NoiseProcess, times: tuple[float, ...], x: torch.Tensor
 ) -> Solving:
     """Sample an image with the second-order solver DPM-Solver++: extrapolate the predicted image from the last two
-    predictions, in the logarithm of the signal-to-noise ratio. The first and the last step, which ends without noise,
-    are of the first order. The arguments are those of :class:`weft.diffusion.solver.Solver`.
+    predictions, in the logarithm of the signal-to-noise ratio (Lu et al. 2022). The first and the last step, which ends
+    without noise, are of the first order. Arguments and generator are those of :class:`weft.diffusion.solver.Solver`:
+    it yields queries to the model, and returns the image.
     """
     import math
 

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     figure="ten steps of a flow to one Gaussian image are exact to 1e-12",
 )
 def euler(process: NoiseProcess, times: tuple[float, ...], x: torch.Tensor) -> Solving:
-    """Sample an image with steps of the first order. Each step mixes the predicted image and the predicted noise in the
-    amounts that belong to the next time. For a flow this is Euler's method, for tables of noise levels it is DDIM
-    without added noise. The arguments are those of :class:`weft.diffusion.solver.Solver`.
+    """Sample an image with steps of the first order (DDIM, Song et al. 2021; Lipman et al. 2023). Each step mixes the
+    predicted image and the predicted noise in the amounts that belong to the next time. For a flow this is Euler's
+    method, for tables of noise levels it is DDIM without added noise. Arguments and generator are those of
+    :class:`weft.diffusion.solver.Solver`: it yields queries to the model, and returns the image.
     """
     import torch
 

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     figure="images equal to those of diffusers' scheduler to 1e-5 of the largest value",
 )
 def heun(process: NoiseProcess, times: tuple[float, ...], x: torch.Tensor) -> Solving:
-    """Sample an image with Heun's method: each step uses the mean of the slopes at both of its ends. The last step,
-    which ends without noise, is a step of Euler's method. For a flow the slope is the velocity. For tables of noise
-    levels it is the noise, in the coordinates of Karras et al., where noise is added to an image that is not scaled.
-    The arguments are those of :class:`weft.diffusion.solver.Solver`.
+    """Sample an image with Heun's method: each step uses the mean of the slopes at both of its ends (Karras et al.
+    2022). The last step, which ends without noise, is a step of Euler's method. For a flow the slope is the velocity.
+    For tables of noise levels it is the noise, in the coordinates of Karras et al., where noise is added to an image
+    that is not scaled. Arguments and generator are those of :class:`weft.diffusion.solver.Solver`: it yields queries to
+    the model, and returns the image.
     """
     import torch
 

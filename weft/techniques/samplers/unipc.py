@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 )
 def unipc(process: NoiseProcess, times: tuple[float, ...], x: torch.Tensor) -> Solving:
     """Sample an image with UniPC of order two: predict the next state, and correct it with the prediction that the
-    model makes there for the next step. This is the variant with ``B(h) = exp(h) - 1`` that works on predicted
-    images. The first and the last step are of the first order. The arguments are those of
-    :class:`weft.diffusion.solver.Solver`.
+    model makes there for the next step (Zhao et al. 2023). This is the variant with ``B(h) = exp(h) - 1`` that works on
+    predicted images. The first and the last step are of the first order. Arguments and generator are those of
+    :class:`weft.diffusion.solver.Solver`: it yields queries to the model, and returns the image.
     """
     from weft.diffusion.solver import Query, amounts_at, predicted_image
 

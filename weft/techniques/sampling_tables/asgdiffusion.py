@@ -78,12 +78,12 @@ class AsgdiffusionSettings(Section):
     ),
 )
 class Asgdiffusion(SamplingScheme):
-    """Makes an image ``scale`` times as high and wide as in training out of tiles, each an image of the model's size.
-    The model also denoises a copy of the image that is reduced to that size. The copy's prediction corrects the
-    predictions of the tiles in the first steps, so that they become parts of one image. One rank computes the copy
-    beside the tiles of the other ranks, which use the copy's prediction of the step before. Where tiles overlap, the
-    mean of their predictions counts. The paper weighs guidance by a map of the objects that texts attend to; here all
-    places have the same weight.
+    """Makes an image ``scale`` times as high and wide as in training out of tiles, each an image of the model's size
+    (Li et al. 2024). The model also denoises a copy of the image that is reduced to that size. The copy's prediction
+    corrects the predictions of the tiles in the first steps, so that they become parts of one image. One rank computes
+    the copy beside the tiles of the other ranks, which use the copy's prediction of the step before. Where tiles
+    overlap, the mean of their predictions counts. The paper weighs guidance by a map of the objects that texts attend
+    to; here all places have the same weight.
     """
 
     settings: AsgdiffusionSettings

@@ -51,9 +51,9 @@ class DistrifusionSettings(Section):
     ),
 )
 class Distrifusion(SamplingScheme):
-    """Cuts the image into bands, one per rank. A band attends to its own fresh keys, and to all other bands' keys of
-    the previous step. Old keys can travel while the next step is computed. The first steps are synchronous: they
-    wait for fresh keys of all bands. Each rank has the whole model.
+    """Cuts the image into bands, one per rank (Li et al. 2024). A band attends to its own fresh keys, and to all other
+    bands' keys of the previous step. Old keys can travel while the next step is computed. The first steps are
+    synchronous: they wait for fresh keys of all bands. Each rank has the whole model.
     """
 
     settings: DistrifusionSettings

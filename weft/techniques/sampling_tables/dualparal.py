@@ -43,12 +43,12 @@ class DualparalSettings(Section):
     ),
 )
 class Dualparal(SamplingScheme):
-    """Denoises a long video as a queue of blocks of frames, in memory that does not depend on its length. In every
-    iteration a block of pure noise enters the queue, all blocks in it take one step, and the cleanest leaves. The
-    layers are cut over the ranks; blocks stream through them, the noisiest first. A block also attends to frames of its
-    neighbours. The last frames of the block before it are computed together with it. The first frames of the block
-    after it have just passed the rank, so that their keys are still there. Without context every block is sampled as if
-    it were alone.
+    """Denoises a long video as a queue of blocks of frames, in memory that does not depend on its length (Wang et al.
+    2025). In every iteration a block of pure noise enters the queue, all blocks in it take one step, and the cleanest
+    leaves. The layers are cut over the ranks; blocks stream through them, the noisiest first. A block also attends to
+    frames of its neighbours. The last frames of the block before it are computed together with it. The first frames of
+    the block after it have just passed the rank, so that their keys are still there. Without context every block is
+    sampled as if it were alone.
     """
 
     settings: DualparalSettings

@@ -57,9 +57,9 @@ class PcppSettings(Section):
     ),
 )
 class Pcpp(SamplingScheme):
-    """Cuts the image into bands, one per rank. A band attends to itself, and to parts of its two neighbours with keys
-    that are one step old. Less travels than in DistriFusion, and only between neighbours. The parts that a band does
-    not see cause an error that more steps do not make smaller, unlike the error of old keys.
+    """Cuts the image into bands, one per rank (Zhang et al. 2024). A band attends to itself, and to parts of its two
+    neighbours with keys that are one step old. Less travels than in DistriFusion, and only between neighbours. The
+    parts that a band does not see cause an error that more steps do not make smaller, unlike the error of old keys.
     """
 
     settings: PcppSettings

@@ -54,9 +54,10 @@ class PipefusionSettings(Section):
     ),
 )
 class Pipefusion(SamplingScheme):
-    """Cuts the layers into stages and lets the patches of an image flow through them like microbatches. A patch attends
-    to fresh keys of the patches that have passed its stage in this step, and to the other patches' keys of the previous
-    step. Keys stay on their stage; only activations travel, from a stage to the next. Each rank has its own layers.
+    """Cuts the layers into stages and lets the patches of an image flow through them like microbatches (Fang et al.
+    2024). A patch attends to fresh keys of the patches that have passed its stage in this step, and to the other
+    patches' keys of the previous step. Keys stay on their stage; only activations travel, from a stage to the next.
+    Each rank has its own layers.
     """
 
     settings: PipefusionSettings

@@ -40,10 +40,10 @@ class VideoInfinitySettings(Section):
     figure="full window equal to one device; at most 2 x padding + everywhere frames per rank and layer",
 )
 class VideoInfinity(SamplingScheme):
-    """Lets a frame attend to ``padding`` frames on either side and to ``everywhere`` frames spread over the whole
-    video. Each rank has a clip of consecutive frames. It receives at most ``2 * padding + everywhere`` frames per
-    layer, however long the video is. A frame that is near as well as global counts once; beyond the ends of the video
-    there are no frames.
+    """Lets a frame attend to ``padding`` frames on either side and to ``everywhere`` frames spread over the whole video
+    (Tan et al. 2024). Each rank has a clip of consecutive frames. It receives at most ``2 * padding + everywhere``
+    frames per layer, however long the video is. A frame that is near as well as global counts once; beyond the ends of
+    the video there are no frames.
     """
 
     settings: VideoInfinitySettings

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class OneForwardOneBackward(ScheduleBuilder):
-    """Alternates forward and backward. Rank ``r`` of ``P`` holds the activations of at most ``P - r`` microbatches."""
+    """Alternates forward and backward (Narayanan et al. 2019, 2021). Rank ``r`` of ``P`` holds the activations of at
+    most ``P - r`` microbatches.
+    """
 
     about = "forward and backward in turn, peak P"
     paper = "2104.04473"

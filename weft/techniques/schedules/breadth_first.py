@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     figure="one gather per chunk and direction",
 )
 class BreadthFirst(ScheduleBuilder):
-    """Runs all microbatches through a rank's first stage before any of them enters its next stage (breadth first)."""
+    """Runs all microbatches through a rank's first stage before any of them enters its next stage (breadth first;
+    Lamy-Poirier 2022).
+    """
 
     about = "GPipe over v chunks per rank"
     paper = "2211.05953"

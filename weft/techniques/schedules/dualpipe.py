@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     figure="bubble P/2-1 at unit cost, peak P+1",
 )
 class DualPipe(ScheduleBuilder):
-    """Runs a pipeline in both directions: there are as many stages as ranks, and each stage is on two ranks.
+    """Runs a pipeline in both directions: there are as many stages as ranks, and each stage is on two ranks
+    (DeepSeek-AI 2024).
 
     The first half of the microbatches enters at the first rank, the second half at the last. A rank holds the
     activations of at most ``ranks + 1`` microbatches. The order of the paper is for at least ``2 * ranks``

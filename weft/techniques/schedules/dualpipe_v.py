@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     figure="bubble P/2-1 at unit cost, peak P+1",
 )
 class DualPipeV(ScheduleBuilder):
-    """Gives each rank two stages, so that a microbatch passes all ranks from first to last, and then back. Rank ``r``
-    of ``P`` holds the stages ``r`` and ``2 P - 1 - r``.
+    """Gives each rank two stages, so that a microbatch passes all ranks from first to last, and then back (DeepSeek-AI
+    2024; Sea AI Lab 2025). Rank ``r`` of ``P`` holds the stages ``r`` and ``2 P - 1 - r``.
     """
 
     about = "DualPipe folded: two chunks per rank"

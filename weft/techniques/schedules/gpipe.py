@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     figure="bubble (P-1)(F+B+W), peak M",
 )
 class GPipe(ScheduleBuilder):
-    """Runs all forwards, then all backwards. At its peak a rank holds the activations of every microbatch."""
+    """Runs all forwards, then all backwards (Huang et al. 2019). At its peak a rank holds the activations of every
+    microbatch.
+    """
 
     about = "all forwards, then all backwards"
     paper = "1811.06965"

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class Interleaved(ScheduleBuilder):
-    """1F1B with several stages (chunks) per rank: rank ``r`` of ``P`` holds stages ``r``, ``r + P``, ``r + 2P``, ...
+    """1F1B with several stages (chunks) per rank (Megatron-LM, Narayanan et al. 2021): rank ``r`` of ``P`` holds stages
+    ``r``, ``r + P``, ``r + 2P``, ...
 
     A microbatch passes all ranks once for each chunk, and microbatches go in groups of ``P``. The last group may be
     smaller than ``P``, which Megatron does not allow: its missing microbatches are left out of the order.

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 )
 class VHalf(ScheduleBuilder):
     """A schedule with two stages per rank that holds activations of about half the microbatches of 1F1B, and has less
-    than half of its bubble. A rank holds the activations of at most ``ranks / 2 + 1`` microbatches if ``ranks`` is
-    even, else ``(ranks + 3) / 2``.
+    than half of its bubble (Qi et al. 2024). A rank holds the activations of at most ``ranks / 2 + 1`` microbatches if
+    ``ranks`` is even, else ``(ranks + 3) / 2``.
     """
 
     about = "half of 1F1B's peak and bubble"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 )
 class ZeroBubble1P(ScheduleBuilder):
     """Fills a rank's idle times with the computation of weight gradients, in an order that is computed from the given
-    times of the passes. A rank holds the activations of at most ``ranks`` microbatches, as in 1F1B.
+    times of the passes (Qi et al. 2023). A rank holds the activations of at most ``ranks`` microbatches, as in 1F1B.
     """
 
     about = "list-scheduled by the times, peak P"

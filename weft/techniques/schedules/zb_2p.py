@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 )
 class ZeroBubble2P(ScheduleBuilder):
     """Fills a rank's idle times with the computation of weight gradients, in an order that is computed from the given
-    times of the passes. It needs twice the activation memory of 1F1B, and leaves almost no bubble.
+    times of the passes (Qi et al. 2023). It needs twice the activation memory of 1F1B, and leaves almost no bubble.
     """
 
     about = "the same in the memory of 2P"

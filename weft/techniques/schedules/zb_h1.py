@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class ZeroBubbleH1(ScheduleBuilder):
-    """Delays the weight gradients of ``r`` microbatches on rank ``r``, so that they fill the bubble at the end."""
+    """1F1B that delays the weight gradients of ``r`` microbatches on rank ``r`` of the pipeline, so that they fill the
+    bubble at the end (Qi et al. 2023).
+    """
 
     about = "1F1B with weight gradients kept back, peak P"
     paper = "2401.10241"

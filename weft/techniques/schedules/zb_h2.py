@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class ZeroBubbleH2(ScheduleBuilder):
-    """Fills the bubble at the start of a step with more forwards than 1F1B makes there.
+    """Fills the bubble at the start of a step with more forwards than 1F1B makes there (Qi et al. 2023).
 
     A rank holds the activations of at most ``2 * ranks - 1`` microbatches.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="peak P",
 )
 class ZeroBubbleV(ScheduleBuilder):
-    """A zero-bubble schedule with two stages per rank, the second in reverse order of ranks.
+    """A zero-bubble schedule with two stages per rank, the second in reverse order of ranks (Qi et al. 2023).
 
     It has no bubble if forward, input gradients and weight gradients take equal time. The peak is the activations of
     ``ranks`` microbatches, as in 1F1B.

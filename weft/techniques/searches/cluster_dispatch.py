@@ -31,9 +31,9 @@ SPEEDS, LOAD = (1.0, 1.0, 0.5), 0.85
     ),
 )
 class SearchedDispatch(JudgedPolicy):
-    """A policy search whose goal is the choice of an engine for each request. A candidate is judged by the mean time of
-    an answer on three engines, the last of which has half the others' speed. The prompts begin with one of twelve
-    shared texts, some more popular than others, and come in bursts.
+    """A policy search whose goal is the choice of an engine for each request (Barbarians at the Gate, Cheng et al.
+    2025). A candidate is judged by the mean time of an answer on three engines, the last of which has half the others'
+    speed. The prompts begin with one of twelve shared texts, some more popular than others, and come in bursts.
     """
 
     features = DISPATCH_FEATURES

@@ -33,9 +33,9 @@ READING, WRITING = 0.00002, 0.006
     ),
 )
 class SearchedOrder(JudgedPolicy):
-    """A policy search whose goal is the order in which an engine reads prompts. A candidate is judged by the share of
-    answers that come after their deadline. A deadline is between 1.2 and 4 times the time that the request takes alone.
-    The length of an answer is not known before the answer ends.
+    """A policy search whose goal is the order in which an engine reads prompts (Barbarians at the Gate, Cheng et al.
+    2025). A candidate is judged by the share of answers that come after their deadline. A deadline is between 1.2 and 4
+    times the time that the request takes alone. The length of an answer is not known before the answer ends.
     """
 
     features = ORDER_FEATURES

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     figure="messages and bytes as the formula",
 )
 class RingSum(AllReduce):
-    """All-reduce along a ring. It takes ``2 (ranks - 1)`` delays of a link. With tensors of ``b`` bytes every rank
-    sends and receives less than ``2 b`` bytes, however many ranks there are.
+    """All-reduce along a ring (Patarasuk & Yuan 2009). It takes ``2 (ranks - 1)`` delays of a link. With tensors of
+    ``b`` bytes every rank sends and receives less than ``2 b`` bytes, however many ranks there are.
     """
 
     def add(self, x: torch.Tensor, links: RankLinks) -> torch.Tensor:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     ),
 )
 class StarSum(AllReduce):
-    """All-reduce through the first rank, which adds up and sends the sum to all. It takes two delays of a link, where a
-    ring takes ``2 (ranks - 1)``. With tensors of ``b`` bytes the first rank receives and sends ``(ranks - 1) b`` bytes,
-    so that a ring is faster for large tensors.
+    """All-reduce through the first rank, which adds up and sends the sum to all (TPI-LLM, Li et al. 2024). It takes two
+    delays of a link, where a ring takes ``2 (ranks - 1)``. With tensors of ``b`` bytes the first rank receives and
+    sends ``(ranks - 1) b`` bytes, so that a ring is faster for large tensors.
     """
 
     def add(self, x: torch.Tensor, links: RankLinks) -> torch.Tensor:

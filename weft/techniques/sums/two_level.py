@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     figure="messages and bytes as the formula",
 )
 class TwoLevelSum(AllReduce):
-    """All-reduce within each host, then between the first ranks of the hosts. It takes one delay of the links between
-    hosts, and two delays of the links within. With tensors of ``b`` bytes ``(hosts - 1) b`` bytes leave a host, however
-    many ranks it has.
+    """All-reduce within each host, then between the first ranks of the hosts (TPI-LLM, Li et al. 2024). It takes one
+    delay of the links between hosts, and two delays of the links within. With tensors of ``b`` bytes ``(hosts - 1) b``
+    bytes leave a host, however many ranks it has.
     """
 
     def fits(self, links: RankLinks) -> bool:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     figure="equal to a simulation to 1e-10; bytes as the formula",
 )
 class Average(SyncMethod):
-    """Replaces each island's parameters by the mean of all islands' parameters. If ``sync.partner`` is not ``all``,
-    each island averages only with its partners, and keeps no anchor (a copy of the parameters at the beginning of the
-    round).
+    """Replaces each island's parameters by the mean of all islands' parameters (Lian et al. 2017; Xiao & Boyd 2004). If
+    ``sync.partner`` is not ``all``, each island averages only with its partners, and keeps no anchor (a copy of the
+    parameters at the beginning of the round).
     """
 
     partners = ("all", "ring", "pairs", "graph")

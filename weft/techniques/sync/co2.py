@@ -70,7 +70,8 @@ class CO2Settings(OuterSettings):
     ),
 )
 class CO2(OuterMomentum):
-    """Applies an outer momentum to the mean, over islands, of how far parameters have moved in a round.
+    """Applies an outer momentum to the mean, over islands, of how far parameters have moved in a round (Sun et al.
+    2024).
 
     This mean arrives one round late: after each round, islands use the mean of the round before. It is then divided by
     the setting ``penalty``. Each element of the momentum is clipped to the setting ``clip``.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     figure="equal to a simulation to 1e-10; bytes as the formula",
 )
 class Eager(OuterMomentum):
-    """Applies Nesterov's momentum to a mean of parameter differences, for which no island waits.
+    """Applies Nesterov's momentum to a mean of parameter differences, for which no island waits (Kale et al. 2025).
 
     In the mean, the island's own difference is that of this round; the other islands' differences are those of the last
     round.

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     ),
 )
 class Nesterov(OuterMomentum):
-    """Applies Nesterov's momentum to the mean of all islands' parameter differences (the pseudo-gradient)."""
+    """Applies Nesterov's momentum to the mean of all islands' parameter differences (the pseudo-gradient; Douillard et
+    al. 2023).
+    """
 
     def simulate(self, at: Round) -> None:
         from weft.sync.simulated_round import step_anchor

@@ -54,7 +54,8 @@ class NoLoCoSettings(OuterSettings):
     ),
 )
 class NoLoCo(OuterMomentum):
-    """Applies momentum to the mean parameter difference of two islands, and moves their anchors towards each other.
+    """Applies momentum to the mean parameter difference of two islands, and moves their anchors towards each other
+    (Kolehmainen et al. 2025).
 
     An anchor is an island's copy of the parameters at the beginning of a round.
     """

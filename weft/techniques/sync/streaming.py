@@ -53,7 +53,8 @@ class StreamingSettings(OuterSettings):
     ),
 )
 class Streaming(OuterMomentum):
-    """Synchronises one fragment of the parameters at a time, by Nesterov's momentum, while training goes on.
+    """Synchronises one fragment of the parameters at a time, by Nesterov's momentum, while training goes on (Douillard
+    et al. 2025).
 
     A fragment is a subset of the parameters. The result of an outer update arrives ``sync.delay`` steps after the
     exchange began. It is then mixed with the parameters that the island has trained in the meantime.

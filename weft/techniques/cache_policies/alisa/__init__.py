@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     figure="equal tokens whether blocks are on the device, on the host, or computed again",
 )
 class SparseWindow(CachePolicy):
-    """Lets each token see the fraction ``share`` of the tokens up to its own block. Half of the seen tokens are the
-    last ones; the others are those with the largest running sums of attention weights. These sums are halved after each
-    block. Each key head chooses for itself.
+    """Lets each token see the fraction ``share`` of the tokens up to its own block (ALISA, 2403.17312). Half of the
+    seen tokens are the last ones; the others are those with the largest running sums of attention weights. These sums
+    are halved after each block. Each key head chooses for itself.
 
     The cache has three phases. While blocks are free, all keys and values are on the device. When none is free, the
     oldest blocks of the longest text move to the host, from where single tokens are read. When the host has no room

@@ -35,7 +35,8 @@ BYTE = 127
 class HostTokens(NamedTuple):
     """Keys and values of blocks that have moved to the host's memory. ``kept``: keys and values, ``[2, blocks, size,
     kv_heads, width]``. ``scales``: factors of rounded keys and values, ``[2, blocks, size, kv_heads, 1]``; None if they
-    are not rounded. ``sums``: as :attr:`WeightSumSelector.sums`.
+    are not rounded. ``sums``: running sums of the attention weights that tokens have got, by which the selector chooses
+    tokens.
     """
 
     kept: T

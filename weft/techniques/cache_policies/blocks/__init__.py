@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     figure="keys that are read, counted: the share, at equal tokens however the text is cut",
 )
 class TopBlocks(CachePolicy):
-    """Lets each token see the fraction ``share`` of the blocks of its text. It sees its own block, and the blocks whose
-    mean keys have the largest products with the token's queries. Each key head chooses for its own group of query
-    heads. All keys stay in memory; fewer of them are read. Texts of a few blocks are read whole
+    """Lets each token see the fraction ``share`` of the blocks of its text (Kinetics, 2506.05333). It sees its own
+    block, and the blocks whose mean keys have the largest products with the token's queries. Each key head chooses for
+    its own group of query heads. All keys stay in memory; fewer of them are read. Texts of a few blocks are read whole
     (:data:`weft.techniques.cache_policies.blocks.blocks_selector.LEAST`).
     """
 

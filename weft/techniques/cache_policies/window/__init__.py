@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 )
 class SinkWindow(CachePolicy):
     """Lets each token see the first cache block of its text and the last ``tokens`` tokens before it, rounded up to
-    whole blocks. The first tokens of a text get much attention whatever they say (attention sinks), so that a window
-    without them spoils the text. A block that no later token sees is given back to the pool at once: a text may be much
-    longer than the cache. Keys stay rotated to their positions in the text.
+    whole blocks (StreamingLLM, 2309.17453). The first tokens of a text get much attention whatever they say (attention
+    sinks), so that a window without them spoils the text. A block that no later token sees is given back to the pool at
+    once: a text may be much longer than the cache. Keys stay rotated to their positions in the text.
     """
 
     example: ClassVar[str] = "window:1024"

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     ),
 )
 class RingSelfAttention(AttentionScheme):
-    """Computes whole rows of attention scores before their softmax, without an online softmax. First keys, then values,
-    are sent around a ring of ranks. It is the baseline with which later schemes are compared.
+    """Computes whole rows of attention scores before their softmax, without an online softmax (Li et al. 2021). First
+    keys, then values, are sent around a ring of ranks. It is the baseline with which later schemes are compared.
     """
 
     def table(self, ranks: int) -> TileTable:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 class LeastBytes(DispatchWay):
     """Counts in every pass how many elements each way of exchanging tokens or expert weights would send, and uses the
-    way that sends least.
+    way that sends least (Tutel, Hwang et al. 2023).
     """
 
     copies = True

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 )
 class StayWithExpert(DispatchWay):
     """Sends a token that is being generated to a rank of its experts, and lets it stay there for the attention of its
-    next layer. Every rank caches the keys and values of all tokens, so that attention can run on any rank. In training
-    and while prompts are read, tokens come back after each layer: a token travels once to each rank that has some of
-    its experts.
+    next layer (ExFlow, Yao et al. 2024). Every rank caches the keys and values of all tokens, so that attention can run
+    on any rank. In training and while prompts are read, tokens come back after each layer: a token travels once to each
+    rank that has some of its experts.
     """
 
     unequal = True

@@ -42,7 +42,9 @@ RECOMPUTED = Rule(
     ),
 )
 class FastestInTrials(DispatchWay):
-    """Times each way of exchanging tokens or expert weights in some passes, and uses the fastest in all others."""
+    """Times each way of exchanging tokens or expert weights in some passes, and uses the fastest in all others (Tutel,
+    Hwang et al. 2023).
+    """
 
     copies = True
 

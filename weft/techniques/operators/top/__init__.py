@@ -65,8 +65,9 @@ class TopSettings(SelectionSettings):
     figure="all kept is identity; independent of shards and order",
 )
 class Top:
-    """Keeps a share or a number of the documents: those with the highest or lowest values in a column, or random ones.
-    Documents without a value come last; equal values are ordered by the documents' ids.
+    """Keeps a share or a number of the documents: those with the highest or lowest values in a column, or random ones
+    (DCLM, Li et al. 2024; Sorscher et al. 2022). Documents without a value come last; equal values are ordered by the
+    documents' ids.
     """
 
     late: ClassVar = ("share", "number", "keep", "floor", "seed")

@@ -18,9 +18,9 @@ from weft.techniques.overlaps.nano.nano_search import NanoSearch
     figure="equal to 1e-10 with every choice; finds the best of measured times",
 )
 class NanoBatches(Overlap):
-    """Tries several ways to cut a pass into nano-batches in the first passes of a run, and then uses the fastest.
-    Passes with about equally many tokens share a search. The ranks of ``tp`` agree on the time of each trial, the time
-    of the slowest rank. All ways compute the same, up to rounding.
+    """Tries several ways to cut a pass into nano-batches in the first passes of a run, and then uses the fastest (Zhu
+    et al. 2024). Passes with about equally many tokens share a search. The ranks of ``tp`` agree on the time of each
+    trial, the time of the slowest rank. All ways compute the same, up to rounding.
     """
 
     def __init__(self) -> None:

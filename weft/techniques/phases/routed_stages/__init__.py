@@ -68,7 +68,9 @@ if TYPE_CHECKING:
     figure="equal to a simulation to 1e-10; bytes as the formula says",
 )  # fmt: skip
 class RoutedStagesTechnique(StepTechnique):
-    """Lets the stages of an island compute microbatches of other islands, which are drawn at random in every step."""
+    """Lets the stages of an island compute microbatches of other islands, which are drawn at random in every step
+    (Kolehmainen et al. 2025).
+    """
 
     fills = Phase.GRADIENTS
     does = "sync.routes = 'random' leads microbatches through stages of other islands"

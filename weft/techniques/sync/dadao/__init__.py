@@ -64,7 +64,7 @@ class DADAO(SyncMethod):
 
     The slots are the rows of the paper's state: ``anchor`` is its ``x``, ``ahead`` its ``x~``, ``dual`` and
     ``dual_ahead`` its ``y`` and ``y~``, ``pull`` and ``pull_ahead`` its ``z`` and ``z~``. The slots ``dual`` and
-    ``dual_ahead`` begin as ``-nu x``, where ``nu`` is the paper's constant of strong convexity.
+    ``dual_ahead`` begin as ``-nu x``, where ``nu`` is half the assumed smallest curvature of the loss.
     """
 
     slots = ("anchor", "ahead", "dual", "dual_ahead", "pull", "pull_ahead")
