@@ -13,7 +13,8 @@ from weft.errors import UsageError, WeftError
 
 
 def column_values(documents: Documents, name: str, setting: str) -> list[Any]:
-    """Return the values of the column ``name``. ``setting``: the setting that names the column, for error lines.
+    """Return the values of the column ``name`` of ``documents``. ``setting``: the setting that names the column, for
+    error lines.
 
     Raises :class:`UsageError` if no earlier step has written the column.
     """

@@ -38,7 +38,8 @@ class FunnelRow(NamedTuple):
 
 
 class ReasonRow(NamedTuple):
-    """A reason for which a step dropped documents, with their number and some of them.
+    """A reason for which a step dropped documents, with the number of these documents as text, and some of them as
+    samples.
 
     ``share``: percent of all documents that the step dropped.
     """
@@ -52,8 +53,9 @@ class ReasonRow(NamedTuple):
 class StepSection(NamedTuple):
     """Section of the page about one step: reasons for dropping documents, histograms of its statistics, and failures.
 
-    ``plots``: the most important histograms; ``more``: the others. ``failures``: pairs of a document's id and error,
-    for some of the ``failed`` documents.
+    ``name``: number and operator of the step; ``facts``: its settings as a line. ``plots``: the most important
+    histograms; ``more``: the others. ``failures``: pairs of a document's id and error, for some of the ``failed``
+    documents.
     """
 
     name: str

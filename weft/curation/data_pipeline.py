@@ -31,7 +31,7 @@ class DataStep(HostSection):
     )
 
     def build(self) -> Operator:
-        """Build the operator that this step names, such as a filter, with the step's settings."""
+        """Build and return the operator that this step names, such as a filter, with the step's settings."""
         operator: Operator = find("operator", self.operator).implementation(self)
         return operator
 

@@ -21,14 +21,14 @@ from weft.errors import UsageError
 
 
 def to_documents(batch: Sequence[Document]) -> Documents:
-    """Convert documents of the library datatrove to Weft's documents. Their metadata become columns."""
+    """Return documents of the library datatrove as Weft's documents. Their metadata become columns."""
     names = dict.fromkeys(name for doc in batch for name in doc.metadata)
     columns = {name: [doc.metadata.get(name) for doc in batch] for name in names}
     return Documents([doc.id for doc in batch], [doc.text for doc in batch], columns)
 
 
 def from_documents(documents: Documents) -> list[Document]:
-    """Convert Weft's documents to documents of the library datatrove. Columns become metadata; values that are None are
+    """Return Weft's documents as documents of the library datatrove. Columns become metadata; values that are None are
     left out.
     """
     return [

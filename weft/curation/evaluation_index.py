@@ -145,7 +145,7 @@ def build_evaluation_index(
 
 
 def count_overlaps(texts: Sequence[str], index: EvaluationIndex) -> OverlapCounts:
-    """Count the n-grams that each of ``texts`` shares with the evaluation sets of ``index``."""
+    """Return how many n-grams each of ``texts`` shares with the evaluation sets of ``index``, and with which sets."""
     hits = np.zeros(len(texts), np.int64)
     in_sets = np.zeros((len(texts), len(index.names)), bool)
     for block in text_blocks(texts):

@@ -65,7 +65,9 @@ class SparseVector(NamedTuple):
 
 
 def ngram_vector(text: str, settings: NgramSettings) -> SparseVector:
-    """Convert ``text`` to a vector of norm 1 whose values are proportional to log(1 + count) of each hashed n-gram."""
+    """Return ``text`` as a vector of norm 1, whose values are proportional to log(1 + count) of each hashed n-gram.
+    ``settings``: which n-grams, and number of hash values.
+    """
     text = text[: settings.most_characters]
     characters = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
     words = np.array([_hash(word) for word in _WORD.findall(text)], np.uint64)

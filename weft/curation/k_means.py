@@ -27,7 +27,7 @@ class Clustering(NamedTuple):
 
 
 def unit_rows(vectors: np.ndarray) -> np.ndarray:
-    """Scale the rows of ``vectors`` to length 1, as float32. A row of zeros stays zero."""
+    """Return ``vectors``, ``[vectors, width]``, with rows scaled to length 1, as float32. A row of zeros stays zero."""
     rows = np.asarray(vectors, np.float32)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return rows / np.where(lengths > 0, lengths, 1)

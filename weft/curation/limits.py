@@ -37,7 +37,7 @@ class Limit(NamedTuple):
 def limit_reasons(
     limits: Sequence[Limit], columns: Mapping[str, Sequence[Any]]
 ) -> list[str]:
-    """Return for each document why it is dropped by the first limit that it violates; "" if it violates none.
+    """Return for each document why it is dropped, by the first of ``limits`` that it violates; "" if it violates none.
 
     ``columns``: values of the documents by name of the column.
     """
@@ -53,7 +53,7 @@ def _first_reason(limits: Sequence[Limit], row: Sequence[Any]) -> str:
 
 
 def transposed(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Convert ``rows``, a dictionary of values for each document, to a list of values for each name.
+    """Return columns, a list of values for each name, from ``rows``, a dictionary of values for each document.
 
     All rows must have the same names.
     """

@@ -98,7 +98,7 @@ class MixtureRegression:
         return np.linalg.cholesky(self.covariance(known, known) + noise)
 
     def predict(self, weights: np.ndarray) -> PredictedLosses:
-        """Predict the losses of mixtures.
+        """Return the predicted losses of mixtures, with their standard deviations.
 
         ``weights``: ``[mixtures, domains]``; each row adds up to 1.
         """
@@ -133,7 +133,7 @@ class MixtureRegression:
 
 
 def fit_mixture_losses(weights: np.ndarray, losses: np.ndarray) -> MixtureRegression:
-    """Fit the loss as a function of the mixture, with the hyperparameters of the highest likelihood.
+    """Return the loss as a fitted function of the mixture, with the hyperparameters of the highest likelihood.
 
     ``weights``: ``[runs, domains]``, where each row adds up to 1. ``losses``: ``[runs]``. Raises :class:`UsageError`
     for too few runs, and :class:`WeftError` if all have one loss.

@@ -55,8 +55,8 @@ def fit_classifier(
     batch: int = 32,
     seed: int = 0,
 ) -> NgramClassifier:
-    """Fit a logistic regression by AdaGrad (Duchi et al. 2011). Both classes get the same total weight, whatever their
-    sizes.
+    """Fit a logistic regression to examples by AdaGrad (Duchi et al. 2011), and return it. Both classes get the same
+    total weight, whatever their sizes.
 
     ``vectors``, ``labels``: the examples, of both classes; ``epochs``: passes over them; ``rate``: learning rate;
     ``batch``: examples of an update; ``seed``: seed of their order.

@@ -53,7 +53,8 @@ def pair_documents(
     ratio: float,
     seed: int,
 ) -> list[Decision]:
-    """Decide which documents are kept, so that there are ``ratio`` synthetic documents for each real one.
+    """Return the decision for each shard which documents are kept, so that there are ``ratio`` synthetic documents for
+    each real one.
 
     For ``n`` real documents, the largest whole number of synthetic ones up to ``n * ratio`` is kept, spread evenly over
     the real ones. A real document from which too few were generated is dropped, and so is a synthetic one whose real

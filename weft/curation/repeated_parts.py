@@ -24,7 +24,7 @@ class Repeated(NamedTuple):
 
 
 def count_repeated(parts: Sequence[str]) -> Repeated:
-    """Count the ``parts`` that are equal to an earlier one."""
+    """Return number and total length of the ``parts`` of a text that are equal to an earlier part."""
     known: set[str] = set()
     lengths: list[int] = []
     for part in parts:

@@ -116,7 +116,8 @@ def fit_repetition_law(
     resamples: int = 100,
     seed: int = 0,
 ) -> FittedLaw:
-    """Fit the law by least squares to runs of single pools. Scale and floor are common to all pools.
+    """Fit the law of the loss on repeated data by least squares to runs of single pools, and return it. Scale and floor
+    are common to all pools.
 
     The relative errors of the losses are minimised over all parameters. Starting points come from several floors and
     half-lives: for each of these, ``log(loss - floor)`` is linear in the other parameters. The paper's random search

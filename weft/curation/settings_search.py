@@ -124,7 +124,7 @@ def _row(row: Any, place: str, over: str) -> SearchedRun:
 
 
 def search_settings(runs: Sequence[SearchedRun]) -> SettingsSearch:
-    """Choose the best run of each size, and fit the asymptote to these runs if there are enough sizes.
+    """Choose the best run of each size, fit the asymptote to these runs if there are enough sizes, and return both.
 
     The notes name each setting whose best value is the smallest or largest one that was tried at a size, because the
     optimum may lie beyond.

@@ -51,7 +51,9 @@ class AppliedStep:
 
 
 def apply_step(work: Path, step: RunningStep, shard: ShardDocuments) -> AppliedStep:
-    """Apply a mapper or a filter to a shard. ``work``: the folder of intermediate files."""
+    """Apply the mapper or filter of ``step`` to a shard; return the shard afterwards, with counts. ``work``: the folder
+    of intermediate files.
+    """
     operator = step.operator
     if not len(shard.documents):
         empty = shard.with_statistics({}, step.digests.early)
@@ -221,7 +223,9 @@ def summarize_shard(
 def apply_decision(
     step: RunningStep, shard: ShardDocuments, decision: Decision
 ) -> AppliedStep:
-    """Apply to a shard the ``decision`` of a joint operator: drop documents, and add columns to the others."""
+    """Apply to a shard the ``decision`` of the joint operator of ``step``: drop documents, and add columns to the
+    others. Return the shard afterwards, with counts.
+    """
     columns = decision.columns
     able = shard.with_decided(columns, step.digests.early)
     return _dropped(shard, able, columns, decision.reasons, (), 0)

@@ -95,7 +95,9 @@ def simplified(text: str) -> bytes:
 
 
 def mix_bits(values: np.ndarray) -> np.ndarray:
-    """Hash each of ``values``, uint64, by the final mixing of SplitMix64. Different values get different hashes."""
+    """Return a hash of each of ``values``, uint64, by the final mixing of SplitMix64. Different values get different
+    hashes.
+    """
     values = values ^ (values >> np.uint64(30))
     values *= _FIRST
     values ^= values >> np.uint64(27)

@@ -40,7 +40,7 @@ _REMEMBERED, _MARK_LENGTH = 64, 32
 
 
 def split_words(text: str) -> list[str]:
-    """Split ``text`` into words; punctuation marks are words of their own.
+    """Return the words of ``text`` in order; punctuation marks are words of their own.
 
     Text between white spaces is split at leading and trailing marks, at English contractions, and at dashes between
     letters.

@@ -24,7 +24,7 @@ _FACTOR = math.log(1.02)
 
 @dataclass(frozen=True)
 class DroppedSample:
-    """A document that a step has dropped, as an example for the report.
+    """A document that a step has dropped, as an example for the report: its id, the reason, and its text.
 
     ``key``: a hash by which examples are chosen, so that the choice does not depend on shards.
     """
@@ -98,7 +98,7 @@ def count_step(
     reasons: Sequence[str],
     statistics: Mapping[str, Sequence[Any]],
 ) -> StepCounts:
-    """Count what a step did to ``documents``, which had no error.
+    """Return the counts of what a step did to ``documents``, which had no error.
 
     ``keys``: 16-byte digest of each document. ``reasons``: why each is dropped, "" if it is kept. ``statistics``: the
     columns that the step has added.
@@ -163,8 +163,8 @@ def _with_few_reasons(counts: StepCounts) -> StepCounts:
 
 
 def add_counts(parts: Sequence[StepCounts]) -> StepCounts:
-    """Add up the counts of a step over shards. ``parts``: the counts of each shard. Only a few of the dropped and
-    failed documents are kept as examples.
+    """Return the sum of the counts of a step over shards. ``parts``: the counts of each shard. Only a few of the
+    dropped and failed documents are kept as examples.
     """
     total = StepCounts()
     for part in parts:

@@ -32,7 +32,8 @@ def words_digest(*parts: Any) -> str:
 
 
 def write_atomically(path: Path, data: Any) -> None:
-    """Write bytes to ``path`` so that a reader sees either all of them or no file, even if the process is killed.
+    """Write the bytes ``data`` to ``path`` so that a reader sees either all of them or no file, even if the process is
+    killed.
 
     The folders of ``path`` are created. Raises :class:`WeftError`, which names the remedy, if the disk is full or the
     file cannot be written.
@@ -60,7 +61,7 @@ def cannot_write(path: Path, error: OSError) -> WeftError:
 
 
 def read_intact(path: Path, digest: str) -> bytes:
-    """Return the content of an intermediate file, whose digest must be ``digest``.
+    """Return the content of the intermediate file ``path``, whose digest must be ``digest``.
 
     A damaged file is deleted, so that the next run makes it anew. Raises :class:`WeftError`, which names the file.
     """

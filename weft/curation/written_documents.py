@@ -145,7 +145,8 @@ def _arrow_type(kind: str) -> Any:
 def write_shard_documents(
     work: Path, documents: Documents, form: str, schema: Mapping[str, str]
 ) -> WrittenFile:
-    """Write documents as a file of Parquet or JSON lines below ``work``, with id, text and the columns of ``schema``.
+    """Write documents as a file of Parquet or JSON lines below ``work``, with id, text and the columns of ``schema``
+    (Arrow types by name). Return the file.
 
     ``form``: "parquet" or "jsonl".
     """

@@ -82,7 +82,7 @@ class Pairs:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the pairs of all ``parts``, in their order."""
+        """Return the pairs of all ``parts``, joined in their order."""
         columns = zip(*(vars(part).values() for part in parts), strict=True)
         return cls(*map(np.concatenate, columns))
 

@@ -40,7 +40,9 @@ class RolloutTokens:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate the tensors of all ``parts``, each ``[n]``, field by field and in the order of the parts."""
+        """Return the concatenated tensors of all ``parts``, each ``[n]``, field by field and in the order of
+        the parts.
+        """
         columns = zip(*(vars(part).values() for part in parts), strict=True)
         return cls(*map(torch.cat, columns))
 

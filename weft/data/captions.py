@@ -15,7 +15,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def caption_words(caption: str) -> list[str]:
-    """Split ``caption`` into its words and punctuation marks, in lower case."""
+    """Return the words and punctuation marks of ``caption`` in order, in lower case."""
     return _WORD.findall(caption.lower())
 
 

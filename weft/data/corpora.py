@@ -29,7 +29,7 @@ def placed_documents(
     source: Source, report: SourceReport | None = None
 ) -> Iterator[PlacedText]:
     """Iterate over the documents of ``source`` as :func:`read_documents` does, each with its file and its number in the
-    file.
+    file. ``report`` counts unread fields and skipped records.
     """
     report = report or SourceReport()
     if source.kind not in SOURCES:

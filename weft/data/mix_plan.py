@@ -50,7 +50,7 @@ class MixFacts(NamedTuple):
     position: int = 0
 
     def sample(self, at: int | float) -> int:
-        """Convert a moment of the run to the number of the first sample from then on.
+        """Return the number of the first sample from a moment of the run on.
 
         ``at``: an integer is a step; a float is a fraction of the run's steps, from 0 to 1.
         """

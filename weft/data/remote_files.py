@@ -186,7 +186,7 @@ def _shown(address: str) -> str:
 
 
 def open_store(base: str) -> RemoteStore:
-    """Open the remote place with the address ``base``, such as a bucket.
+    """Return an object that lists and reads the files of the remote place with the address ``base``, such as a bucket.
 
     Raises :class:`UsageError` if its scheme is not known.
     """

@@ -12,7 +12,7 @@ from weft.errors import UsageError
 
 
 class ImageSize(NamedTuple):
-    """Height and width of an image in pixels."""
+    """Height and width of an image, in pixels."""
 
     height: int
     width: int

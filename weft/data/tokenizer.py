@@ -349,7 +349,7 @@ def _trained(spec: str, sources: Sequence[Source], root: Path) -> Path:
 
 
 def sample_text(sources: Sequence[Source], size: int = _SAMPLE) -> list[str]:
-    """Sample at most ``size`` characters of the sources' text, as pieces evenly spaced over all documents.
+    """Return at most ``size`` characters of the sources' text, as pieces evenly spaced over all documents.
 
     The documents are read once.
     """

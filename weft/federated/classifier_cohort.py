@@ -28,7 +28,9 @@ FEW, TOGETHER = 32, 512
 
 
 class ClassifierScore(NamedTuple):
-    """Quality of a model on labelled samples: its mean loss in nats, and the share of samples that it gets right."""
+    """Quality of a model on labelled samples: its mean loss in nats, and its accuracy, the share of samples that it
+    gets right.
+    """
 
     loss: float
     accuracy: float

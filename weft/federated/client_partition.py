@@ -62,7 +62,7 @@ def draw_partition(
     classes: int = 2,
     seed: int = 0,
 ) -> Partition:
-    """Divide samples among clients.
+    """Divide samples at random among ``clients`` clients, and return the division.
 
     Arguments:
         ``kind``: "even": at random, equally many for each client. "dirichlet": the shares of each class follow a
@@ -71,6 +71,7 @@ def draw_partition(
             fewest samples.
         ``labels``: the class of each sample.
         ``groups``: the group of each sample, for "natural".
+        ``seed``: seed of the random choices.
 
     Raises :class:`UsageError` if a client would have no sample.
     """

@@ -177,7 +177,8 @@ class AnswerNumbers:
 
 
 def read_numbers(head: Head) -> AnswerNumbers:
-    """Read version, number of steps, duration, learning rates, loss and number of samples of a client's update.
+    """Read and return version, number of steps, duration, learning rates, loss and number of samples of a client's
+    update.
 
     ``head``: JSON head of the frame with the update. A missing loss is NaN. Raises :class:`WeftError` if another value
     is missing or out of range.

@@ -29,7 +29,9 @@ class CurveTick(NamedTuple):
 
 
 class DrawnCurve(NamedTuple):
-    """A curve: its title, SVG path, and the marks of both axes."""
+    """A curve of the page, as it is drawn: its title, its SVG path, and the marks of the horizontal axis (``across``)
+    and of the vertical one (``up``).
+    """
 
     title: str
     path: str
@@ -40,7 +42,8 @@ class DrawnCurve(NamedTuple):
 class WorkBar(NamedTuple):
     """A bar in a client's lane of the page, for one work order.
 
-    It has a start and a width on the page, a class of staleness (0 to 3, by which it is coloured), and a tooltip.
+    ``x``, ``width``: start and length of the bar, in the drawing's units. ``stale``: class of staleness from 0 to 3, by
+    which the bar is coloured. ``about``: text that the page shows when the mouse is over the bar.
     """
 
     x: float
@@ -50,7 +53,9 @@ class WorkBar(NamedTuple):
 
 
 class ClientLane(NamedTuple):
-    """A client's work orders over time, as bars at the height ``y`` of the page."""
+    """A client's work orders over time, as bars in one line of the drawing. ``client``: the client's name; ``y``:
+    height of the line in the drawing's units.
+    """
 
     client: str
     y: float
@@ -58,7 +63,11 @@ class ClientLane(NamedTuple):
 
 
 class ClientRow(NamedTuple):
-    """A row of the table of clients on the page of a federated run: name and numbers of a client, as texts."""
+    """A row of the table of clients on the page of a federated run: name and numbers of a client, as texts.
+
+    The numbers are: its samples, updates and local steps; sum of the weights of its updates, and effective weight
+    (:func:`client_rows`); mean staleness; and mean seconds of work and of waiting.
+    """
 
     client: str
     samples: str
@@ -72,7 +81,9 @@ class ClientRow(NamedTuple):
 
 
 class StalenessBar(NamedTuple):
-    """A bar of the histogram of staleness: the number of updates with one value of staleness."""
+    """A bar of the histogram of staleness: place and height in the drawing's units, the value of staleness, and the
+    number of updates with this value.
+    """
 
     x: float
     height: float

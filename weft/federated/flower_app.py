@@ -127,13 +127,17 @@ def serve(grid: Grid, context: Context) -> None:
 
 @client.query()
 def introduce_client(message: Message, context: Context) -> Message:
-    """Answer a Flower query message with this client's hello (its first message to the server)."""
+    """Return the answer to a Flower query ``message``: this client's hello (its first message to the server).
+    ``context``: Flower's settings of the client.
+    """
     return reply_message(_client(context).hello(), b"", message)
 
 
 @client.train()
 def train_client(message: Message, context: Context) -> Message:
-    """Answer a Flower train message: take the local steps that it orders, and return the update."""
+    """Take the local steps that a Flower train ``message`` orders, and return the answer with the update. ``context``:
+    Flower's settings of the client.
+    """
     head, payload = read_message(message)
     if head.get("kind") != "work":  # the end of the run
         return reply_message({"kind": "bye"}, b"", message)

@@ -39,7 +39,9 @@ class FlowerGrid(Protocol):
 
 
 def frame_message(head: Head, payload: bytes, node: int, kind: str) -> Any:
-    """Return a Flower message that carries a frame to ``node``. ``kind``: "query" or "train"."""
+    """Return a Flower message that carries a frame (``head``, its JSON values, and ``payload``, its bytes) to the
+    client with Flower's number ``node``. ``kind``: kind of Flower message, "query" or "train".
+    """
     from flwr.app import ConfigRecord, Message, RecordDict
 
     record = ConfigRecord({HEAD: json.dumps(head), PAYLOAD: payload})

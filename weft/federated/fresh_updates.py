@@ -93,7 +93,7 @@ def invert_updates(
     net: nn.Module, updates: Sequence[KnownUpdate], rate: float, low: float, high: float,
     iterations: int = ITERATIONS, dummies: int = DUMMIES, seed: int = 0,
 ) -> DummyData:  # fmt: skip
-    """Find synthetic samples on which local steps give nearly the differences of all ``updates`` of one client.
+    """Return synthetic samples on which local steps give nearly the differences of all ``updates`` of one client.
 
     This is gradient inversion: Adam minimises the sum of the L1 distances to the differences.
 
@@ -155,7 +155,9 @@ def _values(net: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class EstimatedUpdate:
-    """A stale update, the version of the model for which it was replaced, and the samples that gave the estimate."""
+    """What is kept of an estimate in place of a stale update: the stale update, the version of the model for which it
+    was replaced, and the synthetic samples that gave the estimate (``data``).
+    """
 
     version: int
     stale: Differences

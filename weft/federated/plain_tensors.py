@@ -17,7 +17,8 @@ TENSOR, TUPLE, SET, PAIRS = "tensor!", "tuple!", "set!", "pairs!"
 
 
 def save_values(path: Path, value: Any) -> None:
-    """Write ``value`` to a file: dictionaries, lists, tuples, sets, tensors and plain values, in any nesting.
+    """Write ``value`` to the file ``path``: dictionaries, lists, tuples, sets, tensors and plain values, in any
+    nesting.
 
     The file is replaced atomically: readers see the old file or the complete new one. Raises
     :class:`weft.federated.written_file.FileNotWritten` if the disk refuses.

@@ -275,8 +275,9 @@ class FederationPolicy:
     def change(
         self, updates: Sequence[ClientUpdate], weights: Sequence[float]
     ) -> ModelChange:
-        """Return the change of the model ``sum_i weights_i difference_i`` over ``updates``. It is added up in the order
-        in which the clients joined, so that rounding does not depend on the order of arrival.
+        """Return the change of the model ``sum_i weights_i difference_i`` over ``updates``. ``weights``: one number for
+        each update. The sum is formed in the order in which the clients joined, so that rounding does not depend on the
+        order of arrival.
         """
         places = {name: place for place, name in enumerate(self.members)}
         order = sorted(range(len(updates)), key=lambda i: places[updates[i].client])

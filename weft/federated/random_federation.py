@@ -55,7 +55,9 @@ class FederatedCases:
     fixed: Sequence[str] = ()
 
     def draw(self, rng: random.Random) -> dict[str, Any]:
-        """Draw the settings of a case, by their full names. An equal state of ``rng`` gives the same case."""
+        """Draw the settings of a case at random, and return their values by full names such as ``federated.policy``. An
+        equal state of ``rng`` gives the same case.
+        """
         policy = rng.choice(names("federation-policy"))
         case: dict[str, Any] = {"federated.policy": policy}
         for name, values in SETTINGS.items():

@@ -62,7 +62,7 @@ class MaskKey:
 
 
 def new_mask_key() -> MaskKey:
-    """Create a key for secure sums.
+    """Return a new key pair with which a client takes part in secure sums.
 
     Raises :class:`weft.net.wire.CipherMissing` if the package ``cryptography`` is not installed.
     """

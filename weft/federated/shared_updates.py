@@ -44,14 +44,18 @@ class TensorPlace(NamedTuple):
 
 
 class SlotForm(NamedTuple):
-    """Places of an update's tensors in a slot of shared memory, and the slot's size in bytes."""
+    """Layout of a slot, a piece of shared memory that holds one update: places of the update's tensors, and the slot's
+    size in bytes.
+    """
 
     places: list[TensorPlace]
     size: int
 
 
 def slot_form(update: Tensors) -> SlotForm:
-    """Lay out the tensors of ``update`` in a slot. The layout fits every update of the same names and shapes."""
+    """Return the layout of a slot (a piece of shared memory) for the tensors of ``update``. It fits every update of the
+    same names and shapes.
+    """
     places, begin = [], 0
     for name, tensor in update.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -78,7 +82,9 @@ def open_memory(size: int) -> int:
 def slot_tensors(
     memory: mmap.mmap, form: SlotForm, slot: int
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors in slot number ``slot``, as views of the shared memory."""
+    """Return the tensors in slot number ``slot`` by name, as views of the shared ``memory``. ``form``: layout of a
+    slot.
+    """
     tensors = {}
     for place in form.places:
         count = math.prod(place.shape)

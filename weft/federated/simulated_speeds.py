@@ -27,7 +27,9 @@ class SimulatedSpeeds:
         self._works: dict[str, int] = {}
 
     def work_time(self, client: str, version: int, steps: int) -> WorkTime:
-        """Return the simulated time that ``client`` takes for ``steps`` local steps."""
+        """Return the simulated time that ``client`` takes for ``steps`` local steps, and whether it is lost.
+        ``version`` has no effect.
+        """
         settings, number = self._settings, self._numbers[client]
         work = self._works[client] = self._works.get(client, 0) + 1
         speed = settings.speeds[number % len(settings.speeds)]

@@ -20,7 +20,9 @@ FOLDER = "folder"
 
 
 class ClientShare(NamedTuple):
-    """A client's share of the data: its file, the number of its samples, and the number of samples of each class."""
+    """A client's share of the data: its file, the number of its samples, and the number of samples of each class, by
+    the class's name.
+    """
 
     file: Path
     samples: int
@@ -34,7 +36,9 @@ class ClientShare(NamedTuple):
 
 
 class SplitRecords(NamedTuple):
-    """Records to divide among clients, with the class and the group of each; None where records have none."""
+    """Records to divide among clients. ``labels``, ``groups``: name of the class and of the group of each record; None:
+    records have no classes or groups.
+    """
 
     records: list[dict[str, Any]]
     labels: list[str] | None

@@ -14,7 +14,8 @@ def weighted_sum(
 ) -> dict[str, torch.Tensor]:
     """Return ``sum_i weights_i differences_i`` by name of the parameter, added up in the given order.
 
-    ``differences``: tensors of the same names and shapes for each update. Raises :class:`ValueError` if there are none.
+    ``differences``: tensors of the same names and shapes for each update; ``weights``: one number for each update.
+    Raises :class:`ValueError` if there are none.
     """
     if not differences:
         raise ValueError("there is no update to add up")

@@ -68,8 +68,8 @@ def gathered_parts(
 
 @torch.no_grad()
 def scatter_parameters(state: State, mesh: Mesh, whole: Mapping[str, T]) -> None:
-    """Set the learning parameters of all ranks from ``whole``, which the first rank has by name. All ranks must call
-    it.
+    """Set the learning parameters of all ranks, the parts in ``state``, from ``whole``: the whole tensors by name,
+    which only the first rank has. All ranks must call it.
     """
     state.bring_home()
     state.expose()

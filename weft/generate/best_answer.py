@@ -111,9 +111,9 @@ def text_score(model: Transformer, ids: Sequence[int]) -> float:
 
 
 class Verifier:
-    """Scores answers to the conversation ``talk`` by ``model``, a reward model with the tokenizer ``tokenizer``.
-    ``name``: the model's name in error messages. ``tools``: tools of the conversation. Raises :class:`UsageError` for
-    models that write texts.
+    """Scores answers to the conversation ``talk`` by ``model``, a reward model with the tokenizer ``tokenizer``. A call
+    takes the text of an answer and returns its score. ``name``: the model's name in error messages. ``tools``: tools of
+    the conversation. Raises :class:`UsageError` for models that write texts.
     """
 
     def __init__(

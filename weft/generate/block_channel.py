@@ -81,7 +81,9 @@ def serve_blocks(stock: BlockStock, connection: SealedConnection, takes: bool) -
 
 
 def split_keys(payload: memoryview) -> list[bytes]:
-    """Cut the payload of a message, in which keys of equal length follow one another, into these keys."""
+    """Return the keys of cache blocks in the ``payload`` of a message, where keys of equal length follow one
+    another.
+    """
     whole = bytes(payload)
     return [whole[at : at + KEY] for at in range(0, len(whole), KEY)]
 

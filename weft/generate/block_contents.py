@@ -78,9 +78,9 @@ class LayerPart:
 def layer_parts(
     model: Transformer, pages: Iterable[Pages], ranks: int = 1, rank: int = 0
 ) -> list[LayerPart]:
-    """Describe the part of every cache block that this rank holds, one :class:`LayerPart` per layer. ``pages``: the
-    caches of the layers, which must be allocated already. ``ranks``: number of ranks that share the tokens of a block.
-    ``rank``: this rank's place among them.
+    """Return a description of the part of every cache block that this rank holds, one :class:`LayerPart` per layer of
+    ``model``. ``pages``: the caches of the layers, which must be allocated already. ``ranks``: number of ranks that
+    share the tokens of a block. ``rank``: this rank's place among them.
     """
     layers = [(int(i), b) for i, b in model.blocks.items() if isinstance(b, Block)]
     held = []
@@ -99,7 +99,7 @@ def layer_parts(
 
 
 def state_heads(model: Transformer, ranks: int, rank: int) -> tuple[int, ...]:
-    """Return the numbers of the query heads whose recurrent states this rank holds.
+    """Return the numbers of the query heads of ``model`` whose recurrent states this rank holds.
 
     ``ranks``: number of ranks over which the states are divided. ``rank``: this rank's place among them.
     """

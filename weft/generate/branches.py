@@ -64,7 +64,9 @@ def merge_branches(
 
 
 def release(pool: BlockPool, request: Request) -> None:
-    """Free the cache blocks that belong only to branches of ``request``, not to its text."""
+    """Free the cache blocks of ``pool`` that belong only to branches (guessed tokens) of ``request``, not to
+    its text.
+    """
     for branch in request.branches:
         if branch.table is not request.table:
             pool.release(branch.table)

@@ -64,7 +64,9 @@ def apply_share(share: CoreShare) -> None:
 
 
 class Clocks(NamedTuple):
-    """Clocks in seconds. ``wall``: time that passes. ``spent``: processor time of all threads of this process."""
+    """Functions that return a time in seconds. ``wall``: time that passes. ``spent``: processor time of all threads of
+    this process.
+    """
 
     wall: Callable[[], float] = time.monotonic
     spent: Callable[[], float] = time.process_time
@@ -81,7 +83,7 @@ class Pacer:
     """Keeps a phase of computation within its share of ``cores``, if :meth:`pace` is called often while it computes.
     ``source``: says which share of the cores the phase may use at the moment. ``last``: whether the phase takes the
     last cores instead of the first. ``apply``: sets the threads and cores of this process to a share. ``rest``:
-    function that waits for a number of seconds, and may return earlier.
+    function that waits for a number of seconds, and may return earlier. ``clocks``: the clocks that it reads.
     """
 
     def __init__(

@@ -289,9 +289,9 @@ class Engine:
         scored: bool = False, written: Sequence[int] = (), workflow: Workflow | None = None,
         priority: int = 0,
     ) -> list[Generation]:  # fmt: skip
-        """Request up to ``count`` tokens after the prompt ``ids``, ``n`` times with consecutive seeds. The prompt is
-        computed once for all ``n`` texts. A text ends before one of the ids ``stops``, or of the ids that end
-        ``grammar``.
+        """Request up to ``count`` tokens after the prompt ``ids``, ``n`` times with consecutive seeds; return the ``n``
+        requests. The prompt is computed once for all ``n`` texts. A text ends before one of the ids ``stops``, or of
+        the ids that end ``grammar``.
 
         Args:
             ``how``: settings of sampling.

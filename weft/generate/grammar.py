@@ -142,8 +142,8 @@ class Grammars:
             ) from None
 
     def compile(self, kind: Kind, text: str | dict[str, Any]) -> Grammar:
-        """Compile ``text`` to a grammar. ``kind``: the text is a JSON schema, a regular expression or a grammar in
-        Lark's notation.
+        """Compile ``text`` to a grammar, and return it in the state before the first token. ``kind``: the text is a
+        JSON schema, a regular expression or a grammar in Lark's notation.
 
         Takes milliseconds to a second, without the interpreter's lock. Raises :class:`UsageError` for a text that
         cannot be read, or that nothing can match.

@@ -43,7 +43,9 @@ def check_streams(engine: Engine, ids: Sequence[int]) -> None:
 
 
 def check_room(engine: Engine, lengths: Collection[int]) -> None:
-    """Raise :class:`UsageError` if texts of these ``lengths``, in tokens, do not fit in the cache together."""
+    """Raise :class:`UsageError` if texts of these ``lengths``, in tokens, do not fit together in the cache of
+    ``engine``.
+    """
     pool, limit = engine.scheduler.pool, engine.scheduler.limit
     blocks = sum(-(-tokens // pool.size) for tokens in lengths)
     if blocks > pool.blocks or len(lengths) > limit:

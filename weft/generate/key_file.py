@@ -111,8 +111,8 @@ class KeyLayout:
         return self.offsets[-1]
 
     def view(self, raw: T, layer: int) -> T:
-        """View ``raw``, the bytes that an extent holds for ``layer``, as ``[heads, parts, tokens, width]`` without a
-        copy. ``parts`` is 2 for keys and values, 1 for latent vectors.
+        """Return ``raw``, the bytes that an extent holds for ``layer``, as a tensor ``[heads, parts, tokens, width]``,
+        without a copy. ``parts`` is 2 for keys and values, 1 for latent vectors.
         """
         each = self.layers[layer]
         values = raw[: self.layer_bytes(layer)].view(each.dtype)
@@ -140,7 +140,9 @@ class KeyRead(NamedTuple):
 
 
 class PendingRead(NamedTuple):
-    """A read that was begun and has not ended, and the buffer into which it reads."""
+    """A read of keys and values that was begun and has not ended: what is read, the running transfer, and the buffer
+    into which it reads.
+    """
 
     read: KeyRead
     transfer: Transfer
@@ -234,8 +236,8 @@ class KeyFile:
             self.region.run(moves, size, write=True).wait()
 
     def fetch(self, extent: int, run: int, blocks: int) -> T:
-        """Read cache blocks back from the file: the first ``blocks`` blocks of the run number ``run`` in the extent
-        number ``extent``, uint8 ``[blocks, bytes]``.
+        """Read cache blocks back from the file and return them: the first ``blocks`` blocks of the run number ``run``
+        in the extent number ``extent``, uint8 ``[blocks, bytes]``.
         """
         layout, parts = self.layout, []
         reads = [KeyRead(layer, extent, run + 1) for layer in range(len(layout.layers))]

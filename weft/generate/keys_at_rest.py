@@ -65,8 +65,9 @@ class RestingKeys:
 
     @classmethod
     def parse(cls, text: str) -> "RestingKeys":
-        """Read ``text``, such as ``/disk``, or ``/disk1,/disk2,size=40,cached=2,rate=5``. Raises :class:`UsageError`
-        for a folder that this computer does not have, and for unknown settings.
+        """Return the settings that the option's ``text`` gives, such as ``/disk``, or
+        ``/disk1,/disk2,size=40,cached=2,rate=5``. Raises :class:`UsageError` for a folder that this computer does not
+        have, and for unknown settings.
         """
         numbers: dict[str, float] = {}
         folders = []

@@ -359,8 +359,8 @@ class RankReader:
         return int(blocks)
 
     def held_parts(self) -> list[LayerPart]:
-        """Describe the part of every cache block that this rank holds, one :class:`LayerPart` per layer. The cache must
-        be allocated already.
+        """Return a description of the part of every cache block that this rank holds, one :class:`LayerPart` per layer.
+        The cache must be allocated already.
         """
         ranks, place = self.mesh.size("dp"), self.mesh.rank("dp")
         whole = self.decode is not None
@@ -394,8 +394,8 @@ class RankReader:
             write_pages(self.pages, parts, table, tokens, rows)
 
     def take(self, what: str, number: int, source: int) -> T:
-        """Receive the tensor named ``what`` that rank ``source`` sends in step ``number``. Raises an error that names
-        ``source`` if it does not come in time.
+        """Receive and return the tensor that rank ``source`` sends in step ``number``. ``what``: name under which the
+        sender sends the tensor. Raises an error that names ``source`` if it does not come in time.
         """
         self.wire.ask(Value(what, 0, number), source)
         received: T = self.wire.take(Value(what, 0, number), source, f"step {number}")

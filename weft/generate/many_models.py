@@ -64,8 +64,8 @@ class Room(NamedTuple):
 
     @classmethod
     def parse(cls, word: str) -> "Room":
-        """Read a limit from ``word``, the value of ``--resident``: a number of models, or bytes such as 800MB
-        or 8GiB.
+        """Return the limit that ``word``, the value of ``--resident``, gives: a number of models, or bytes such as
+        800MB or 8GiB.
         """
         parsed = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?B)?", word.strip())
         if parsed is None or not float(parsed[1]) or ("." in word and not parsed[2]):

@@ -441,9 +441,9 @@ def _opened_scorer(
 def split_engine(
     engine: Engine, shared: SharedModel, quota: str, warn: Callable[[str], None]
 ) -> SplitPhases:
-    """Let a second process read the prompts of ``engine``, and wait until it is ready. ``shared``: the engine's model.
-    ``quota``: value of ``--quota``, or "" for half of the cores. ``warn`` prints a line. Raises :class:`WeftError` if
-    the process cannot be started.
+    """Let a second process read the prompts of ``engine``, and wait until it is ready. Return the object that takes the
+    engine's steps from then on. ``shared``: the engine's model. ``quota``: value of ``--quota``, or "" for half of the
+    cores. ``warn`` prints a line. Raises :class:`WeftError` if the process cannot be started.
     """
     cores = own_cores()
     process = PrefillProcess(engine, shared, cores, warn)
@@ -497,7 +497,9 @@ def adapter_folders(folder: Path, model: str) -> list[Path]:
 
 
 def adapter_digests(folder: Path | None, model: str) -> dict[str, str]:
-    """Return a hash of the files of each adapter in ``folder``, by the adapter's name; empty without a folder."""
+    """Return a hash of the files of each adapter in ``folder``, by the adapter's name; empty without a folder.
+    ``model``: name of the model, which no adapter may have.
+    """
     digests = {}
     for path in adapter_folders(folder, model) if folder else ():
         digest = blake2b(digest_size=16)

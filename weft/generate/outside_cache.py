@@ -205,8 +205,8 @@ class OutsideCache:
 
 
 def cache_name(engine: Engine, weights: str) -> str:
-    """Return a name that is equal only for engines whose cache blocks have the same contents for the same text. It
-    depends on the model's fingerprint ``weights``, the form of a block, and the tokens of a block.
+    """Return a name of ``engine`` that is equal only for engines whose cache blocks have the same contents for the same
+    text. It depends on the model's fingerprint ``weights``, the form of a block, and the tokens of a block.
     """
     form = [each.form for each in engine.block_form()]
     text = json.dumps([weights, engine.reader.size, form])

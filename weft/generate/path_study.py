@@ -96,7 +96,9 @@ class Windows:
 
 
 def text_windows(ids: Sequence[int], seq: int) -> Windows:
-    """Cut ``ids`` into pieces of ``seq`` tokens. Raises :class:`UsageError` for fewer than five pieces."""
+    """Return the text with the token ids ``ids``, cut into pieces of ``seq`` tokens. Raises :class:`UsageError` for
+    fewer than five pieces.
+    """
     pieces = (len(ids) - 1) // seq
     if pieces < 5:
         raise UsageError(
@@ -165,7 +167,8 @@ def study_paths(
     model: Transformer, ids: Sequence[int], budgets: Sequence[float], seq: int = 128, seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> PathStudy:  # fmt: skip
-    """Compare ways to choose each token's modules within budgets.
+    """Compare ways to choose each token's modules within budgets of computation, and return the losses that each way
+    reaches.
 
     Raises :class:`UsageError` for a model without small modules, and for a text or budget that is too small.
 
@@ -272,8 +275,9 @@ def first_hidden(model: Transformer, text: Windows) -> T:
 def train_router(hidden: T, losses: T, seed: int) -> nn.Module:
     """Train a router that chooses a path for each token, and return it: a network from ``embed`` to scores of paths.
 
-    The objective is the expected loss of a token whose path is drawn with the router's probabilities. ``hidden``:
-    what the router reads, ``[tokens, embed]``; ``losses``: the loss of each token on each path, ``[tokens, paths]``.
+    The objective is the expected loss of a token whose path is drawn with the router's probabilities. ``hidden``: what
+    the router reads, ``[tokens, embed]``; ``losses``: the loss of each token on each path, ``[tokens, paths]``.
+    ``seed``: seed of the initial weights.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)

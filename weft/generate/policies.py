@@ -24,10 +24,11 @@ EXACT_FILL = "exact-fill"
 
 
 class SchedulingPolicy:
-    """Base class of scheduling policies, which decide how many tokens of which requests a step computes. ``weft serve
-    --policy NAME`` or ``--policy NAME:ARGUMENT`` selects one. ``example``: an example of NAME:ARGUMENT for a policy
-    that needs an argument. ``candidates``: the values of ``--policy`` of this policy that ``weft bench policies``
-    compares.
+    """Base class of scheduling policies, which decide how many tokens of which requests a step computes. A call takes
+    the running and the waiting requests and the step's budget of tokens, and returns the requests in the order to serve
+    them. ``weft serve --policy NAME`` or ``--policy NAME:ARGUMENT`` selects one. ``example``: an example of
+    NAME:ARGUMENT for a policy that needs an argument. ``candidates``: the values of ``--policy`` of this policy that
+    ``weft bench policies`` compares.
     """
 
     example: ClassVar[str] = ""

@@ -56,10 +56,10 @@ def train_predictors(
     say: Callable[[str], None] = lambda line: None,
 ) -> TrainedPredictors:  # fmt: skip
     """Train, for each layer of ``model``, a predictor of the neurons that are active in the layer's feed-forward for a
-    token. ``ids``: tokens of a text, an eighth of which is held back to judge the predictors. ``rank``: rank of the
-    predictors. ``recall``: share of the active neurons that they are to find. ``passes``: how often all tokens are
-    learned from. ``say``: called with a line about each layer. Raises :class:`UsageError` for a model without ReLU, and
-    for too few tokens.
+    token. Return the predictors with their scores. ``ids``: tokens of a text, an eighth of which is held back to judge
+    the predictors. ``rank``: rank of the predictors. ``recall``: share of the active neurons that they are to find.
+    ``passes``: how often all tokens are learned from. ``say``: called with a line about each layer. Raises
+    :class:`UsageError` for a model without ReLU, and for too few tokens.
     """
     if not has_plain_relu(model.shape):
         raise UsageError(

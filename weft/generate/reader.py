@@ -165,7 +165,7 @@ class PackedRow(NamedTuple):
 
 
 def pack(parts: Iterable[TextSlice]) -> PackedRow:
-    """Join the new tokens of all ``parts`` into one row."""
+    """Return one row with the new tokens of all ``parts``, one part after the other."""
     row = PackedRow([], [], [], [], [])
     for ids, past, table, rows, offset, context, adapter in parts:
         first = len(row.ids)

@@ -71,7 +71,7 @@ class Candidates(NamedTuple):
 
 
 def choose_tokens(logits: T, texts: Sequence[TextState]) -> list[int]:
-    """Sample the next token of each of ``texts`` from its row of ``logits`` ``[texts, vocab]``.
+    """Sample the next token of each of ``texts`` from its row of ``logits`` ``[texts, vocab]``; return the token ids.
 
     With temperature 0 it is the likeliest token.
     """
@@ -317,8 +317,8 @@ def block_sums(values: T) -> T:
 
 
 def value_blocks(values: T, fill: float) -> T:
-    """Divide each row of ``values`` ``[rows, n]`` into blocks of :data:`BLOCK_VALUES` values: ``[rows, blocks,
-    BLOCK_VALUES]``. The last block is padded with ``fill``.
+    """Return ``values`` ``[rows, n]`` with each row divided into blocks of :data:`BLOCK_VALUES` values: ``[rows,
+    blocks, BLOCK_VALUES]``. The last block is padded with ``fill``.
     """
     rest = -values.shape[1] % BLOCK_VALUES
     padded = F.pad(values, (0, rest), value=fill) if rest else values

@@ -35,7 +35,7 @@ class SharedModel(NamedTuple):
 
 def share_model(model: Transformer) -> SharedModel:
     """Move the weights of ``model``, which must not be converted yet, into memory that other processes can see. The
-    model computes with them from now on.
+    model computes with them from now on. Return what another process needs for :func:`attach_model`.
 
     Raises :class:`UsageError` for a model that cannot be rebuilt from its shape and its weights.
     """
@@ -69,7 +69,9 @@ def share_model(model: Transformer) -> SharedModel:
 
 
 def attach_model(shared: SharedModel) -> Transformer:
-    """Build the model that another process has shared. Its weights are views of the arena; nothing is copied."""
+    """Return the model that another process has shared by :func:`share_model`. Its weights are views of the shared
+    memory; nothing is copied.
+    """
     about, arena = shared
     model = Transformer(ModelShape(**about["shape"]), Mesh.single("cpu"))
     connect(model, model.mesh, "none")

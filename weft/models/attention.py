@@ -179,7 +179,8 @@ def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, s: Segment) -> list[T]:
 
 
 def repeat_heads(x: T, group: int) -> T:
-    """Repeat key/value heads so that every query head has its own: ``[b, s, kv_heads, d] -> [b, s, heads, d]``.
+    """Return keys or values ``x`` with heads repeated, so that every query head has its own: ``[b, s, kv_heads, d] ->
+    [b, s, heads, d]``.
 
     ``group``: number of query heads that share a key/value head.
     """
@@ -187,7 +188,9 @@ def repeat_heads(x: T, group: int) -> T:
 
 
 def fold_heads(grad: T, kv_heads: int) -> T:
-    """Sum the gradients of the query heads that share a key/value head: ``[b, s, heads, d] -> [b, s, kv_heads, d]``."""
+    """Return the gradient of keys or values from ``grad``, the gradient of :func:`repeat_heads`: the sum over the query
+    heads that share a key/value head, ``[b, s, heads, d] -> [b, s, kv_heads, d]``.
+    """
     if grad.shape[2] == kv_heads:
         return grad
     return grad.unflatten(2, (kv_heads, -1)).sum(3)

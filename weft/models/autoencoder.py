@@ -230,7 +230,7 @@ class PixelCoder(nn.Module):
         self.conv_out = nn.Conv2d(*last, 3, padding=1)
 
     def forward(self, x: T) -> T:
-        """Apply the encoder or decoder, whichever this is.
+        """Return what the encoder or decoder, whichever this is, computes from ``x``.
 
         An encoder maps pixels ``[images, channels, height, width]`` to means and logarithms of variances of latents; a
         decoder maps latents to pixels.
@@ -366,7 +366,7 @@ def open_autoencoder(folder: str | Path) -> Autoencoder:
 
 
 def save_autoencoder(model: Autoencoder, out: Path) -> Path:
-    """Write ``model`` to the new folder ``out``, as diffusers reads it."""
+    """Write ``model`` to the new folder ``out`` in the form that diffusers reads, and return the folder."""
     from safetensors.torch import save_file
 
     from weft.new_folder import new_folder

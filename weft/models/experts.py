@@ -119,7 +119,7 @@ class LocalExperts:
 
 
 def expert_counts(ids: T, experts: int) -> T:
-    """Count how often each expert's number occurs in ``ids``: int64 ``[experts]``.
+    """Return how often each expert's number occurs in ``ids``: int64 ``[experts]``.
 
     ``experts``: the number of experts.
     """

@@ -191,7 +191,7 @@ def add_product(weight: T, grad: T, x: T) -> None:
 
 
 def rms_norm(x: T, scale: T, eps: float) -> T:
-    """Apply RMSNorm over the last dimension of ``x`` (Zhang & Sennrich 2019).
+    """Return ``x`` after RMSNorm over its last dimension (Zhang & Sennrich 2019).
 
     ``scale``: trained factor of each channel. ``eps``: constant added to the mean square.
     """

@@ -86,7 +86,8 @@ def files_beside(config: Path) -> dict[str, bytes]:
 
 
 def as_hf(name: str, values: T, shape: ModelShape) -> T:
-    """Convert ``values`` of Weft's parameter ``name`` to the values that Hugging Face stores.
+    """Return the values that Hugging Face stores for Weft's parameter ``name`` with ``values``. ``shape``: shape of the
+    model.
 
     Only some models' norms differ, by a constant (:func:`norm_offset`).
     """
@@ -168,7 +169,9 @@ class HuggingFaceFolder:
         return tensor
 
     def read(self, name: str, shape: Sequence[int], box: Box) -> T:
-        """Read the rectangle ``box`` of the tensor with Hugging Face's ``name``, whose whole shape is ``shape``."""
+        """Read and return the rectangle ``box`` of the tensor with Hugging Face's ``name``, whose whole shape is
+        ``shape``.
+        """
         if name + VALUES in self.files:
             return self._of_bits(name, shape, box)
         tensor, file = self.find(name, shape), self.folder / self.files[name]
@@ -213,7 +216,8 @@ class HuggingFaceFolder:
         return tensor[slices(box)].to(torch.float32) * scale
 
     def experts(self, name: str, names: Sequence[str], logical: Logical, box: Box) -> T:
-        """Read the rectangle ``box`` of a stack of experts' weights, from a tensor per expert or one fused tensor.
+        """Read and return the rectangle ``box`` of a stack of experts' weights ``[experts, ...]``, from a tensor per
+        expert or one fused tensor.
 
         ``name``: Weft's name of the stack; ``names``: Hugging Face's names of the experts' tensors; ``logical``: the
         whole stack.

@@ -77,8 +77,9 @@ class TimeTable:
         again: bool = False,
         kind: str = "attention",
     ) -> "TimeTable":
-        """Read the table of this machine from ``folder``. ``again``: start with an empty table, which replaces the
-        file. ``kind``: what is measured; each kind has a folder of its own.
+        """Return the table of this machine and ``device``, with the times that an earlier process has kept in
+        ``folder``. ``again``: start with an empty table, which replaces the file. ``kind``: what is measured; each kind
+        has a folder of its own.
         """
         file = folder / kind / f"{machine_digest(device)}.json"
         return cls(file, {} if again else _read_times(file))
@@ -112,9 +113,9 @@ def _read_times(file: Path) -> dict[str, ShapeTimes]:
 
 
 class CallShape(NamedTuple):
-    """Properties on which the time of an attention call depends: numbers of texts and of keys, sizes of heads and of
-    cache blocks, and the type. The two numbers are rounded up to powers of two. Calls of one shape share a measured
-    time.
+    """Properties on which the time of an attention call depends: numbers of texts and of keys, numbers and sizes of
+    heads, tokens of a cache block (``size``), and the type. The two numbers are rounded up to powers of two. Calls of
+    one shape share a measured time.
     """
 
     texts: int

@@ -52,7 +52,8 @@ class Module(nn.Module):
         return logical
 
     def norm_of(self, name: str, eps: float) -> Any:
-        """Make the norm called ``name`` of this module; None if the parameter table has no such norm.
+        """Return a new norm, the submodule called ``name`` of this module; None if the parameter table has no such
+        norm.
 
         ``eps``: the constant that is added to the mean square.
         """

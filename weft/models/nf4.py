@@ -50,7 +50,9 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> T:
 
 
 def packed(codes: T) -> T:
-    """Pack codes of four bits two to a byte, the first of each pair in the high half: ``[..., n] -> [..., n / 2]``."""
+    """Return codes of four bits, packed two to a byte, the first of each pair in the high half: ``[..., n] -> [..., n /
+    2]``.
+    """
     return codes[..., ::2] << 4 | codes[..., 1::2]
 
 

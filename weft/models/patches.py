@@ -14,7 +14,8 @@ T = torch.Tensor
 def patchify(pixels: T, settings: DiffusionSettings) -> T:
     """Cut ``pixels`` ``[batch, channels, (frames,) height, width]`` into patches ``[batch, patches, values]``. Patches
     are numbered row by row, and the values of a patch are ordered by pixel, with the channels of a pixel together. If
-    the last patch of an axis reaches beyond the image, its values there are zeros.
+    the last patch of an axis reaches beyond the image, its values there are zeros. ``settings``: settings of the
+    diffusion model, with the size of a patch.
     """
     grid, patch = settings.grid, settings.patch_size
     beyond = [g * p - n for g, p, n in zip(grid, patch, settings.size, strict=True)]
@@ -69,7 +70,9 @@ def coordinates(positions: T, grid: Sequence[int]) -> T:
 def sine_positions(positions: T, settings: DiffusionSettings, width: int) -> T:
     """Return the sine position embedding of patches, float64 ``[..., width]``, which is added to their embeddings. Each
     axis of the image has a share of ``width``: sines, then cosines, of the patch's index times falling frequencies. The
-    column comes first, then the row, as in DiT's published code. ``positions``: numbers of patches ``[...]``.
+    column comes first, then the row, as in DiT's published code. ``positions``: numbers of patches ``[...]``;
+    ``settings``: settings of the diffusion model, with the sizes of image and patches; ``width``: elements of an
+    embedding.
     """
     where = coordinates(positions, settings.grid)
     axes = where.shape[-1]
@@ -102,8 +105,9 @@ def axis_angles(
 
 def time_waves(time: T, width: int, settings: DiffusionSettings) -> T:
     """Return cosines and sines of the noise level at each ``time``, float64 ``[batch, width]``, with the frequencies of
-    diffusers. ``time``: ``[batch]``, from 0 (noise) to 1 (image). For flow matching the noise level is 1000 at noise
-    and 0 at the image. For a model with a table of noise levels it is the number in the table
+    diffusers. ``width``: number of cosines and sines together; ``settings``: settings of the diffusion model. ``time``:
+    ``[batch]``, from 0 (noise) to 1 (image). For flow matching the noise level is 1000 at noise and 0 at the image. For
+    a model with a table of noise levels it is the number in the table
     (:class:`weft.diffusion.noise_process.NoiseProcess`).
     """
     half = width // 2

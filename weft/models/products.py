@@ -68,7 +68,8 @@ class Packed(nn.Module):
 
 
 class KernelOfBytes:
-    """oneDNN's product of rows of unsigned bytes with a weight of signed bytes.
+    """oneDNN's product of rows of unsigned bytes with a weight of signed bytes. A call maps ``[rows, in]`` to ``[rows,
+    out]`` in float32.
 
     Each unsigned byte stands for its value minus 128. ``codes``: the weight, ``[out, in]``; ``part``: elements of a row
     that are multiplied at once, None: all. The products of parts are added up as integers.

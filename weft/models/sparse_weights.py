@@ -45,7 +45,8 @@ class SparseWord(NamedTuple):
 
 
 def read_sparse_word(word: str) -> SparseWord | None:
-    """Parse ``word``: ``sparse`` or ``sparse:SHARE``, either with ``:bfloat16`` after it; None for other words.
+    """Return the meaning of ``word``, a value of ``--weights``: ``sparse`` or ``sparse:SHARE``, either with
+    ``:bfloat16`` after it; None for other words.
 
     Raises :class:`UsageError` if SHARE is no share.
     """

@@ -107,9 +107,9 @@ def attend_shares(
 
 
 def hidden_keys(span: Span, share: KeyShare, window: int, group: int) -> T | None:
-    """Return a mask, bool ``[tokens * group, keys]``, that is True where a row of queries does not see a key of
-    ``share``; None: each row sees all. ``group``: query heads per key head; ``window``: the number of tokens that a
-    token sees, itself included; 0: all.
+    """Return a mask, bool ``[tokens * group, keys]``, that is True where a row of queries, of the new tokens of
+    ``span``, does not see a key of ``share``; None: each row sees all. ``group``: query heads per key head; ``window``:
+    the number of tokens that a token sees, itself included; 0: all.
     """
     count, end = span.last - span.first, share.first + share.keys.shape[1]
     sees_last = end <= span.past + 1

@@ -190,7 +190,8 @@ class LayerRunner(Protocol):
 
 class Overlap:
     """Base class of kinds of overlap (``layout.overlap``): how tokens are cut into parts whose transfers overlap with
-    computation. Every model has an instance of its own.
+    computation. A call takes the tokens of a pass, and returns the parts and their turns. Every model has an instance
+    of its own.
     """
 
     def __call__(self, tokens: PassTokens) -> Weave:

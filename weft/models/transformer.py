@@ -221,8 +221,8 @@ class Attention(Projections):
 def attention_module(
     shape: ModelShape, mesh: Mesh, layer: int
 ) -> Attention | LatentAttention:
-    """Make the attention of the layer with index ``layer``: latent attention if ``shape`` has it, else grouped-query
-    attention.
+    """Return a new module for the attention of the layer with index ``layer``: latent attention if ``shape`` has it,
+    else grouped-query attention.
     """
     if not shape.kv_rank:
         return Attention(shape, mesh, layer)
@@ -234,8 +234,8 @@ def attention_module(
 def feed_forward_module(
     shape: ModelShape, mesh: Mesh, layer: int
 ) -> FeedForward | DuoFeedForward | Mixture:
-    """Make the feed-forward of the layer with index ``layer``: dense, a pair of a big and a small one, or a mixture of
-    experts, as ``shape`` says.
+    """Return a new module for the feed-forward of the layer with index ``layer``: dense, a pair of a big and a small
+    one, or a mixture of experts, as ``shape`` says.
     """
     if shape.small_ffn:
         from weft.models.routed_depth import DuoFeedForward

@@ -16,7 +16,7 @@ SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 def parsed_arithmetic(text: str) -> ast.expr:
-    """Parse an expression such as "3*(5+7)" into a tree, without evaluating it.
+    """Parse an expression such as "3*(5+7)" without evaluating it, and return its syntax tree.
 
     Raises :class:`ValueError` in one line for a text that is no such expression or is too long.
     """
@@ -51,7 +51,7 @@ def arithmetic_value(tree: ast.expr, signed: bool = True) -> Fraction:
 
 
 def combined(sign: str, first: Fraction, second: Fraction) -> Fraction:
-    """Return the result of the arithmetic operation ``sign``, one of + - * /, on two numbers.
+    """Return the result of the arithmetic operation ``sign``, one of + - * /, on the numbers ``first`` and ``second``.
 
     Raises :class:`ZeroDivisionError` for a division by 0.
     """

@@ -39,7 +39,7 @@ class TurnEncoder(Protocol):
         """
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decode the token ids of a turn of the policy to text."""
+        """Return the text of a turn of the policy with the token ids ``ids``."""
 
 
 class PlainTurns:

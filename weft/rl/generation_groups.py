@@ -125,8 +125,8 @@ def mesh_of_members(
 def common_elements(
     held: Sequence[Boxes], needed: Sequence[Mapping[str, Box]]
 ) -> np.ndarray:
-    """Count the elements that a training rank holds and a place of the generation layout needs, int ``[ranks,
-    places]``.
+    """Return how many elements a training rank holds that a rank of the generation layout (a place) needs, int
+    ``[ranks, places]``.
 
     ``held``: for each rank, the boxes that it holds. ``needed``: for each place, the boxes that it needs.
     """

@@ -154,7 +154,9 @@ class GenerationModel:
 
 
 class ModelToFill(NamedTuple):
-    """A model whose parameters have no values yet, and the box of each parameter in its whole tensor."""
+    """A model whose parameters have no values yet, and this rank's parameters, each with its box (part) of the whole
+    tensor (``held``).
+    """
 
     model: Transformer
     held: list[Held]

@@ -45,7 +45,8 @@ class FollowingEngine:
 def open_turns(
     generation: GenerationModel, tokens: int, limit: int, alike: bool = False
 ) -> GenerationTurns:
-    """Open the engine of this rank's group. All ranks of the group must call it.
+    """Open the engine of this rank's group, and return this rank's part in generation. All ranks of the group must call
+    it.
 
     ``generation``: the model that generates. ``tokens``: number of tokens that the engine's cache holds. ``limit``:
     largest number of answers that are written at a time. ``alike``: whether log-probabilities equal those of training

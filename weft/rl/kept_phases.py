@@ -29,9 +29,9 @@ def keep_phase(
 ) -> Path:
     """Write all answers of rollout phase ``phase`` to a file of JSON lines, and return the file.
 
-    ``data.kind = "chat"`` reads such a file. Only the files of the newest ``most`` phases are kept. ``run``: the run's
-    folder. ``text_of``: returns the text of an answer's token ids. Raises :class:`WeftError` if the file cannot be
-    written.
+    ``data.kind = "chat"`` reads such a file. Only the files of the newest ``most`` phases are kept. ``groups``: the
+    answers with their rewards. ``run``: the run's folder. ``text_of``: returns the text of an answer's token ids.
+    Raises :class:`WeftError` if the file cannot be written.
     """
     folder = run / FOLDER
     file = folder / f"{phase:06d}.jsonl"
@@ -64,7 +64,8 @@ def answer_record(
     answer: WrittenAnswer,
     text_of: Callable[[Sequence[int]], str],
 ) -> dict[str, Any]:
-    """Return an answer as the JSON values of a conversation. An answer of several turns becomes a record of ATIF.
+    """Return an ``answer`` to ``request`` as the JSON values of a conversation. ``text_of``: returns the text of token
+    ids. An answer of several turns becomes a record of ATIF.
 
     The entry ``versions`` has pairs: the index of a token, and the version of the weights that wrote the tokens from
     there on, counted in updates.

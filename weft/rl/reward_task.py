@@ -47,7 +47,9 @@ class RewardTask:
         raise NotImplementedError
 
     def score(self, question: RewardQuestion, answer: str) -> float:
-        """Return the reward of an answer, usually from 0 to 1. Text of the answer is never executed in this process."""
+        """Return the reward of the text ``answer`` as an answer to ``question``, usually from 0 to 1. Text of the
+        answer is never executed in this process.
+        """
         raise NotImplementedError
 
     @property

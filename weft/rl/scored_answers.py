@@ -45,9 +45,10 @@ class ScoredGroup:
 
 
 def check_scored(groups: Sequence[ScoredGroup], most: float) -> str:
-    """Return a line about the answers that have no reward; "" if all have one.
+    """Return a line about the answers in ``groups`` that have no reward; "" if all have one.
 
-    Raises :class:`WeftError` if their share is more than ``most``, or if no answer has a reward.
+    Raises :class:`WeftError` if their share of all answers is more than ``most`` (0 to 1), or if no answer has a
+    reward.
     """
     whys = [why for group in groups for why in group.whys if why]
     answers = sum(len(group.rewards) for group in groups)
@@ -73,7 +74,7 @@ def pass_at(k: int, right: int, answers: int) -> float:
 
 
 def phase_figures(groups: Sequence[ScoredGroup], version: int) -> dict[str, Any]:
-    """Return the metrics of a rollout phase, as numbers by name.
+    """Return the metrics of a rollout phase with the answers ``groups``, as numbers by name.
 
     ``version``: number of updates of the weights that are going to learn from the answers. The lag of an answer is the
     number of updates between the weights that began it and ``version``.

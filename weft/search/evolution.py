@@ -120,7 +120,7 @@ def drawn_expression(features: Sequence[str], depth: int, random: Random) -> Exp
 
 def mutated(parent: Expression, features: Sequence[str], random: Random) -> Expression:
     """Return ``parent`` with one random change: a part is replaced, wrapped in an operation or left out, or a number is
-    changed.
+    changed. ``features``: names that the result may use.
     """
     for _ in range(20):
         at = random.randrange(parent.size)

@@ -201,8 +201,8 @@ def _broken(expression: Expression, deep: int = 2) -> list[str]:
 
 
 def find_json(kind: str, size: SearchSize, find: PolicyFind) -> str:
-    """Return the result of a search as JSON, with its costs and the size of the search. ``kind``: name of the kind of
-    policy.
+    """Return ``find``, the result of a search, as JSON, with its costs and the size of the search. ``kind``: name of
+    the kind of policy.
     """
     return json.dumps(
         {

@@ -251,7 +251,7 @@ class ChatTemplate:
         )
 
     def adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a message to the form that the template takes.
+        """Return ``message`` in the form that the template takes.
 
         Tool calls are converted to the template's form, and content parts are joined if the template needs a text.
         """

@@ -97,7 +97,7 @@ class ChatEncoder:
         )
 
     def encode(self, talk: Conversation) -> Encoded:
-        """Encode the conversation ``talk``: its token ids, and their loss weights. Raises :class:`TemplateError` if the
+        """Return the conversation ``talk`` as token ids with their loss weights. Raises :class:`TemplateError` if the
         template refuses it or nothing is learned.
         """
         find = spans_with_reasoning if self.reasoning == "keep" else learned_spans
@@ -136,9 +136,10 @@ class ChatEncoder:
 
 
 def read_messages(text: str) -> tuple[Messages, Messages | None]:
-    """Read messages and tools from JSON: a list of messages, or an object with ``messages`` and ``tools``.
+    """Return the messages and the tools in the JSON ``text``: a list of messages, or an object with ``messages`` and
+    ``tools``.
 
-    Raises :class:`UsageError` if the text is neither.
+    Tools are None if the text has none. Raises :class:`UsageError` if the text is neither.
     """
     try:
         parsed = json.loads(text)

@@ -219,7 +219,7 @@ def build_conversation(
 
 
 def tools_of(fields: Fields) -> Any:
-    """Take the tools of a record from ``tools``, or from the older field ``functions`` in the form of ``tools``."""
+    """Return the tools of a record from ``tools``, or from the older field ``functions`` in the form of ``tools``."""
     tools, functions = fields.take("tools"), from_text(fields.take("functions"))
     if tools or not functions or not isinstance(functions, list):
         return tools
@@ -273,7 +273,7 @@ def weight_of_record(fields: Fields) -> float:
 
 
 def with_system(messages: Any, system: Any) -> Any:
-    """Put a system message with the text ``system`` before ``messages``, unless they begin with that message.
+    """Return ``messages`` after a system message with the text ``system``, unless they begin with that message.
 
     Raises :class:`ConversationError` if ``messages`` begin with another system message.
     """

@@ -51,12 +51,15 @@ class WordMark(NamedTuple):
 
 
 def mark_generated(text: str) -> str:
-    """Put marks, invisible characters that no text contains, around ``text`` to say that the model generates it."""
+    """Return ``text`` with marks around it, invisible characters that no text contains. They say that the model
+    generates the text.
+    """
     return f"{_OPEN}{text}{_CLOSE}"
 
 
 def without_marks(value: Any) -> Any:
-    """Replace characters that Weft uses as marks, or that tokenizers cannot encode, in all texts of a JSON value.
+    """Return a JSON value in whose texts characters are replaced that Weft uses as marks, or that tokenizers cannot
+    encode.
 
     The characters of marks, Unicode's noncharacters U+FDD0 to U+FDEF, become U+FFFD. Lone surrogates become question
     marks.

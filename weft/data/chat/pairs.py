@@ -149,7 +149,7 @@ def _alike(chosen: Sequence[Any], rejected: Sequence[Any]) -> Iterator[tuple[Any
 
 
 def garbled_pair(record: Mapping[str, str]) -> dict[str, str]:
-    """Make a pair of answers from a record with ``prompt`` and ``completion``.
+    """Return a record with a pair of answers, made from a record with ``prompt`` and ``completion``.
 
     The completion is the chosen answer, and its words in reverse order are the rejected answer.
     """

@@ -62,7 +62,8 @@ def recipe_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
 def open_chats(
     source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None
 ) -> Tokens:
-    """Open the tokens of a source of conversations. On first use, one process encodes the conversations into the cache.
+    """Return the tokens of a source of conversations, encoded by ``tokenizer``. On first use, one process encodes the
+    conversations into the cache.
 
     ``settings``: the recipe's section ``data.chat``. ``cache``: the folder of the cache; None: ``$WEFT_CACHE``, else
     ``~/.cache/weft``.

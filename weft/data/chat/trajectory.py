@@ -120,7 +120,7 @@ class Trajectory:
         )
 
     def sequence(self) -> TokenSequence:
-        """Join the tokens of all turns to one sequence, as the policy has read and written them.
+        """Return the tokens of all turns, joined to one sequence, as the policy has read and written them.
 
         Turns without recorded tokens are left out. Raises :class:`WeftError`, which names the turn, if the tokens
         before a turn do not begin with all earlier tokens. The text was then tokenized a second time.

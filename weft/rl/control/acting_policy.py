@@ -22,7 +22,7 @@ class ActingLayer(NamedTuple):
 
 
 def split_weights(flat: np.ndarray, sizes: Sequence[int]) -> list[ActingLayer]:
-    """Split ``flat``, which holds all parameters of a perceptron one after another, into its layers.
+    """Return the layers of a perceptron, as views of ``flat``, which holds all its parameters one after another.
 
     ``sizes``: widths from the input to the output.
     """
@@ -82,8 +82,9 @@ def exploring_action(
 ) -> ChosenAction:
     """Return the action for one ``observation``, ``[observed]``, with the policy's exploration.
 
-    ``layers``: the policy's network; ``draw``: random generator. Among choices it is the one with the highest value or,
-    with probability ``explore``, a random one. Continuous actions are drawn from a Gaussian and squashed by tanh.
+    ``form``: form of the actions; ``layers``: the policy's network; ``draw``: random generator. Among choices it is the
+    one with the highest value or, with probability ``explore``, a random one. Continuous actions are drawn from a
+    Gaussian and squashed by tanh.
     """
     dtype = layers[0].weight.dtype
     if form.choices:

@@ -13,7 +13,7 @@ END_S = 5
 
 
 def how_ended(process: subprocess.Popen[bytes]) -> str:
-    """Describe how ``process`` has ended after its pipe was closed, such as "was killed (SIGKILL)"."""
+    """Return in words how ``process`` has ended after its pipe was closed, such as "was killed (SIGKILL)"."""
     try:
         code = process.wait(END_S)
     except subprocess.TimeoutExpired:

@@ -146,7 +146,8 @@ def collect_steps(
     episodes: RunningEpisodes,
     stops: Callable[[int], bool] = lambda step: False,
 ) -> CollectedSteps:
-    """Act in all environments of ``pool`` for ``settings.horizon`` steps, and estimate advantages.
+    """Act in all environments of ``pool`` by ``policy`` for ``settings.horizon`` steps; return these steps with their
+    advantages.
 
     ``generators``: a random generator of actions for each environment. ``first``: number of the pool's first
     environment. ``episodes``: counts the returns of episodes. ``stops``: called after each step with the number of
@@ -231,7 +232,7 @@ def minibatches(
     it.
 
     The order is drawn over the transitions of all ranks, so that minibatches do not depend on how many ranks there are.
-    ``add_up``: adds a tensor up over all ranks.
+    ``collected``: this rank's steps. ``seed``: seed of the order. ``add_up``: adds a tensor up over all ranks.
     """
     every, own = settings.environments, collected.learns.shape[1]
     mask = torch.zeros(settings.horizon, every, dtype=torch.int32)

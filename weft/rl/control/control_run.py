@@ -20,8 +20,8 @@ from weft.train.training import Outcome
 def control_job(
     recipe: Recipe, mesh: Mesh, out: Path | None = None, resume: str | None = None
 ) -> Outcome:
-    """Train until the recipe's number of transitions is reached or a signal arrives; evaluate and save. All ranks must
-    call it.
+    """Train a policy for a control task until the recipe's number of transitions is reached or a signal arrives;
+    evaluate and save it. Return the outcome of the run. All ranks must call it.
 
     ``out``: the folder to create; ``resume``: the run or checkpoint to continue.
     """
@@ -116,7 +116,8 @@ def _evaluate(
 
 
 def open_method(recipe: Recipe, mesh: Mesh) -> ControlMethod:
-    """Build the learning method that ``recipe`` names, such as PPO, and start its environments. All ranks must call it.
+    """Build and return the learning method that ``recipe`` names, such as PPO, and start its environments. All ranks
+    must call it.
 
     If the environments cannot be started on one rank, all ranks raise its error.
     """

@@ -101,7 +101,7 @@ def action_form(environment: ControlEnvironment) -> ActionForm:
 
 
 def flat_observation(form: ActionForm, observation: Any) -> np.ndarray:
-    """Convert an observation to a vector of numbers, float64 ``[form.observed]``."""
+    """Return an environment's observation as a vector of numbers, float64 ``[form.observed]``."""
     if form.labels:
         vector = np.zeros(form.observed)
         vector[int(observation)] = 1.0
@@ -110,7 +110,7 @@ def flat_observation(form: ActionForm, observation: Any) -> np.ndarray:
 
 
 def native_action(form: ActionForm, action: np.ndarray, space: Any) -> Any:
-    """Convert ``action`` to the form that the environment takes: a choice, or numbers within its bounds.
+    """Return ``action`` in the form that the environment takes: a choice, or numbers within its bounds.
 
     ``action``: an integer array without dimensions, or numbers ``[form.numbers]``. ``space``: the environment's space
     of actions.
@@ -185,7 +185,9 @@ class LimitedEpisodes:
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode with the full number of steps. See :meth:`ControlEnvironment.reset`."""
+        """Begin an episode with the full number of steps; return its first observation and further information, as
+        :meth:`ControlEnvironment.reset` does.
+        """
         self._steps = 0
         return self._inner.reset(seed=seed, options=options)
 
@@ -210,8 +212,8 @@ class ChoiceRange:
 
 @dataclass(frozen=True)
 class NumberRange:
-    """Space of arrays of one shape between two bounds. It takes the place of :class:`gymnasium.spaces.Box` in
-    environments that do without Gymnasium.
+    """Space of arrays whose numbers lie between the bounds ``low`` and ``high``. It takes the place of
+    :class:`gymnasium.spaces.Box` in environments that do without Gymnasium.
     """
 
     low: float
@@ -238,7 +240,9 @@ class LineWalk:
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Begin an episode at a random place left of the middle."""
+        """Begin an episode at a random place left of the middle; return the first observation and an empty dict.
+        ``seed``: seed of the place; None: go on with the present random numbers. ``options`` is not used.
+        """
         if seed is not None:
             self._generator = np.random.default_rng(seed)
         self._place, self._speed = float(self._generator.uniform(-0.5, 0.0)), 0.0
@@ -270,5 +274,5 @@ def form_from_words(words: Mapping[str, Any]) -> ActionForm:
 
 
 def form_in_words(form: ActionForm) -> dict[str, Any]:
-    """Convert ``form`` to plain values, so that it can be sent to another process."""
+    """Return ``form`` as plain values by name, so that it can be sent to another process."""
     return asdict(form)

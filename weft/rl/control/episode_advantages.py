@@ -23,7 +23,8 @@ def episode_advantages(
     gamma: float,
     trace: float,
 ) -> EpisodeAdvantages:
-    """Estimate the advantages of collected steps by generalised advantage estimation (Schulman et al. 2016).
+    """Return the advantages of collected steps by generalised advantage estimation (Schulman et al. 2016), and the
+    returns that the critic learns.
 
     All arrays are ``[steps, environments]`` and hold only steps that were taken. If a rank was stopped early, they are
     fewer than planned, and the last step counts with its ``next_values`` like any other.

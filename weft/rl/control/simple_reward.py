@@ -9,7 +9,7 @@ import numpy as np
 
 
 class ShapedStep(NamedTuple):
-    """Reward of a step to learn from, and whether a penalty has ended the episode."""
+    """The reward of a step that the policy learns from, and whether a penalty has ended the episode."""
 
     reward: float
     ended: bool

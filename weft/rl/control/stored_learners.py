@@ -63,8 +63,8 @@ def learner_tensors(
 class DqnLearner:
     """Deep Q-learning with a moving average as target (Mnih et al. 2015), for actions that are choices.
 
-    ``form``: form of the environment; ``settings``: the section ``[control]``; ``seed``: seed of the weights. Raises
-    :class:`UsageError` if actions are numbers.
+    ``form``: form of the environment; ``settings``: the section ``[control]``; ``seed``: seed of the weights;
+    ``device``, ``dtype``: where the networks are, and their type. Raises :class:`UsageError` if actions are numbers.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ def mlp(
     width: int = 128,
     depth: int = 3,
 ) -> nn.Module:
-    """Build a surrogate model: a perceptron of ``depth`` hidden layers, ``width`` wide, with SiLU between the layers.
-    ``inputs``, ``outputs``: shapes of a sample's arrays by name.
+    """Return a surrogate model of a simulation: a perceptron of ``depth`` hidden layers, ``width`` wide, with SiLU
+    between the layers. ``inputs``, ``outputs``: shapes of a sample's arrays by name.
     """
     from itertools import pairwise
     from math import prod

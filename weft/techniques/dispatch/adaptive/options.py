@@ -166,7 +166,8 @@ def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
 def stacks_of_block(
     *weights: T, parts: Sequence[tuple[int, ...]], joined: int, members: Members
 ) -> tuple[T, ...]:
-    """Gather the stacked weights of all experts of a block from this rank's stacks.
+    """Gather the stacked weights of all experts of a block of ranks, and return them as stacks of gate, up and down.
+    All ranks of the block must call it.
 
     ``weights``: this rank's stacks of the matrices gate, up and down. ``parts``: for each rank of the block, its number
     of experts, the width of an expert and the width of the model. ``joined``: number of pieces of an expert that lie in

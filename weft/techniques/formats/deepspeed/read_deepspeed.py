@@ -28,7 +28,8 @@ ZERO = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
 
 
 def read_deepspeed(path: Path, config: Path | None) -> Foreign:
-    """Read a DeepSpeed checkpoint: partitions of ZeRO 0 to 3, or a universal checkpoint (a folder per parameter).
+    """Return the model in the DeepSpeed checkpoint ``path``: partitions of ZeRO 0 to 3, or a universal checkpoint (a
+    folder per parameter).
 
     ``config``: path of the model's ``config.json``; None: it is beside the checkpoint.
     """

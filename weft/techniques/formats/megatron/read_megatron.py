@@ -15,7 +15,8 @@ from weft.shapes.foreign_names import LAYER
 
 
 def read_megatron(path: Path, config: Path | None) -> Foreign:
-    """Read a Megatron-LM checkpoint, which consists of files ``mp_rank_TP[_PP]/model_optim_rng.pt``.
+    """Return the model in the Megatron-LM checkpoint ``path``, which consists of files
+    ``mp_rank_TP[_PP]/model_optim_rng.pt``.
 
     Every pipeline stage and virtual stage numbers its blocks from 0. ``config``: path of the model's ``config.json``;
     None: it is beside the checkpoint.

@@ -32,9 +32,9 @@ class Voting(PhaseFiller):
     """Combines the replicas' gradients by a robust rule in which each replica counts once, however many tokens it has.
 
     A replica's gradient is the mean over its own tokens. A replica is left out of the step and of the step's loss if it
-    has no tokens or its gradient is not finite. The losses of all other replicas are weighted by tokens.
-    ``resilience``: the recipe's section that names the rule of aggregation, and the number of replicas that may be
-    faulty.
+    has no tokens or its gradient is not finite. The losses of all other replicas are weighted by tokens. ``context``:
+    model, state and mesh of the run. ``resilience``: the recipe's section that names the rule of aggregation, and the
+    number of replicas that may be faulty.
     """
 
     def __init__(self, context: StepContext, resilience: Resilience) -> None:

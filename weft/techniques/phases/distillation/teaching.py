@@ -89,7 +89,9 @@ class Teaching(PhaseFiller):
 
 
 def open_teachers(names: Sequence[str], context: StepContext) -> list[Transformer]:
-    """Open the models ``names`` on this rank's device, without gradients. Ranks do not wait for each other here."""
+    """Open the models ``names`` on this rank's device, without gradients, and return them in this order. ``context``:
+    model, state and mesh of the run. Ranks do not wait for each other here.
+    """
     from weft.checkpoint.weights import open_pretrained
     from weft.layout.mesh import Mesh
     from weft.parallel.build import parallelize

@@ -150,8 +150,8 @@ class Dynamics:
         return state[Y] + state[Z]
 
     def clock(self, gradients: int, seed: int = 0) -> list[LinkExchange]:
-        """Draw the exchanges between gradient number ``gradients`` of all islands and the next, in order of time.
-        ``seed``: seed of the clock, the same on all islands.
+        """Return the exchanges between gradient number ``gradients`` of all islands and the next, drawn at random and
+        in order of time. ``seed``: seed of the clock, the same on all islands.
         """
         random = np.random.default_rng([seed, gradients])
         times = np.sort(random.random(random.poisson(self.rate)))
