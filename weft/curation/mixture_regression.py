@@ -136,7 +136,7 @@ def fit_mixture_losses(weights: np.ndarray, losses: np.ndarray) -> MixtureRegres
     """Return the loss as a fitted function of the mixture, with the hyperparameters of the highest likelihood.
 
     ``weights``: ``[runs, domains]``, where each row adds up to 1. ``losses``: ``[runs]``. Raises :class:`UsageError`
-    for too few runs, and :class:`WeftError` if all have one loss.
+    for fewer than :data:`FEWEST` runs, and :class:`WeftError` if all have one loss.
     """
     weights, losses = np.asarray(weights, np.float64), np.asarray(losses, np.float64)
     if len(weights) < FEWEST:

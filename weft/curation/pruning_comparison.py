@@ -76,7 +76,8 @@ def compare_pruning(
         ``floor``: fewest examples of a class that are kept.
         ``held_out``: share of the examples that is held out.
 
-    Returns None if there are too few examples for a result.
+    Returns None if there are too few examples for a result: fewer than 20 held out, or fewer kept than 2 or than
+    ``floor`` for each class. The same holds with a single class.
     """
     drawn = score_order(scores, ids, "random", seed + 1)
     apart = int(held_out * len(ids))

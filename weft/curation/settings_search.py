@@ -38,7 +38,8 @@ class SettingsSearch:
 
     Attributes:
         ``best``: the best run of each size, the smallest size first.
-        ``asymptote``: the law of the best losses; None with too few sizes.
+        ``asymptote``: the law of the best losses; None if there are too few sizes to fit it
+            (:func:`weft.curation.asymptote.fit_asymptote`).
         ``notes``: lines on what the search leaves open.
     """
 

@@ -112,7 +112,7 @@ class WorkSource(Protocol):
         """Return the next work order; None if none has come within ``limit`` seconds.
 
         Raises :class:`ServerEnded` at the end of the run, and :class:`weft.errors.WeftError` if the server refuses this
-        client or cannot be reached for too long.
+        client or cannot be reached within the client's limit of time.
         """
 
     def answer(self, answer: WorkAnswer) -> None:

@@ -135,7 +135,8 @@ class FederationServer:
         ``forms``: encodings of tensors.
         ``judge``: refuses updates that would damage the model.
         ``say``: prints a line.
-        ``patience``: longest time in seconds of a work order, and of the wait for a first client.
+        ``patience``: seconds without a connected client after which the run fails. A work order may take :data:`LATE`
+            times as long.
         ``grace``: seconds in which a client whose connection broke may come back to its work.
         ``secure``: whether updates are masked.
         ``log``: records all events.
@@ -199,7 +200,8 @@ class FederationServer:
     ) -> ServedChange | None:
         """Send work orders for the present model ``parameters``, and return the next change of the model.
 
-        Returns None if this process is asked to end. Raises :class:`WeftError` if no client comes for too long.
+        Returns None if this process is asked to end. Raises :class:`WeftError` if no client is connected for
+        ``patience`` seconds. ``interrupted``: returns whether this process is asked to end.
         """
         self.parameters = parameters
         if (change := self._followed()) is not None:

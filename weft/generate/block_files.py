@@ -85,8 +85,9 @@ class BlockFiles:
         return self._reader.submit(self._read_all, list(keys))
 
     def store(self, key: bytes, contents: Contents) -> bool | None:
-        """Hand the block of ``key`` to the writing thread, unless too much waits for that thread already, or the last
-        attempt to write has failed. Return whether it was taken, or None if it waits already. ``contents``: its bytes.
+        """Hand the block of ``key`` to the writing thread, unless more than :data:`QUEUED` bytes would wait for that
+        thread, or the last attempt to write has failed. Return whether it was taken, or None if it waits already.
+        ``contents``: its bytes.
         """
         with self._lock:
             full = self._queued + len(contents) > QUEUED

@@ -444,8 +444,8 @@ class Engine:
 
     @torch.inference_mode()
     def silence(self) -> str:
-        """Return which of the engine's other ranks gives no sign of life, in words; "" if all do. May be called in any
-        thread, a few times a second.
+        """Return which of the engine's other ranks has given no sign of life for some time
+        (:data:`weft.generate.tickets.SILENT_S`), in words; "" if all have. Call it a few times a second, in any thread.
         """
         return self.reader.tickets.silence() if isinstance(self.reader, Leader) else ""
 

@@ -355,7 +355,7 @@ class KeyFile:
         return self._staged
 
     def measure(self) -> float:
-        """Measure how fast the disk reads a few layers of a few extents without the page cache; return the bytes per
+        """Measure how fast the disk reads some layers of some extents without the page cache; return the bytes per
         second. The measured pieces of the file are overwritten, so call this before the file is used.
         """
         extents = range(self.cached, self.region.size // self.layout.extent_bytes)

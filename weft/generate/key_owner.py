@@ -68,7 +68,8 @@ class KeyAttention:
     """Computes attention of new tokens to the keys and values of old tokens, which rest in ``file``.
 
     Exponentials of scores use one fixed maximum first, so that no sum has to be rescaled. The attribute ``again``
-    counts texts whose attention was computed a second time, because a score was too far from this maximum.
+    counts texts whose attention was computed a second time, because a score was so far from this maximum that its
+    exponential would overflow or lose precision.
     """
 
     def __init__(self, file: KeyFile) -> None:

@@ -59,7 +59,8 @@ def train_predictors(
     token. Return the predictors with their scores. ``ids``: tokens of a text, an eighth of which is held back to judge
     the predictors. ``rank``: rank of the predictors. ``recall``: share of the active neurons that they are to find.
     ``passes``: how often all tokens are learned from. ``say``: called with a line about each layer. Raises
-    :class:`UsageError` for a model without ReLU, and for too few tokens.
+    :class:`UsageError` for a model without ReLU, for a ``rank`` above the model's width, and for fewer than four
+    windows of :data:`TOKENS` tokens.
     """
     if not has_plain_relu(model.shape):
         raise UsageError(

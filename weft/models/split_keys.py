@@ -92,7 +92,8 @@ def attend_shares(
     """Compute the attention of the new tokens of ``span``, ``[tokens, heads, width]``. Return it, and whether it is
     exact. ``q``: queries of all new tokens; ``store``: the cache of a layer; ``window``: the number of tokens that a
     token sees, itself included; 0: all. ``highest``: the fixed maximum of the scores; None: each row's largest score,
-    for which all keys are read once more. The result is not exact if a score was too far from the fixed maximum.
+    for which all keys are read once more. The result is not exact if a score was so far from the fixed maximum that its
+    exponential overflows or loses precision.
     """
     count, kv_heads = span.last - span.first, store.shape[3]
     rows = query_rows(q[span.first : span.last], kv_heads)

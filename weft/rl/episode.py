@@ -123,7 +123,7 @@ class Episode:
         ``seconds``: most seconds that the environment may take for a turn; 0: no limit.
 
     Raises :class:`UsageError` if the first turn begins after more tokens than ``room``, and :class:`WeftError` if the
-    environment takes too long to begin.
+    environment takes more than ``seconds`` to begin.
 
     Attributes:
         ``ids``: all token ids so far.
@@ -173,7 +173,8 @@ class Episode:
         """Add the policy's next turn, let the environment act on it, and append the environment's messages.
 
         An episode also ends in these cases: its turns or its room are used up, the turn was cut off, or the environment
-        fails or takes too long; ``why`` then says so. The reward of a turn on which the environment failed is None.
+        fails or takes longer than the limit; ``why`` then says so. The reward of a turn on which the environment failed
+        is None.
         """
         text = self._encoder.text(answer.ids)
         spans = tuple((span.first, span.version) for span in answer.versions)
@@ -219,7 +220,7 @@ class Episode:
             self.ids += following
 
     def close(self) -> None:
-        """Close the environment. If that takes too long, it is given up."""
+        """Close the environment. If that takes longer than the limit for a turn, the environment is abandoned."""
         with suppress(OutOfTime):
             call_within(self._seconds, self._environment.close)
 

@@ -174,7 +174,7 @@ class RemoteRollouts:
     def request(self, groups: Sequence[GroupRequest]) -> None:
         """Ask for the answers of ``groups``.
 
-        They are begun as soon as their staleness is certain to stay within the bound.
+        They are begun as soon as the weights are recent enough for the bound on staleness.
         """
         with self._changed:
             self._queue += groups

@@ -162,9 +162,9 @@ class RewardWorkers:
     ) -> list[Scored]:
         """Score ``answers[i]`` as an answer to ``questions[i]``, for all i, and return the scores in this order.
 
-        The value is None if the reward of an answer raises an error, is not a finite number, or takes too much time or
-        memory. If a process is killed from outside, another one scores its answer again. Raises :class:`WeftError` if
-        the task cannot be built, or if the processes have been closed.
+        The value is None if the reward of an answer raises an error, is not a finite number, or takes more time or
+        memory than the limits allow. If a process is killed from outside, another one scores its answer again. Raises
+        :class:`WeftError` if the task cannot be built, or if the processes have been closed.
         """
         if not self._workers:
             raise WeftError(f"the processes of the task {self._name} have been closed")

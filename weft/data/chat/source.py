@@ -218,8 +218,8 @@ def fit_conversations(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
     ``truncation``: treatment of longer conversations. "keep_start" and "keep_end" keep one end, "drop" leaves the
     conversation out, and "error" raises an error. Pairs of equal answers are skipped.
 
-    Raises :class:`WeftError`, which names file and line, for a conversation that is too long (with "error") or loses
-    all its labels, and also if nothing is left.
+    Raises :class:`WeftError`, which names file and line, for a conversation of more than ``seq_len`` tokens (with
+    "error") or one that loses all its labels, and also if nothing is left.
     """
     row, seq_len = seq_len, seq_len // (2 if tokens.pairs is not None else 1)
     starts, ends = tokens.offsets[:-1], tokens.offsets[1:]

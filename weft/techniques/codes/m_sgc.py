@@ -35,9 +35,9 @@ SHORT_BURSTS = Rule(
 class Multiplexed(Code):
     """M-SGC: each rank computes most parts of a job alone (uncoded), and only the last parts in a gradient code.
 
-    A job is the gradient of some samples, computed in parts. A task is a few parts that a rank computes in one round. A
-    job takes ``window - 1 + burst`` rounds, with one task of each rank in every round. A new job begins in every round,
-    so that a rank works on several jobs in the same round.
+    A job is the gradient of some samples, computed in parts. A task is the parts that a rank computes in one round for
+    one job. A job takes ``window - 1 + burst`` rounds, with one task of each rank in every round. A new job begins in
+    every round, so that a rank works on several jobs in the same round.
 
     In the first ``window - 1`` rounds of a job a rank computes parts that no other rank computes. In the last ``burst``
     rounds it repeats those of its tasks whose results arrived late. If none is left to repeat, it computes a coded task

@@ -66,8 +66,8 @@ class OnlineSettings(Section):
 )
 class Online:
     """Mixture of data sources whose shares follow losses on held-out rows. After each measurement a source's share is
-    multiplied by ``exp(rate * excess)``, where the excess is its loss above its target, at least 0. The shares are
-    then scaled so that they add up to 1 and none is too small.
+    multiplied by ``exp(rate * excess)``, where the excess is its loss above its target, at least 0. The shares are then
+    scaled to add up to 1, and mixed with equal shares by the weight ``floor``, so that none vanishes.
     """
 
     measures: ClassVar = "held-out"

@@ -26,7 +26,7 @@ class WordsSettings(Section):
 
 @register("operator", "words", settings=WordsSettings, title="Limits on words")
 class Words:
-    """Drops documents with too few or too many words. A word is a string between white spaces."""
+    """Drops documents with fewer or more words than its settings allow. A word is a string between white spaces."""
 
     late: ClassVar = ("least", "most")
 
