@@ -274,7 +274,7 @@ def take_rows(
 def array_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return arrays by name as the bytes of a NumPy file. Equal arrays give equal bytes.
 
-    Arrays of objects are refused.
+    Raises :class:`WeftError` for an array of Python objects.
     """
     buffer = io.BytesIO()
     names = sorted(arrays)

@@ -92,7 +92,7 @@ class MixtureRegression:
         return both
 
     def factor(self) -> np.ndarray:
-        """Return the Cholesky factor of the runs' covariance with their noise, ``[runs, runs]``."""
+        """Return the lower Cholesky factor of the covariance of the runs' losses, noise included, ``[runs, runs]``."""
         known = self.features(self.weights)
         noise = self.kernel.noise * np.eye(len(known))
         return np.linalg.cholesky(self.covariance(known, known) + noise)

@@ -34,7 +34,7 @@ class PruningComparison(NamedTuple):
 
     @property
     def better(self) -> str:
-        """The better one of "hard" and "easy"; "hard" if they are equal."""
+        """ "hard" or "easy": the choice of examples that gave the higher accuracy; "hard" if both are equal."""
         return "easy" if self.easy > self.hard else "hard"
 
     def lines(self, keep: str) -> list[str]:

@@ -120,9 +120,9 @@ def fit_repetition_law(
     are common to all pools.
 
     The relative errors of the losses are minimised over all parameters. Starting points come from several floors and
-    half-lives: for each of these, ``log(loss - floor)`` is linear in the other parameters. The paper's random search
-    over a grid is not needed. Errors of ``log(loss - floor)`` alone cannot determine the floor, because all of them
-    vanish when it goes to minus infinity.
+    half-lives: for each of these, ``log(loss - floor)`` is linear in the other parameters. The random search over a
+    grid of Goyal et al. 2024 is not needed. Errors of ``log(loss - floor)`` alone cannot determine the floor, because
+    all of them vanish when it goes to minus infinity.
 
     Arguments:
         ``unit``: number of samples after which runs of all pools have the same loss. None: it is fitted, too.

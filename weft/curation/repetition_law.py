@@ -52,9 +52,9 @@ class RepetitionLaw:
     def loss(self, chosen: Sequence[str], samples: float) -> float:
         """Return the loss after training on ``samples`` samples, drawn evenly from the union of the pools ``chosen``.
 
-        As in the paper, an epoch of ``m`` pools is a pass over as many samples as one pool has. The exponent is the
-        mean of the pools' exponents, and each half-life is ``m`` times as long. Pools of unequal sizes are weighed by
-        their size.
+        As in the paper of this law (Goyal et al. 2024), an epoch of ``m`` pools is a pass over as many samples as one
+        pool has. The exponent is the mean of the pools' exponents, and each half-life is ``m`` times as long. Pools of
+        unequal sizes are weighed by their size.
         """
         pools = [self.pools[name] for name in chosen]
         total = sum(pool.size for pool in pools)

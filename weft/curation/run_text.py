@@ -41,7 +41,7 @@ class ResultTable(NamedTuple):
 
 def result_rows(result: DataResult) -> ResultTable:
     """Return a table of what each step of the run ``result`` did: documents before and after it, and the most frequent
-    reasons.
+    reasons for dropping documents.
     """
     read = sum(source.read for source in result.sources)
     rows = [["read", "", f"{read:,}", ""]]

@@ -53,7 +53,7 @@ Words = dict[str, Any]
 
 @dataclass(frozen=True)
 class TaskSetting:
-    """Settings that all tasks of a run share. ``work``: the folder of intermediate files."""
+    """Settings that all tasks of a data run share: the pipeline, and the folder of intermediate files (``work``)."""
 
     pipeline: DataPipeline
     work: Path

@@ -86,8 +86,8 @@ def label_of(name: str) -> str:
 
 
 def reason_kind(reason: str) -> str:
-    """Return the general part of a reason, without details of one document: without the text after ": ", and without an
-    id.
+    """Return the general part of ``reason``, why a step dropped a document, without details of this document: without
+    the text after ": ", and without an id.
     """
     return _OF_ID.sub("", reason.partition(": ")[0])
 

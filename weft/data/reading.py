@@ -67,7 +67,9 @@ class FilePart(NamedTuple):
 
 
 def format_of(file: Path) -> str:
-    """Return the suffix of a file's name that tells its format, without the suffix of its compression."""
+    """Return the suffix of a file's name that tells its format, such as ".jsonl" for "a.jsonl.gz": the suffix of the
+    compression is left out.
+    """
     name = file.name.lower()
     packed = next((end for end in PACKED if name.endswith(end)), "")
     return Path(name.removesuffix(packed)).suffix

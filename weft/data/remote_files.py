@@ -64,7 +64,9 @@ class FileState(NamedTuple):
 
 
 def downloads_limit() -> int:
-    """Return the bytes that all downloads together may take: ``$WEFT_DOWNLOADS_GB``, 50 by default."""
+    """Return how many bytes all downloads together may take on disk: ``$WEFT_DOWNLOADS_GB`` gigabytes, 50 by
+    default.
+    """
     asked = os.environ.get("WEFT_DOWNLOADS_GB", "50")
     try:
         if float(asked) <= 0:

@@ -23,7 +23,7 @@ DOWN, UP, PRODUCT = ".a", ".b", ".product"
 class AdapterProducts:
     """Converts between an adapter's two factors and their product, so that products of clients can be averaged.
 
-    ``stems``: common beginnings of the names of each adapter's two factors.
+    ``stems``: for each adapter, the beginning that the names of its two factors have in common.
     """
 
     stems: tuple[str, ...]

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class ArrayClassifier(nn.Module):
-    """Wraps the model of a recipe for arrays so that it maps rows ``[rows, values]`` to logits ``[rows, classes]``.
+    """Maps samples ``[rows, values]`` to logits ``[rows, classes]`` by the model for arrays that ``recipe`` describes.
 
-    ``recipe``: its model must have one input and one output.
+    This model must have one input array and one output array.
     """
 
     def __init__(self, recipe: Recipe) -> None:

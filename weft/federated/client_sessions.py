@@ -105,8 +105,8 @@ class ClientSessions:
     """Accepts clients at ``endpoint``, and queues their messages in ``events``.
 
     ``secret``: text that a client must know to connect. ``most``: bytes of the largest frame that a client may send.
-    ``offer``: answer to a client that asks for the run's recipe: a head and bytes. ``check``: called with a client's
-    hello; returns why the client cannot take part, or an empty text if it can.
+    ``offer``: answer to a client that asks for the run's recipe: a head (JSON values) and bytes. ``check``: called with
+    a client's hello; returns why the client cannot take part, or an empty text if it can.
     """
 
     def __init__(

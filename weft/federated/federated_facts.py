@@ -98,7 +98,9 @@ def disagreement(own: Mapping[str, str], hello: Head) -> str:
 
 
 def offered_recipe(job: Job) -> tuple[Head, bytes]:
-    """Return the answer to a client that asks for the run's recipe: a head, and the tokenizer's files as bytes."""
+    """Return the answer to a client that asks for the run's recipe: a head (JSON values), and the tokenizer's files as
+    bytes.
+    """
     recipe = job.recipe
     tree = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
     offered = {name: tree[name] for name in OFFERED if name in tree}

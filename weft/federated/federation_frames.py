@@ -87,7 +87,7 @@ def travel_seed(client: str, version: int, down: bool = False) -> int:
 
 
 def order_head(order: WorkOrder, base: str, last: bool = False) -> Head:
-    """Return the head of a frame with a work order.
+    """Return the head (JSON values) of a frame with a work order.
 
     ``base``: whether the model is sent "whole" or as a "change". ``last``: whether the frame ends the run.
     """

@@ -22,7 +22,7 @@ MOST_LANES = 40
 
 
 class CurveTick(NamedTuple):
-    """A mark at an axis of a drawn curve: its position on the page in units of the drawing, and its text."""
+    """A mark at an axis of a drawn curve: its place along the axis in units of the drawing, and its text."""
 
     place: float
     text: str

@@ -256,7 +256,9 @@ class FederationServer:
         self.flush()
 
     def flush(self) -> None:
-        """Wait a limited time until all queued frames are sent, and close the record of events."""
+        """Wait until all queued frames are sent to clients, but not longer than a limit, and close the record of
+        events.
+        """
         deadline = time.monotonic() + FLUSH_S
         for record in self.clients.values():
             if record.session is not None:

@@ -96,7 +96,7 @@ class FlowerClient:
 
     def work(self, head: Head, payload: memoryview) -> tuple[Head, bytes]:
         """Take the local steps that a frame orders, and return the head and payload of a frame with the update.
-        ``head``, ``payload``: those of the frame with the order.
+        ``head``, ``payload``: JSON values and bytes of the frame with the order.
         """
         for note in head.get("said", ()):
             if note.get("kind") == "taken":

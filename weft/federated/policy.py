@@ -219,7 +219,7 @@ class FederationPolicy:
         return work
 
     def sent(self) -> Mapping[str, Differences]:
-        """Return further vectors that clients get together with the model, by name."""
+        """Return further vectors that clients get together with the model, by name. By default there are none."""
         return {}
 
     # What a policy implements.
@@ -246,7 +246,7 @@ class FederationPolicy:
         return None
 
     def left(self, client: str, now: float) -> None:
-        """React to the loss of ``client``, which is already marked as absent."""
+        """React to the loss of ``client``, which is already marked as absent. By default nothing is done."""
 
     # What policies compute with.
 

@@ -34,7 +34,7 @@ class UpdateJudge:
 
     def accepted(self, difference: Mapping[str, T], steps: int) -> dict[str, T]:
         """Return ``difference``, a client's update of ``steps`` local steps, clipped to the norm ``clip``. Raises
-        :class:`WeftError` if it is refused.
+        :class:`WeftError` if a value is not finite, or the norm per step is over the limit.
         """
         check_finite(difference)
         norm = difference_norm(difference)

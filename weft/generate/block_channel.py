@@ -104,7 +104,7 @@ class BlockPeer:
         threading.Thread(target=self._watch, name="block-news", daemon=True).start()
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many of ``keys``, from the first one on without a gap, the engine probably has."""
+        """Return how many of ``keys``, from the first one on without a gap, the other engine probably has."""
         for count, key in enumerate(keys):
             if key not in self.keys:
                 return count

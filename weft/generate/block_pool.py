@@ -95,7 +95,7 @@ class BlockPool:
         self.keys.clear()
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the blocks whose keys are the longest known prefix of ``keys``. ``keys``: the chained keys of a text's
-        blocks (:func:`weft.generate.keys.chained_keys`).
+        """Return the numbers of the cached blocks for the first ``keys``, up to the first key that the pool does not
+        know. ``keys``: the chained keys of a text's blocks (:func:`weft.generate.keys.chained_keys`).
         """
         return [self.known[key] for key in takewhile(self.known.__contains__, keys)]

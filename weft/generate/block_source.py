@@ -39,9 +39,9 @@ class SourceUsage(NamedTuple):
 
 class BlockSource(Protocol):
     """Interface of objects that keep cache blocks (keys and values of a fixed number of tokens) outside the cache. A
-    block's contents are bytes. It is found by its key, which stands for the model, the adapter and the whole text up
-    to the block's end. The methods can be called in any thread, and none of them waits long. ``name``: kind of the
-    source, in a word.
+    block's contents are bytes. It is found by its key, which stands for the model, the adapter and the whole text up to
+    the block's end. The methods can be called in any thread, and none of them waits long. ``name``: kind of the source,
+    such as "host" or "files".
     """
 
     name: str

@@ -74,7 +74,9 @@ def decode_requests(step: ScheduledStep) -> list[Request]:
 
 
 def padded_count(count: int, least: int = 1) -> int:
-    """Return the smallest number that is at least ``count`` and is ``least`` multiplied by a power of two."""
+    """Return the number to which a ``count`` of texts or blocks is padded, so that few passes are recorded. It is the
+    smallest number that is at least ``count`` and is ``least`` multiplied by a power of two.
+    """
     while least < count:
         least *= 2
     return least

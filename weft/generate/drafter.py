@@ -28,8 +28,8 @@ SMALL_MODEL = "small-model"
 class Drafter:
     """Base class of drafters, which guess next tokens (drafts) of requests, for the model to check.
 
-    ``looks_ahead``: whether the drafter uses the option ``--ahead``. ``early_layer``: number of layers after which the
-    pass shows its logits to :meth:`look_early`; 0: it does not.
+    ``looks_ahead``: whether the drafter uses the option ``--ahead``. ``early_layer``: number of the model's layers
+    after which a pass computes logits for :meth:`look_early`; 0: it does not.
     """
 
     looks_ahead: ClassVar[bool] = False

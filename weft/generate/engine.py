@@ -153,8 +153,8 @@ class KeptBlocks(Protocol):
         """
 
     def weights_changed(self, version: int, fingerprint: str) -> None:
-        """Use no blocks of earlier weights any more. ``version``, ``fingerprint``: number and hash of the new weights;
-        "": the hash is not known, so that no blocks are kept or used before the next change.
+        """Use no blocks of earlier weights any more. ``version``: number of the new weights. ``fingerprint``: hash of
+        them; "": not known, so that no blocks are kept or used before the next change.
         """
 
     def close(self) -> None:
@@ -688,9 +688,9 @@ def set_out(scheduler: Scheduler, step: ScheduledStep) -> ScheduledStep:
     """Count ``step`` as launched, so that later steps can be planned. Return a step with only those requests that get a
     sampled token.
 
-    The other requests are prompts of which the step computes only a part. They are advanced at once. The requests that
-    get a token become ``due``: they are not scheduled again until :meth:`Scheduler.advance` is called with the returned
-    step.
+    The other requests are prompts of which the step computes only a part. Their tokens are counted as computed at once.
+    The requests that get a token become ``due``: they are not scheduled again until :meth:`Scheduler.advance` is called
+    with the returned step.
     """
     drawn = {
         request: tokens

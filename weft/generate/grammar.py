@@ -97,7 +97,9 @@ class Grammar:
 
     @property
     def failure(self) -> str:
-        """Error message of a grammar that has become too complex; empty otherwise."""
+        """Error message if the grammar cannot go on in this text, because it has used up its computing time or has
+        become too complex; "" otherwise.
+        """
         said = (
             "it takes too much time"
             if self._left < 0

@@ -55,7 +55,8 @@ class PrefillLost(WeftError):
 
 def start_interpreter(pipe: PipeEnd, weights: int, cache: int) -> RunningProcess:
     """Start a process that reads prompts, as a new Python interpreter; return the process. ``pipe``: the new process's
-    end of its pipe to the engine. ``weights``, ``cache``: file descriptors of the arenas of weights and cache.
+    end of its pipe to the engine. ``weights``, ``cache``: file descriptors of the shared memories with the model's
+    weights and with the cache.
     """
     return call_in_child(
         __name__, run_prefill.__name__, pipe, weights, cache, stdout=sys.stderr
@@ -64,8 +65,8 @@ def start_interpreter(pipe: PipeEnd, weights: int, cache: int) -> RunningProcess
 
 class PrefillProcess:
     """Starts a process that reads prompts beside ``engine``, and speaks with it. The cache of ``engine`` moves into
-    shared memory. ``shared``: the engine's model. ``cores``: numbers of the processor's cores that both phases share.
-    ``start``: function that starts the process. ``say`` prints a line.
+    shared memory. ``shared``: the engine's model, with weights in shared memory. ``cores``: numbers of the processor's
+    cores that both phases share. ``start``: function that starts the process. ``say`` prints a line.
 
     Attributes:
         ``ready``: whether a pass can be begun or is under way.
@@ -222,7 +223,7 @@ class PrefillProcess:
 
 def share_cache(engine: Engine) -> SharedArena:
     """Move the cache of ``engine`` into memory that another process can share, with room for all its blocks. Return
-    this arena. It also has a tensor ``logits`` for the logits of a step, and a tensor ``control`` of numbers that both
+    this memory. It also has a tensor ``logits`` for the logits of a step, and a tensor ``control`` of numbers that both
     processes read and write.
     """
     engine.block_form()  # the layers' caches exist from now on
@@ -246,7 +247,8 @@ def share_cache(engine: Engine) -> SharedArena:
 
 def run_prefill(pipe: int, weights: int, cache: int) -> None:
     """Run in a process of its own: read prompts for the engine's process, and exit when that process ends. The
-    arguments are inherited file descriptors: of the pipe, and of the arenas of weights and cache.
+    arguments are inherited file descriptors: of the pipe, and of the shared memories with the model's weights and with
+    the cache.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve_prefill(parent_pipe(pipe), weights, cache, apply_share)
@@ -284,8 +286,8 @@ def serve_prefill(
     watch: Callable[[], None] = lambda: None,
 ) -> None:
     """Compute the rows of tokens that come through ``pipe``, until the pipe is closed. ``weights``, ``cache``: file
-    descriptors of the arenas of weights and cache. ``apply``: sets the threads and cores of this process to a share.
-    ``watch``: called before each layer.
+    descriptors of the shared memories with the model's weights and with the cache. ``apply``: sets the threads and
+    cores of this process to a share. ``watch``: called before each layer.
     """
     with suppress(EOFError, OSError):
         about = json.loads(pipe.recv_bytes())

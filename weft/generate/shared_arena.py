@@ -58,12 +58,12 @@ class SharedArena:
 
     @property
     def form(self) -> dict[str, ArenaTensor]:
-        """Places of all tensors in the arena, by name. Another process needs this to use the arena."""
+        """Places of all tensors in this shared memory, by name. Another process needs them to find the tensors."""
         return dict(self.tensors)
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> T:
-        """Return a new tensor of zeros, of this ``shape`` and ``dtype``, that lies in the arena under ``name``. It
-        takes no main memory before something is written to it.
+        """Return a new tensor of zeros, of this ``shape`` and ``dtype``, that lies in the shared memory and can be
+        found there under ``name``. It takes no main memory before something is written to it.
         """
         offset = self._used
         self._used += aligned_bytes(prod(shape) * dtype.itemsize)
@@ -73,11 +73,11 @@ class SharedArena:
         return self[name]
 
     def keep(self, name: str, value: T) -> T:
-        """Copy ``value`` into the arena under ``name``. Return the copy."""
+        """Copy ``value`` into the shared memory, where it can be found under ``name``. Return the copy."""
         return self.room(name, value.shape, value.dtype).copy_(value)
 
     def alias(self, name: str, other: str) -> T:
-        """Let the tensor named ``other`` be found under ``name`` too; return the tensor."""
+        """Let the tensor in shared memory that is called ``other`` be found under ``name`` too; return the tensor."""
         self.tensors[name] = self.tensors[other]
         return self[name]
 
@@ -94,7 +94,7 @@ class SharedArena:
         return flat.view(*place.shape)
 
     def close(self) -> None:
-        """Close the file descriptor. The memory stays as long as tensors view it."""
+        """Close the file descriptor of the shared memory. The memory stays as long as tensors view it."""
         os.close(self.handle)
 
 
@@ -104,5 +104,5 @@ def aligned_bytes(size: int) -> int:
 
 
 def arena_bytes(tensors: Iterable[T]) -> int:
-    """Return the bytes that copies of ``tensors`` take in an arena, with their alignment."""
+    """Return how many bytes copies of ``tensors`` take in a :class:`SharedArena`, with their alignment."""
     return sum(aligned_bytes(each.nbytes) for each in tensors)

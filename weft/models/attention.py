@@ -218,7 +218,8 @@ def attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
 
 @attention.register_fake
 def attention_like(q: T, *rest: Any, **options: Any) -> tuple[T, T]:
-    """Return tensors of the shapes and types of an attention operator's results, without values.
+    """Return tensors of the shapes and types of an attention operator's results, without values, for compilers and fake
+    tensors.
 
     ``q``: ``[batch, seq, heads, head_dim]``; ``rest`` and ``options``: the operator's other arguments.
     """

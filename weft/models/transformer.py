@@ -107,7 +107,8 @@ def token_rows(
     shape: ModelShape, weight: VocabularyWeight, logical: Logical, mesh: Mesh,
     table: Table,
 ) -> nn.ModuleDict:  # fmt: skip
-    """Return a dict with the module of the rows that an adapter trains for some tokens; it is empty if it trains none.
+    """Return a dict of submodules for a vocabulary weight. If an adapter trains rows of some tokens, it has the module
+    with these rows (:class:`weft.models.adapters.TokenRows`); otherwise it is empty.
 
     ``weight``: name of the weight, the embedding's or the output layer's. ``logical``: this rank's shard of the weight.
     ``table``: descriptions of the model's parameters.

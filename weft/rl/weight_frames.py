@@ -158,7 +158,7 @@ def weight_frames(
 
 
 def move_bytes(moves: Sequence[ElementMove], tensors: Mapping[str, Tensor]) -> int:
-    """Return the bytes of all elements of ``moves``. ``tensors``: shapes and types, by name."""
+    """Return how many bytes all elements of ``moves`` have together. ``tensors``: shapes and types, by name."""
     return sum(volume(move.box) * tensors[move.name].itemsize for move in moves)
 
 

@@ -96,7 +96,9 @@ def cut_box(box: Box, most: int) -> Iterator[Box]:
 
 
 def padded_bytes(move: ElementMove, tensors: Mapping[str, Tensor]) -> int:
-    """Return the bytes that the elements of ``move`` take in a message: a multiple of :data:`ALIGN`."""
+    """Return how many bytes the elements of ``move`` take in a message: a multiple of :data:`ALIGN`. ``tensors``:
+    shapes and types, by name.
+    """
     size = volume(move.box) * tensors[move.name].itemsize
     return size + -size % ALIGN
 
@@ -104,7 +106,7 @@ def padded_bytes(move: ElementMove, tensors: Mapping[str, Tensor]) -> int:
 def buckets(
     moves: Sequence[ElementMove], tensors: Mapping[str, Tensor], most: int
 ) -> list[list[ElementMove]]:
-    """Divide the moves of one pair of ranks into messages of at most ``most`` bytes; larger moves are cut.
+    """Return the moves of one pair of ranks, divided into messages of at most ``most`` bytes; larger moves are cut.
 
     ``tensors``: shapes and types of the tensors, by name. Both ranks of the pair compute the same messages. A piece of
     :data:`ALONE` bytes or more is a message by itself, so that it is sent without being copied.

@@ -76,7 +76,7 @@ class EnvironmentProcess:
         self.failures = 0
 
     def start(self, seeds: Sequence[int]) -> None:
-        """Start the process. ``seeds``: the seed of each environment's first episode."""
+        """Start the process that steps the environments. ``seeds``: the seed of each environment's first episode."""
         self.pipe, theirs = pipe_ends()
         handles = theirs.fileno(), self._marker_handle
         command = [

@@ -40,7 +40,9 @@ class ControlMethod(Protocol):
         """
 
     def take_step(self, number: int) -> MethodStep:
-        """Take the run's step ``number``, from 0: act in environments and learn. All ranks must call it."""
+        """Take the run's step ``number``, from 0: act in environments and learn; return the result. All ranks must call
+        it.
+        """
 
     def best(self, observations: np.ndarray) -> np.ndarray:
         """Return the policy's actions without exploration for ``observations``, ``[environments, observed]``."""

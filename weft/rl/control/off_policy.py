@@ -71,7 +71,7 @@ class WorkerProcess:
         return f"environment {self.number} (process {pid})"
 
     def start(self, about: Mapping[str, Any], weights_handle: int) -> None:
-        """Start the process.
+        """Start the process that acts in the environment.
 
         ``about``: settings of the environment. ``weights_handle``: handle of the shared memory with the policy's
         weights.
@@ -210,7 +210,9 @@ class OffPolicy:
         self._version = self._published.publish(explore, self._flat())
 
     def take_step(self, number: int) -> MethodStep:
-        """Take the run's step ``number``, from 0: learn until ``control.every`` more transitions have arrived."""
+        """Take the run's step ``number``, from 0: learn until ``control.every`` more transitions have arrived; return
+        the result.
+        """
         settings = self._settings
         aim = min((number + 1) * settings.every, settings.transitions)
         before, updates = self._replay.added, self.updates

@@ -171,7 +171,9 @@ class OnPolicy:
             self._pool = self._open_pool(begun)
 
     def take_step(self, number: int) -> MethodStep:
-        """Take the run's step ``number``, from 0: collect steps and learn from them. All ranks must call it."""
+        """Take the run's step ``number``, from 0: collect steps and learn from them; return the result. All ranks must
+        call it.
+        """
         settings, begun = self._settings, time.perf_counter()
         if settings.decay:
             self._optimizer.param_groups[0]["lr"] = settings.lr * (

@@ -71,7 +71,9 @@ class PublishedWeights:
         return known
 
     def close(self) -> None:
-        """Close the memory's descriptor. The mapping itself stays until the process ends."""
+        """Close the file descriptor of the shared memory. The memory itself stays mapped in this process until the
+        process ends.
+        """
         os.close(self.handle)
 
 

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     draws={"beta": (0.1, 1.0)},
 )
 class ScaffoldM(CorrectedRounds):
-    """SCAFFOLD's corrected gradients, mixed with the direction of the last round as in FedAvg-M (Cheng et al. 2024)."""
+    """Corrects clients' gradients as SCAFFOLD does, and mixes them with the direction of the last round as FedAvg-M
+    does (Cheng et al. 2024).
+    """
 
     def __init__(self, settings: Federated) -> None:
         super().__init__(settings)

@@ -15,8 +15,8 @@ from weft.registry import register
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def luspo() -> dict[str, Any]:
-    """Return the settings of the policy loss LUSPO (2602.05261). The probability ratio is that of the whole answer, as
-    in GSPO. Sums over tokens are divided by the number of answers.
+    """Return the settings of the policy loss LUSPO (arXiv 2602.05261). The probability ratio is that of the whole
+    answer, as in GSPO. Sums over tokens are divided by the number of answers.
     """
     return {
         "normaliser": "constant",

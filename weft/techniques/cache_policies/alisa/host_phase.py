@@ -10,9 +10,9 @@ NEAR, TOGETHER = 4, 8
 
 
 class HostPhase:
-    """Moves cache blocks of running texts to the host's memory. ``room``: tokens for which the host has room; None: as
-    many as the cache has. The block number ``n`` on the host is listed in its text's table as the negative number ``-1
-    - n``.
+    """Moves cache blocks of running texts to the host's memory. ``scheduler``: the engine's scheduler, whose texts have
+    the blocks. ``room``: tokens for which the host has room; None: as many as the cache has. The block number ``n`` on
+    the host is listed in its text's table as the negative number ``-1 - n``.
     """
 
     def __init__(self, scheduler: TextBlocks, room: int | None) -> None:

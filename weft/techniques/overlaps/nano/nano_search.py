@@ -60,7 +60,9 @@ class NanoSearch:
         self.choice = next(self._steps)
 
     def note(self, seconds: float) -> None:
-        """Record ``seconds`` as a time of a pass with :attr:`choice`. After some passes the next choice is tried."""
+        """Record ``seconds`` as a time of a pass with :attr:`choice`. After :data:`TRIALS` passes the next choice is
+        tried.
+        """
         if not self.trying:
             return
         before = self.seconds.get(self.choice, inf)

@@ -27,8 +27,9 @@ from weft.registry import register
     ),
 )
 class TokenWeave(Overlap):
-    """Overlaps the sums over the ranks of ``tp`` with computation. The tokens of every row are cut into halves, and one
-    half is computed while the other is summed. The later half attends to the keys of the earlier one.
+    """Overlaps the sums over the ranks of ``tp`` with computation (Gond et al. 2025). The tokens of every row are cut
+    into halves, and one half is computed while the other is summed. The later half attends to the keys of the earlier
+    one.
 
     The paper has one fused kernel for the sum, the residual and the norm. :mod:`weft.layout.boundary` takes three
     steps: a reduce-scatter of the tokens, residual and norm of each rank's own tokens, and an all-gather.

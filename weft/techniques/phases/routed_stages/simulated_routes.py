@@ -28,7 +28,8 @@ T = torch.Tensor
 
 
 class SimulatedRoutes:
-    """The gradients of all islands of ``job``, each of which is a whole model on one device of this process.
+    """Computes the gradients of all islands of ``job`` in this process, where each island is a whole model on one
+    device.
 
     ``meshes``: the mesh of each island. ``job`` (attribute): the same job, with as many microbatches on one device as
     in a pipeline.

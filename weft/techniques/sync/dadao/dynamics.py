@@ -80,8 +80,8 @@ class Dynamics:
 
     @property
     def shift(self) -> float:
-        """Half the assumed smallest curvature of the loss, where the change of the parameters by ``sync.every`` local
-        steps counts as the gradient.
+        """Half the assumed smallest curvature of the loss, ``nu`` in the paper. As gradient of the loss counts here the
+        change of the parameters by ``sync.every`` local steps.
         """
         return self.root**2 / (4 * self.stride)
 
@@ -105,7 +105,7 @@ class Dynamics:
 
     @property
     def rate(self) -> float:
-        """Mean number of exchanges over all links in a unit of time."""
+        """Mean number of exchanges over all links in a unit of time, the time between two gradients of an island."""
         slowness, resistance = self.mixing
         return self.exchanges or float((2 * slowness * resistance) ** 0.5)
 
