@@ -166,10 +166,10 @@ def finalists(
             first_seconds = min(first_seconds, total[i])
     members = list(families.values())
     if not members:
-        first = searched.plan(int(searched.order[0]))
+        fastest = searched.plan(int(searched.order[0]))
         raise UsageError(
-            f"the recipe takes none of the {len(searched.order):,} layouts that fit, such as {describe(first)}: "
-            f"{searched.refusal(first)}"
+            f"the recipe takes none of the {len(searched.order):,} layouts that fit, such as {describe(fastest)}: "
+            f"{searched.refusal(fastest)}"
         )
     schedules = {
         float(columns[FAMILY.index("schedule"), i]): i for i in reversed(members)
