@@ -65,7 +65,9 @@ def test_a_cache_engine_takes_what_concerns_it(tmp_path: Path) -> None:
     assert parsed(words) == replace(parsed(["--checkpoint=m"]), host_cache=2.0, cache_folder=tmp_path)  # fmt: skip
     with pytest.raises(UsageError, match="computes nothing; leave out --requests"):
         engine_command("m", join="h:1", role="cache", requests=3)
-    for word, value in (("lend", True), ("draft", "lookup"), ("model_name", "x")):
+    for word, value in (
+        ("lend", True), ("draft", "lookup"), ("model_name", "x"), ("plugin", ["json"]), ("drain", 5.0), ("share", 0.2),
+    ):  # fmt: skip
         dashed = word.replace("_", "-")
         with pytest.raises(UsageError, match=f"rollouts .*; leave out --{dashed}"):
             engine_command("policy:", join="h:1", **{word: value})

@@ -244,6 +244,8 @@ def test_secrets_of_an_address_are_not_shown(web: str) -> None:
     with pytest.raises(WeftError) as error:
         texts(Source(kind="text", path=address))
     assert "the server answered 404" in str(error.value)
+    title = Source(kind="text", path=address).title  # as in the line of a mixture
+    assert title == web + "/a.txt"
     assert not {"word", "hidden"} & set(str(error.value).replace("/", " ").split())
 
 

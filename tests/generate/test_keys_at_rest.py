@@ -241,9 +241,12 @@ def test_a_text_begins_with_as_many_kept_blocks_as_have_room(tmp_path: Path) -> 
     rest.close()
 
 
-def test_texts_that_share_a_last_block_in_a_full_cache_go_on(tmp_path: Path) -> None:
+def test_texts_that_share_a_last_block_in_a_full_cache_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The block must be copied before one of them writes to it, and no block is free or can be moved."""
     engine, rest, _ = resting("softmax", tmp_path)
+    monkeypatch.setattr(rest.borrower, "own_blocks", lambda request: [])
     texts = engine.submit(LONG[:30], 6, GREEDY, n=2)
     while len(engine.scheduler.running) < 2:
         engine.step()
@@ -253,6 +256,21 @@ def test_texts_that_share_a_last_block_in_a_full_cache_go_on(tmp_path: Path) -> 
     expected = written_alone("softmax", LONG[:30], GREEDY).written[:6]
     assert [text.written for text in texts] == [expected] * 2
     assert engine.scheduler.preemptions
+    rest.close()
+
+
+def test_texts_that_share_blocks_move_them_together(tmp_path: Path) -> None:
+    """What they share is less than a run, and would keep all that follows in memory."""
+    engine, rest, _ = resting("softmax", tmp_path)
+    texts = engine.submit(LONG[:44], 160, Sampling(0.8, seed=3), n=3)
+    engine.run()
+    plain = Engine(build("softmax", torch.float64), budget=10_000)
+    alone = plain.submit(LONG[:44], 160, Sampling(0.8, seed=3), n=3)
+    plain.run()
+    assert [text.written for text in texts] == [text.written for text in alone]
+    assert not engine.scheduler.preemptions, "no block could be moved"
+    rest.borrower.settle()
+    assert not engine.reader.pages[0].lent
     rest.close()
 
 

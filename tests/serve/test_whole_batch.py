@@ -143,8 +143,9 @@ def test_costs_are_measured_of_what_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow(2)
 def test_the_command_continues_all_prompts_of_a_file(
-    command: Command, tmp_path: Path
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("weft.serve.whole_batch.PROGRESS_S", -1.0)
     folder, _ = folder_of("mixtral", tmp_path / "model")
     said = ["def add(a, b):", "x = ", "import os\n", "def add(a, c):"]
     file = tmp_path / "prompts.jsonl"
@@ -153,6 +154,7 @@ def test_the_command_continues_all_prompts_of_a_file(
                               "--temperature", "0")  # fmt: skip
     code, expected, err = command(*words)
     assert code == 0, err
+    assert "1 of 4 texts are written\n" in err and "3 of 4 texts" in err
     rows = [json.loads(line) for line in expected.splitlines()]
     assert [row["prompt"] for row in rows] == said and all(row["text"] for row in rows)
     code, out, err = command(*words, "--experts-in", tmp_path / "experts")

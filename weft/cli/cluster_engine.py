@@ -31,6 +31,8 @@ POLICY = "policy:"
 OF_POLICY = "checkpoint", "cache"
 #: Seconds that the ranks of an engine get to end once its answers have.
 LEAVE_S = 30.0
+#: What --drain and --share are if they are not given.
+DRAIN_S, SHARE = 30, 0.4
 
 _join = (
     "The address of the router: the one that weft serve --cluster has printed, or with --checkpoint policy: "
@@ -68,8 +70,8 @@ def engine_command(
     role: Annotated[str, typer.Option(metavar="prefill|decode|cache", help=_role)] = "",
     secret: SecretFile = None,
     redial: Annotated[float, typer.Option(min=0, help=_redial)] = 60,
-    drain: Annotated[float, typer.Option(min=0, help=_drain)] = 30,
-    share: Annotated[float, typer.Option(min=0.01, max=0.95, help=_share)] = 0.4,
+    drain: Annotated[float, typer.Option(min=0, help=_drain)] = DRAIN_S,
+    share: Annotated[float, typer.Option(min=0.01, max=0.95, help=_share)] = SHARE,
     model_name: Annotated[str, typer.Option(help=_model_name)] = "",
     joined_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help=_joined_file)
@@ -109,7 +111,10 @@ def engine_command(
     if options.checkpoint == POLICY:
         why = f"--checkpoint {POLICY} writes rollouts as the training run says"
         _check_options(options, OF_POLICY, why)
-        own = {"--role": role, "--model-name": model_name, "--joined-file": joined_file}
+        own = {
+            "--role": role, "--model-name": model_name, "--joined-file": joined_file, "--plugin": options.plugins,
+            "--drain": drain != DRAIN_S, "--share": share != SHARE,
+        }  # fmt: skip
         for option, given in own.items():
             if given:
                 raise UsageError(f"{why}; leave out {option}")

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -254,8 +255,7 @@ def generate_command(
         folder = Path(experts_in) if experts_in and experts_in != "host" else None
         file = PromptFile(prompts, checkpoint, chat, tokens, how, stops, weights, ema, attention)  # fmt: skip
         streamed = StreamedExperts(folder, resident or 0.0) if experts_in else None
-        for line in write_prompt_file(file, device, streamed, warn):
-            print(line)
+        write_prompt_file(file, device, streamed, warn, partial(print, flush=True))
         return 0
     if (code := launch_ranks(spread, checkpoint)) is not None:
         return code

@@ -140,7 +140,7 @@ def _read_again(making: Path, source: Source, tokens: Tokens) -> None:
     ]
     if len(numbers) != len(tokens.offsets) - 1:
         raise WeftError(
-            f"data source {source.path or source.kind} has {len(numbers):,} documents and its tokens in "
+            f"data source {source.shown} has {len(numbers):,} documents and its tokens in "
             f"{tokens.folder} {len(tokens.offsets) - 1:,}; remove that folder, so that both fit again"
         )
     places.write(making, numbers)

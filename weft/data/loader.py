@@ -116,7 +116,7 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
             tokens.ids, tokens.offsets[:-1], opening
         ):
             notes.append(
-                f"data source {source.path}: not all documents begin with {tokenizer.name_of(opening[0])}, as prompts "
+                f"data source {source.shown}: not all documents begin with {tokenizer.name_of(opening[0])}, as prompts "
                 "do; make the tokens with it, or set data.bos = false"
             )
         starts, lengths, note = tokens.offsets[:-1], np.diff(tokens.offsets), ""

@@ -209,7 +209,7 @@ def open_source(
         path, *more = source_files(source)
         if more:
             raise WeftError(
-                f"data source {source.path} matches {1 + len(more)} files; give each its own source"
+                f"data source {source.shown} matches {1 + len(more)} files; give each its own source"
             )
     tokens = read_tokens(path)
     # Without meta.json only the ids themselves can tell whether they fit.

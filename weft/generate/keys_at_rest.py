@@ -415,18 +415,21 @@ class KeysAtRest:
 
     def settle(self) -> None:
         """Replace lost processes, and move full cache blocks to a file wherever a text has enough of them to fill a run
-        of the file (:class:`KeyLayout`). The engine calls this between two steps.
+        of the file (:class:`KeyLayout`), or for two: the second may begin where fewer texts share the blocks. The
+        engine calls this between two steps.
         """
         for owner in [*self.owners]:
             if owner.lost:
                 for party in self.engine.loans:
                     party.give_up(owner)
         for request in list(self.engine.scheduler.running):
-            own = self.borrower.own_blocks(request)
-            for first in range(
-                0, len(own) - self.layout.blocks + 1, self.layout.blocks
-            ):
-                if not self._move(request, own[first : first + self.layout.blocks]):
+            most, size = self.layout.blocks, self.engine.scheduler.pool.size
+            while own := self.borrower.own_blocks(request)[:most]:
+                full = request.computed // size - sum(b < 0 for b in request.table)
+                # where fewer texts share what follows, it goes to a run of its own
+                if len(own) < most and full < len(own) + most:
+                    break
+                if not self._move(request, own):
                     break
 
     def relieve(self) -> bool:

@@ -8,7 +8,7 @@ text gets the same tokens.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import count, takewhile
+from itertools import count
 from threading import Lock
 from typing import NamedTuple, Protocol
 
@@ -272,14 +272,36 @@ class Borrower:
 
     def own_blocks(self, request: Request) -> list[int]:
         """Return the numbers of the blocks of ``request`` that can be moved to a lender. They are its first full blocks
-        in this engine's cache, before the first block that another request owns, too.
+        in this engine's cache, as far as they have the same owners, and these can all move them.
         """
         pool = self.engine.scheduler.pool
         away = sum(block < 0 for block in request.table)
         full = request.table[away : request.computed // pool.size]
-        if not request.runs or request.context or request.pinned or request.kept:
+        if not full or not _gives_blocks(request):
             return []
-        return [*takewhile(lambda block: pool.owners.get(block) == 1, full)]
+        sharers, own = self.sharers(request), list[int]()
+        for at, block in enumerate(full, away):
+            has = [at < each.computed // pool.size and each.table[at] == block for each in sharers]  # fmt: skip
+            if not all(has) or pool.owners.get(block) != 1 + len(sharers):
+                break
+            own.append(block)
+        return own
+
+    def sharers(self, request: Request) -> list[Request]:
+        """Return the other requests that have the first block of ``request`` in this engine's cache, at the same place.
+
+        The list is empty, too, if one of them cannot move it: the block then has owners that are not in the list.
+        """
+        scheduler = self.engine.scheduler
+        away = sum(block < 0 for block in request.table)
+        others = [
+            other
+            for other in scheduler.running
+            if other is not request
+            and other.table[: away + 1] == request.table[: away + 1]
+        ]
+        stays = any(each in scheduler.due or not _gives_blocks(each) for each in others)
+        return [] if stays else others
 
     def relieve(self) -> bool:
         """Move half of the longest text's blocks to a lender. Return whether any block was moved, and so is
@@ -327,16 +349,17 @@ class Borrower:
         self, request: Request, table: Sequence[int], lender: LendingEngine, loan: int
     ) -> None:
         """Record that the blocks in ``table``, the first ones of ``request`` in this engine's cache, now lie at
-        ``lender`` as the loan number ``loan``. The request attends to them there from now on, and its blocks in this
-        cache are freed.
+        ``lender`` as the loan number ``loan``. The request, and those that share the blocks, attend to them there from
+        now on, and the blocks in this cache are freed.
         """
         pool = self.engine.scheduler.pool
         away = sum(block < 0 for block in request.table)
         aliens = [next(self._numbers) for _ in table]
         self.reader.lent |= dict.fromkeys(aliens, LentBlock(lender, loan))
-        pool.hold(aliens)
-        pool.release(table)
-        request.table[away : away + len(table)] = aliens
+        for each in (request, *self.sharers(request)):
+            pool.hold(aliens)
+            pool.release(table)
+            each.table[away : away + len(table)] = aliens
 
     def bring_home(self, request: Request) -> None:
         """Fetch all cache blocks of ``request`` that lie at lenders back into this engine's cache. If there is no room
@@ -398,6 +421,12 @@ class Borrower:
 
     def _contents(self, table: Sequence[int]) -> T:
         return self.reader.read_blocks(table, self.engine.scheduler.pool.size)
+
+
+def _gives_blocks(request: Request) -> bool:
+    """Return whether blocks of ``request`` can be moved to a lender."""
+    stays = request.context or request.pinned or request.kept
+    return bool(request.runs) and not stays
 
 
 def _lending(block: LentBlock) -> LendingEngine:

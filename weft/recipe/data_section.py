@@ -117,8 +117,8 @@ class Source(Section):
 
     @property
     def title(self) -> str:
-        """Name of the source in mixtures, reports and error lines: ``name``, or else its path or kind."""
-        return self.name or self.path or self.kind
+        """Name of the source in mixtures, reports and error lines: ``name``, or else :attr:`shown`."""
+        return self.name or self.shown
 
     @property
     def shown(self) -> str:

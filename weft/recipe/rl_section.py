@@ -1,11 +1,13 @@
 """The section ``[rl]``: training by rewards for what the model writes itself."""
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from weft.recipe.host_section import HostSection
 from weft.recipe.policy_loss_section import PolicyLoss, policy_loss
+from weft.registry import Registered, find
 from weft.section import Section
 
 
@@ -36,6 +38,11 @@ class Reinforcement(HostSection):
     """
 
     hosts: ClassVar = {"method": "policy-loss"}
+
+    def named(self) -> Iterator[Registered]:
+        """Yield the techniques that this section names: the policy loss, and the answers that the model writes."""
+        yield from super().named()
+        yield find("samples", "rl")
 
     method: str = Field(
         "grpo",

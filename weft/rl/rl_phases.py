@@ -55,27 +55,7 @@ class RlPhases(Job):
     def with_questions(
         self, rewarded: tuple[Task, ...], questions: QuestionStream
     ) -> Self:
-        """Return this job with the tables ``[[tasks]]`` that have a reward, and their questions.
-
-        Raises :class:`UsageError` for a model with dropout or randomly chosen feed-forwards, whose random numbers
-        belong to samples of fixed data and do not exist for written answers.
-        """
-        adapter = self.shape.adapter
-        dropouts = {
-            "model.dropout": self.shape.dropout,
-            "adapter.dropout": adapter.dropout if adapter else 0.0,
-        }
-        for name, share in dropouts.items():
-            if share:
-                raise UsageError(
-                    f"{name} = {share} draws by the samples of data, and [rl] learns from answers, for which nothing "
-                    "is drawn; leave one of them out"
-                )
-        if self.shape.small_ffn:
-            raise UsageError(
-                f"model.small_ffn = {self.shape.small_ffn} draws feed-forwards by the samples of data, and [rl] learns "
-                "from answers, for which nothing is drawn; leave one of them out"
-            )
+        """Return this job with the tables ``[[tasks]]`` that have a reward, and their questions."""
         return replace(self, rewarded=rewarded, questions=questions)
 
     @property

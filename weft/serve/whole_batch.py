@@ -27,6 +27,8 @@ from weft.serve.text_requests import TextRequest, finished_texts
 
 #: The share of the free memory that the cache may fill.
 SHARE = 0.4
+#: Seconds between two lines about how many texts are finished.
+PROGRESS_S = 10.0
 
 
 class PromptFile(NamedTuple):
@@ -60,8 +62,11 @@ def write_prompt_file(
     device: str,
     experts: StreamedExperts | None,
     warn: Callable[[str], None],
-) -> list[str]:
-    """Continue all prompts of ``asked``, and return a line of JSON for each, with the fields "prompt" and "text".
+    write: Callable[[str], None],
+) -> None:
+    """Continue all prompts of ``asked``, and ``write`` a line of JSON for each, with the fields "prompt" and "text".
+
+    Lines are in the order of the prompts. A line is written as soon as its text and those before it are finished.
     ``device``: where the model computes. ``experts``: where the model's experts rest; None: in memory. ``warn``: called
     with lines about the run.
     """
@@ -89,14 +94,22 @@ def write_prompt_file(
         )
         for i, prompt in enumerate(prompts)
     ]
+    finished = dict[int, str]()
+    due = iter(range(len(prompts)))
+    following = next(due)
+
+    def write_in_order(number: int, text: str) -> None:
+        nonlocal following
+        finished[number] = text
+        while following in finished:
+            line = {"prompt": prompts[following], "text": finished.pop(following)}
+            write(json.dumps(line, ensure_ascii=False))
+            following = next(due, -1)
+
     with closing(Engine(model, attention=asked.attention, graphs=True)) as engine:
-        texts = write_whole_batch(engine, tokenizer, asks, experts, warn)
+        write_whole_batch(engine, tokenizer, asks, experts, warn, write_in_order)
     if experts is not None:
         warn(experts.report())
-    return [
-        json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False)
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
 
 
 def prompts_of_file(file: Path) -> list[str]:
@@ -144,11 +157,14 @@ def write_whole_batch(
     asks: Sequence[TextRequest],
     experts: StreamedExperts | None,
     say: Callable[[str], None],
+    each: Callable[[int, str], None] = lambda number, text: None,
 ) -> list[str]:
     """Write the texts that ``asks`` describe, and return a list of them in the same order. ``experts``: the experts of
     the engine's model, if they are read into memory layer by layer; None: all experts are in memory. With ``experts``
     the costs of a few passes are measured first. They decide how many texts are written at a time, and in which order.
-    ``say``: called with a line of the predicted speed and, at the end, with a line of the measured one.
+    ``say``: called with a line of the predicted speed, now and then with a line of how many texts are finished, and at
+    the end with a line of the measured speed. ``each``: called with every text as soon as it is finished, and with its
+    number among ``asks``.
     """
     _fit_cache(engine)
     plan = None if experts is None else _planned(engine, asks, experts)
@@ -158,10 +174,15 @@ def write_whole_batch(
         engine.scheduler.limit, engine.scheduler.budget = plan.limit, plan.budget
         order = plan.order
     texts, in_order = [""] * len(asks), (asks[i] for i in order)
-    begun = perf_counter()
+    begun = said = perf_counter()
     with noting_work(engine) as work:
-        for number, text, _ in finished_texts(engine, tokenizer, in_order):
+        done = enumerate(finished_texts(engine, tokenizer, in_order), 1)
+        for count, (number, text, _) in done:
             texts[order[number]] = text
+            each(order[number], text)
+            if perf_counter() - said > PROGRESS_S and count < len(asks):
+                said = perf_counter()
+                say(f"{count:,} of {len(asks):,} texts are written")
     seconds = perf_counter() - begun
     if plan is not None:
         # of each step the rows of logits from which a token was sampled

@@ -89,7 +89,7 @@ def _records(
                 yield place, sample
     if missing := renamed.missing():
         raise UsageError(
-            f"data.columns names {missing[0]!r}, which no record at {source.path} has; leave it out"
+            f"data.columns names {missing[0]!r}, which no record at {source.shown} has; leave it out"
         )
 
 

@@ -152,7 +152,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
                     pairs[0].append(sample.weight)
                     pairs[1].append(sample.margin)
 
-        name = f"data source {source.path}"
+        name = f"data source {source.shown}"
         write_documents(
             folder, documents(), tokenizer.vocab, tokenizer.closing, name, close=False
         )
