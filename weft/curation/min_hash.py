@@ -14,11 +14,11 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def minimum_hashes(shingles: HashedRuns, hashes: int, seed: int) -> np.ndarray:
-    """Return the MinHash signature of each text, uint32 ``[texts, hashes]``: its smallest shingle under each hash
-    function.
+    """Return the MinHash signature (Broder 1997) of each text, uint32 ``[texts, hashes]``: its smallest shingle under
+    each of ``hashes`` hash functions. ``shingles``: hashes of the shingles (runs of words) of each text.
 
     A hash function is ``(a x + b) mod 2^32`` with ``a`` odd, a permutation of 32 bits; ``a`` and ``b`` are drawn by
-    ``seed``. ``x`` is the upper half of a shingle's hash. Broder 1997.
+    ``seed``. ``x`` is the upper half of a shingle's hash.
     """
     random = np.random.default_rng(seed)
     factors = random.integers(0, 1 << 32, hashes, np.uint32) | np.uint32(1)

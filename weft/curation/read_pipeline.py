@@ -45,7 +45,9 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> DataPipeli
 
 
 def build_pipeline(tree: dict[str, Any], origin: str = "pipeline") -> DataPipeline:
-    """Validate a nested dictionary as a pipeline. Raises :class:`UsageError`, whose line begins with ``origin``."""
+    """Return the data pipeline that a nested dictionary describes, after validation. ``origin``: where the dictionary
+    comes from. Raises :class:`UsageError`, whose line begins with ``origin``.
+    """
     try:
         load_plugins_of(tree)
     except ValueError as error:

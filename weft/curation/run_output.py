@@ -95,8 +95,9 @@ class StepOutcome:
 class RunParts:
     """Collected results of a data run's stages, from which its output is written.
 
-    ``digests``: digest of each step. ``reads``: results of the tasks that read sources. ``unread``: lines that name
-    files of sources that are not read.
+    ``shards``, ``sources``, ``steps``: what is known of each. ``digests``: digest of each step. ``schema``: types of
+    the documents' columns. ``reads``: results of the tasks that read sources. ``unread``: lines that name files of
+    sources that are not read.
     """
 
     shards: list[ShardOutput]

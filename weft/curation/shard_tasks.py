@@ -78,14 +78,17 @@ def step_name(number: int, operator: str) -> str:
 
 
 def task_file(work: Path, task: Words) -> Path:
-    """Return the path of the file with the result of a task. ``work``: the folder of intermediate files."""
+    """Return the path of the file with the result of ``task``, given by the JSON values that describe it. ``work``: the
+    folder of intermediate files.
+    """
     # a shard's number is not what the shard is
     own = {key: value for key, value in task.items() if key != "shard"}
     return work / "tasks" / f"{words_digest(FORMAT, own)}.json"
 
 
 def done_before(work: Path, task: Words) -> Words | None:
-    """Return the result of a task if an earlier run has done it; otherwise None.
+    """Return the result of a task, as JSON values, if an earlier run has done it; otherwise None. ``task``: JSON values
+    that describe the task.
 
     A task counts as done if all files that it has written exist. ``work``: the folder of intermediate files.
     """
@@ -97,7 +100,9 @@ def done_before(work: Path, task: Words) -> Words | None:
 
 
 def run_task(setting: TaskSetting, task: Words) -> Words:
-    """Do a task of a data run, record its result in a file, and return the result."""
+    """Do a task of a data run, record its result in a file, and return the result, as JSON values. ``setting``:
+    settings that all tasks share. ``task``: JSON values that describe the task.
+    """
     work = {"read": _read, "steps": _steps, "decide": _decide, "write": _write, "tokens": _tokens}  # fmt: skip
     result = work[task["kind"]](setting, task)
     stops = any(

@@ -138,7 +138,9 @@ class _Pool:
 
 
 def task_name(task: Words) -> str:
-    """Return the name of a task in error lines, such as "shard 3 (filter)"."""
+    """Return the name of a task in error lines, such as "shard 3 (filter)", from the JSON values that describe the
+    task.
+    """
     kind: str = task["kind"]
     return f"shard {task['shard']} ({kind})" if "shard" in task else f"the task {kind!r}"  # fmt: skip
 
@@ -173,7 +175,8 @@ def serve_tasks(handle: int) -> None:
 def reply_to(setting: Callable[[], TaskSetting], task: Words) -> Words:
     """Run a task, and return the reply to the process that sent it: a result, or the line of an error.
 
-    ``setting``: function that returns the shared settings; an error that it raises is part of the reply, too.
+    ``setting``: function that returns the shared settings; an error that it raises is part of the reply, too. ``task``:
+    JSON values that describe the task.
     """
     try:
         return {"result": run_task(setting(), task)}

@@ -69,7 +69,9 @@ class TokenizeProcesses:
             process.communicate()
 
     def submit(self, piece: SourcePiece) -> Future[None]:
-        """Begin to tokenize ``piece`` when a process is free. The future raises :class:`WeftError` if that fails."""
+        """Begin to tokenize ``piece`` when a process is free. Return a future that is done when all its tokens are
+        written, and that raises :class:`WeftError` if that fails.
+        """
         return self._threads.submit(self._tokenize, piece)
 
     def _tokenize(self, piece: SourcePiece) -> None:

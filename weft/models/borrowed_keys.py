@@ -105,7 +105,8 @@ class BorrowingGroup(NamedTuple):
 def group_borrowing(
     spans: Sequence[Span], lent: LentBlocks, size: int, device: torch.device
 ) -> BorrowingGroup:
-    """Group the queries of ``spans``, whose tables begin with lent blocks, by the engines that hold these blocks.
+    """Return the queries of ``spans``, whose tables begin with lent blocks, grouped by the engines that hold these
+    blocks.
 
     ``lent``: lent blocks by their numbers in the tables; ``size``: tokens of a block; ``device``: where the group's
     tensors are made.

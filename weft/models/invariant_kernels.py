@@ -50,7 +50,7 @@ class Reach(NamedTuple):
 
 
 def reaches(first: int, last: int, window: int) -> Iterator[Reach]:
-    """Group the queries at positions ``first:last`` of a text by the range of keys that is read for them.
+    """Yield the queries at positions ``first:last`` of a text, grouped by the range of keys that is read for them.
 
     ``window``: the number of tokens that a token sees, itself included; 0: all earlier ones.
     """

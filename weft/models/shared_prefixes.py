@@ -52,7 +52,7 @@ class PrefixGroup(NamedTuple):
 
 
 def group_prefixes(spans: Sequence[Span], freq: T | None, like: T) -> PrefixGroup:
-    """Group the queries of ``spans`` by the prefixes of other texts that they attend to.
+    """Return the queries of ``spans``, grouped by the prefixes of other texts that they attend to.
 
     Each prefix is then read once for all its queries. ``freq``: frequencies of rotary embedding. They give the angles
     by which queries are rotated further where a prefix counts as standing at other positions than those it was cached

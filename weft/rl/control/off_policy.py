@@ -97,7 +97,9 @@ class WorkerProcess:
         self.heard = time.monotonic()
 
     def take(self) -> ArrayFrame | str:
-        """Read the message that has arrived from the worker. If the worker is lost, return the reason as a text."""
+        """Read and return the message that has arrived from the worker. If the worker is lost, return the reason as a
+        text.
+        """
         assert self._process is not None
         try:
             frame = self.pipe.receive()
