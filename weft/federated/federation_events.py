@@ -43,7 +43,7 @@ class EventLog:
             self._file.flush()
 
     def cut(self, keep: int) -> None:
-        """Delete all but the first ``keep`` bytes of the file."""
+        """Delete all but the first ``keep`` bytes of the file of events."""
         self._file.truncate(keep)
 
     def close(self) -> None:

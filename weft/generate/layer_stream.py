@@ -40,7 +40,7 @@ class LayerStream:
 
     @property
     def whole(self) -> int:
-        """Number of the text's first tokens whose keys and values all layers have sent."""
+        """Number of the text's first tokens whose keys and values have been sent for all layers."""
         return min(self.sent)
 
     def send(self, layer: int, end: int) -> None:

@@ -121,7 +121,7 @@ class RemoteLender:
         return self._dial()
 
     def room(self) -> int:
-        """Return how many blocks the engine offers to lend now: none if it is lost."""
+        """Return how many blocks the lender offers to lend now: 0 if it is lost."""
         try:
             return 0 if self.lost else int(self._call({"do": "room"}).head["room"])
         except LenderLost:

@@ -88,7 +88,7 @@ class LocalRollouts:
         self.engine.weights_changed(version)
 
     def sent_weights(self) -> SentWeights:
-        """Return the bytes of weights sent to other processes: none, because the engine is in this process."""
+        """Return zeros: no weights are sent to other processes, because the engine is in this process."""
         return SentWeights()
 
     def close(self) -> None:

@@ -236,7 +236,7 @@ class RemoteRollouts:
             self._admit()
 
     def sent_weights(self) -> SentWeights:
-        """Return the bytes of weights that this rank has sent to engines so far."""
+        """Return how many bytes of weights this rank has sent to engines so far, and how many it could leave out."""
         return self.sender.sent_weights()
 
     def close(self) -> None:
@@ -387,7 +387,7 @@ class FollowingRollouts:
         self.sender.publish(version)
 
     def sent_weights(self) -> SentWeights:
-        """Return the bytes of weights that this rank has sent to engines so far."""
+        """Return how many bytes of weights this rank has sent to engines so far, and how many it could leave out."""
         return self.sender.sent_weights()
 
     def close(self) -> None:

@@ -110,7 +110,9 @@ class RolloutSource(Protocol):
         """Use the newest weights, which are version ``version``, for all tokens that are sampled from now on."""
 
     def sent_weights(self) -> SentWeights:
-        """Return the bytes of weights that this rank has sent to other processes so far."""
+        """Return how many bytes of weights this rank has sent to other processes so far, and how many it could leave
+        out.
+        """
 
     def close(self) -> None:
         """End the writing of answers, and free engines, processes and connections."""

@@ -35,7 +35,7 @@ class ScoredGroup:
 
     @property
     def scored(self) -> list[float]:
-        """The rewards of all answers in the group that have one."""
+        """The rewards of all answers in the group that have one, in the order of the answers."""
         return [reward for reward in self.rewards if not math.isnan(reward)]
 
     @property

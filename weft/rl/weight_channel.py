@@ -125,7 +125,9 @@ class WeightSender:
             self._changed.notify_all()
 
     def sent_weights(self) -> SentWeights:
-        """Return the bytes that this rank has sent to all engines so far."""
+        """Return how many bytes of weights this rank has sent to all engines so far, and how many it could
+        leave out.
+        """
         return SentWeights(self.sent, self.spared)
 
     def close(self) -> None:

@@ -130,7 +130,7 @@ class EnvironmentProcess:
         return frame.arrays
 
     def end(self) -> None:
-        """Kill the process at once. :meth:`start` can start it again."""
+        """Kill the process that steps the environments at once. :meth:`start` can start it again."""
         if self.process is not None:
             end_process(self.process, self.pipe)
         self.process = None
@@ -254,7 +254,7 @@ class EnvironmentPool:
         )
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes that step environments."""
         for process in self._processes:
             process.close()
         self._processes = []
