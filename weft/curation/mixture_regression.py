@@ -166,7 +166,7 @@ def simulated_mixtures(prior: np.ndarray, count: int, seed: int = 0) -> np.ndarr
     """Return ``count`` random mixtures around ``prior``, ``[count, domains]``, from Dirichlet distributions.
 
     The distributions differ in their concentration. ``prior``: a mixture ``[domains]``, such as the mean of the runs.
-    Domains with a share of 0 in it get 0.
+    Domains with a share of 0 in it get 0. ``seed``: seed of the random numbers.
     """
     random = np.random.default_rng(seed)
     low, high = np.log(CONCENTRATIONS)

@@ -58,8 +58,9 @@ def fit_classifier(
     """Fit a logistic regression to examples by AdaGrad (Duchi et al. 2011), and return it. Both classes get the same
     total weight, whatever their sizes.
 
-    ``vectors``, ``labels``: the examples, of both classes; ``epochs``: passes over them; ``rate``: learning rate;
-    ``batch``: examples of an update; ``seed``: seed of their order.
+    ``vectors``, ``labels``: the examples, of both classes; ``settings``: how texts were converted to the vectors;
+    ``epochs``: passes over them; ``rate``: learning rate; ``batch``: examples of an update; ``seed``: seed of their
+    order.
     """
     truth = np.asarray(labels, np.float64)
     shares = truth.mean(), 1 - truth.mean()

@@ -45,8 +45,8 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> DataPipeli
 
 
 def build_pipeline(tree: dict[str, Any], origin: str = "pipeline") -> DataPipeline:
-    """Return the data pipeline that a nested dictionary describes, after validation. ``origin``: where the dictionary
-    comes from. Raises :class:`UsageError`, whose line begins with ``origin``.
+    """Return the data pipeline that the nested dictionary ``tree`` describes, after validation. ``origin``: where the
+    dictionary comes from. Raises :class:`UsageError`, whose line begins with ``origin``.
     """
     try:
         load_plugins_of(tree)

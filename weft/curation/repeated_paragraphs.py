@@ -32,7 +32,9 @@ class ParagraphTable(NamedTuple):
 def paragraph_spans(
     text: str, unit: Literal["paragraph", "line"]
 ) -> Iterator[tuple[int, int]]:
-    """Yield ``(start, end)`` of every paragraph or line of ``text``. The spans cover all of the text."""
+    """Yield ``(start, end)``, indices of characters, of every paragraph or line (``unit``) of ``text``. The spans cover
+    all of the text.
+    """
     start = 0
     for gap in _ENDS[unit].finditer(text):
         yield start, gap.end()
@@ -44,7 +46,7 @@ def paragraph_spans(
 def paragraph_table(
     texts: Sequence[str], unit: Literal["paragraph", "line"], least_words: int
 ) -> ParagraphTable:
-    """Return the paragraphs or lines of ``texts`` that have at least ``least_words`` words."""
+    """Return the paragraphs or lines (``unit``) of ``texts`` that have at least ``least_words`` words."""
     rows: list[tuple[int, int, int]] = []
     offsets = [0]
     for text in texts:

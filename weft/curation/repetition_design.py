@@ -61,10 +61,10 @@ def propose_runs(
 ) -> list[ProposedRun]:
     """Return ``count`` runs, each of which narrows most what the runs before it leave open.
 
-    A run is worth what it takes from the sum of the squared errors of all half-lives. Proposed runs read the parts of
-    pools that ``runs`` have read, and no more samples than the largest of them, so that none costs more than a run that
-    was made. ``longest``: most epochs of a proposed run; None: four times those of the longest of ``runs``. Raises
-    :class:`UsageError` if the shortest candidate is longer than that.
+    ``fitted``: the law as fitted to ``runs``. A run is worth what it takes from the sum of the squared errors of all
+    half-lives. Proposed runs read the parts of pools that ``runs`` have read, and no more samples than the largest of
+    them, so that none costs more than a run that was made. ``longest``: most epochs of a proposed run; None: four times
+    those of the longest of ``runs``. Raises :class:`UsageError` if the shortest candidate is longer than that.
     """
     law, names = fitted.law, sorted(fitted.law.pools)
     candidates = _candidates(runs, longest or LONGER * max(run.epochs for run in runs))

@@ -130,7 +130,7 @@ def publish(
     """Write documents, tokens and the card of a data run to the folder ``out``, and return the manifest.
 
     Documents and tokens that are in the folder already are not written again. The counts of ``parts.sources`` are
-    completed. ``perform``: does the tasks of a stage by the engine ``do``.
+    completed. ``setting``: settings that all tasks share. ``perform``: does the tasks of a stage by the engine ``do``.
     """
     output = setting.pipeline.output
     tasks = [

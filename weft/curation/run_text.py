@@ -33,7 +33,9 @@ def progress_bar() -> Iterator[Progress]:
 
 
 class ResultTable(NamedTuple):
-    """Columns and rows of a table, as arguments of :func:`weft.cli.console.print_table`."""
+    """A table for the user: names of its columns, and its rows. Both are arguments of
+    :func:`weft.cli.console.print_table`.
+    """
 
     columns: list[str]
     rows: list[list[str]]

@@ -30,7 +30,9 @@ from weft.errors import WeftError
 
 @dataclass(frozen=True)
 class RunningStep:
-    """A step with its operator, in a task's process. ``name``: name for error lines, such as "steps[2] (words)"."""
+    """A step of a data pipeline with its operator, built in the process of a task, and its digests. ``name``: name for
+    error lines, such as "steps[2] (words)".
+    """
 
     name: str
     operator: Operator

@@ -52,7 +52,7 @@ class SmallNetworks:
         steps: int,
         after_step: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """Train by Adam on batches that each network draws for itself.
+        """Train all networks for ``steps`` steps by Adam, on batches that each network draws for itself.
 
         ``features``: float32 ``[examples, width]``; ``labels``: int64 ``[examples]``; ``after_step``: called with the
         number of the step, from 1.

@@ -93,7 +93,7 @@ def _new_label(label: str, taken: Sequence[str]) -> str:
 
 
 def shard_bytes(sources: Sequence[Source], shards: int) -> int:
-    """Return how many bytes of the files a shard should have, so that there are about ``shards`` shards.
+    """Return how many bytes of the files of ``sources`` a shard should have, so that there are about ``shards`` shards.
 
     If ``shards`` is 0, the number follows from the size: about :data:`FEWEST` shards, as long as each has between
     :data:`LEAST` and :data:`SHARD` bytes.
@@ -206,7 +206,7 @@ def _line_parts(file: UnitFile, most: int) -> list[UnitFile]:
 def read_unit(
     unit: SourceUnit, source: Source, most: int, report: SourceReport
 ) -> Iterator[Documents]:
-    """Yield the documents of a unit, about ``most`` bytes of text at a time.
+    """Yield the documents of ``unit``, a part of ``source``, about ``most`` bytes of text at a time.
 
     Fields of records beside the text become columns. ``report`` counts records that are skipped or have no text. Raises
     :class:`WeftError`, which names the file and the line, for what cannot be read.

@@ -42,7 +42,8 @@ class Mark(NamedTuple):
 class StatisticPlot(NamedTuple):
     """A histogram of a statistic, ready to be drawn.
 
-    ``thresholds``: limits of the step, drawn as lines. ``ticks``: values below the axis.
+    ``name``: name of the statistic; ``logarithmic``: whether its axis is logarithmic. ``thresholds``: limits of the
+    step, drawn as lines. ``ticks``: values below the axis.
     """
 
     name: str

@@ -173,7 +173,9 @@ def _split(name: str) -> tuple[str, int | None]:
 
 
 def unknown_document(name: str, names: list[DocumentNames]) -> UsageError:
-    """Return the error for a document that no source has. Its line suggests the most similar file names."""
+    """Return the error for the document ``name``, which no source has. Its line suggests the most similar file
+    names.
+    """
     file, _ = _split(name)
     every = sorted({short for known in names for short in known.short_names})
     close = get_close_matches(Path(file).name, every, n=3, cutoff=0.4) or every[:3]

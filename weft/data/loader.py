@@ -83,7 +83,8 @@ def tokenizer_of_data(data: Data, own: Tokenizer | None = None) -> Tokenizer:
 
 
 def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
-    """Open every source of a recipe, and tokenize the sources that are not in the cache.
+    """Open every source of ``data``, the recipe's section ``[data]``, and tokenize the sources that are not in the
+    cache.
 
     ``own``: tokenizer of the model that the run starts from, used if the recipe names none. The ``validation`` of the
     result is one epoch of the held-out documents. If the recipe names a validation file, its documents are used

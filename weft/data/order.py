@@ -59,7 +59,8 @@ def permutation(count: int, *keys: int) -> np.ndarray:
 
 
 def choose_held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
-    """Choose documents for validation. Returns a boolean ``[documents]``, true for about ``fraction`` of the documents.
+    """Return which of ``documents`` documents are for validation, bool ``[documents]``: about the share ``fraction`` of
+    them, chosen at random by ``seed``.
 
     If there are at least two documents and ``fraction`` is above 0, validation and training both get at least one.
     """

@@ -19,8 +19,9 @@ class DrawnPlace(NamedTuple):
 class SampleBuffer(Protocol):
     """Interface of a buffer between processes that produce samples and a training that draws from them.
 
-    A buffer knows samples by their places, which are integers, and holds no arrays. What it draws depends only on its
-    seed, on :attr:`draws` and on the order in which samples have come.
+    A buffer knows samples by their places, which are integers, and holds no arrays. ``capacity``: largest number of
+    samples; ``watermark``: number of samples that must stay in it while more will come. What it draws depends only on
+    its seed, on :attr:`draws` and on the order in which samples have come.
     """
 
     #: Largest number of samples in the buffer, and of samples that stay back while more are expected.

@@ -110,8 +110,9 @@ def text_windows(ids: Sequence[int], seq: int) -> Windows:
 
 @torch.no_grad()
 def token_losses(model: Transformer, text: Windows, paths: T) -> T:
-    """Return the loss of each token of ``text`` in nats, ``[pieces, seq]``. ``paths``: for each layer and token, the
-    module that the token takes, ``[layers, pieces, seq]``; the last two sizes may be 1, for all tokens alike.
+    """Return the loss of each token of ``text`` under ``model`` in nats, ``[pieces, seq]``. ``paths``: for each layer
+    and token, the module that the token takes, ``[layers, pieces, seq]``; the last two sizes may be 1, for all tokens
+    alike.
     """
     pieces, seq = text.tokens.shape
     positions = torch.arange(seq).expand(pieces, seq)

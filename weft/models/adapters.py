@@ -44,9 +44,9 @@ class LowRank(Module):
     rank.
 
     With kind ``dora`` there is also ``magnitude`` ``[out]``, the trained norm of each row of the adapted weight. At the
-    start the adapter changes nothing: ``b`` is zero, and ``magnitude`` has the norms of the weight's rows. ``table``:
-    descriptions of the model's parameters; ``path``: name of this module in the model; ``scale``: factor of the
-    adapter's output; ``whole``: whether every rank of ``tp`` holds all of the weight.
+    start the adapter changes nothing: ``b`` is zero, and ``magnitude`` has the norms of the weight's rows. ``mesh``:
+    ranks that share the model; ``table``: descriptions of the model's parameters; ``path``: name of this module in the
+    model; ``scale``: factor of the adapter's output; ``whole``: whether every rank of ``tp`` holds all of the weight.
     """
 
     def __init__(
@@ -65,8 +65,9 @@ class TokenRows(Module):
     """Trained rows of an embedding or output layer ``[vocab, embed]``, in place of the weight's rows of some tokens.
 
     ``tokens``: ids of these tokens, ascending; ``part``: first id and end of the range of ids whose rows are in this
-    rank's shard of the weight; ``table``: descriptions of the model's parameters; ``path``: name of this module in the
-    model. Every rank of ``tp`` holds all trained rows, and uses those in its range.
+    rank's shard of the weight; ``mesh``: ranks that share the model; ``table``: descriptions of the model's parameters;
+    ``path``: name of this module in the model. Every rank of ``tp`` holds all trained rows, and uses those in its
+    range.
     """
 
     def __init__(

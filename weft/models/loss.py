@@ -42,8 +42,9 @@ def linear_cross_entropy(
     With ``entropies`` the entropy of each token's distribution is added, times its entry there, ``[tokens]``.
 
     ``hidden``: ``[tokens, embed]``; ``weight``: rows of the output layer from row ``first`` on, ``[vocab/tp, embed]``;
-    ``labels`` and ``counts``: ``[tokens]``; ``chunk``: number of tokens whose logits are computed at a time. Returns a
-    float64 scalar, the sum over the tokens of this call. All ranks of ``tp`` have the same tokens and get the same sum.
+    ``labels`` and ``counts``: ``[tokens]``; ``chunk``: number of tokens whose logits are computed at a time; ``mesh``:
+    ranks that share the model. Returns a float64 scalar, the sum over the tokens of this call. All ranks of ``tp`` have
+    the same tokens and get the same sum.
     """
     group = vocabulary_group(mesh)
     return _LinearCrossEntropy.apply(
@@ -237,10 +238,10 @@ def token_scores(
     """Return two scores of every token's label, float64 ``[tokens, 2]``.
 
     The first score is the label's log-probability; the second is 1 if no other token is likelier, else 0.
-    ``with_entropy``: whether a third score is added, the entropy of the distribution. ``hidden``:
-    ``[tokens, embed]``, or the logits if ``weight`` is None; ``weight``: rows of the output layer from row ``first``
-    on, ``[vocab/tp, embed]``; ``labels``: ``[tokens]``, none missing; ``chunk``: number of tokens whose logits are
-    computed at a time.
+    ``with_entropy``: whether a third score is added, the entropy of the distribution. ``hidden``: ``[tokens, embed]``,
+    or the logits if ``weight`` is None; ``weight``: rows of the output layer from row ``first`` on, ``[vocab/tp,
+    embed]``; ``labels``: ``[tokens]``, none missing; ``chunk``: number of tokens whose logits are computed at a time;
+    ``mesh``: ranks that share the model.
     """
     group, dtype = vocabulary_group(mesh), wide(hidden.dtype)
     columns = 3 if with_entropy else 2

@@ -254,7 +254,8 @@ def processors(device: torch.device) -> int:
 
 def splits_for(programs: int, keys: int, device: torch.device) -> int:
     """Return into how many shares the keys of every text are split, so that there are enough programs to keep the GPU
-    busy. ``programs``: number of programs if keys are not split; ``keys``: largest number of keys of a text.
+    busy. ``programs``: number of programs if keys are not split; ``keys``: largest number of keys of a text;
+    ``device``: the GPU.
     """
     wanted = PROGRAMS * processors(device) // max(1, programs)
     return max(1, min(wanted, -(-keys // LEAST_KEYS), MOST_SPLITS))

@@ -88,7 +88,7 @@ class TokenLoss:
 def plugin_loss(settings: Loss, vocab: int) -> TokenLoss | None:
     """Return the plugin's loss that ``loss.kind`` names; None if it names no loss of a plugin.
 
-    ``vocab``: size of the vocabulary.
+    ``settings``: the section ``[loss]``. ``vocab``: size of the vocabulary.
     """
     if settings.is_own:
         return TokenLoss(call(find("loss", settings.kind), settings.settings), vocab)

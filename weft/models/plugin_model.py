@@ -93,8 +93,8 @@ def cross_entropy(vocab: int) -> TokenLoss:
 
 
 def plugin_values(shape: ModelShape, seed: int) -> Values:
-    """Return a function that gives the initial values of any box of a parameter. They are the values with which the
-    plugin's module is built under PyTorch's seed ``seed``.
+    """Return a function that gives the initial values of any box of a parameter of a plugin's model of ``shape``. They
+    are the values with which the plugin's module is built under PyTorch's seed ``seed``.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

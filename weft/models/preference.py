@@ -89,7 +89,7 @@ def reward_loss(normed: T, head: T, batch: Batch, of: PairObjective, mesh: Mesh)
 
     The score is read at the last token of the answer, the only token with a label. ``normed``: outputs of the final
     norm, ``[rows, seq/cp/tp, embed]``; ``head``: weight of the scalar head, ``[1, embed]``; ``of``: function that
-    computes the loss of pairs.
+    computes the loss of pairs; ``mesh``: ranks that share the model.
     """
     assert batch.documents is not None
     # of the tokens that are here between blocks

@@ -26,7 +26,7 @@ def value_loss(normed: T, head: T, batch: Batch, of: TokenObjective, mesh: Mesh)
     """Return the loss of a critic on the answers in ``batch``, a float64 scalar.
 
     ``normed``: outputs of the final norm, ``[rows, seq/cp/tp, embed]``; ``head``: weight of the critic's output, ``[1,
-    embed]``; ``of``: the loss as a function of the values.
+    embed]``; ``of``: the loss as a function of the values; ``mesh``: ranks that share the model.
     """
     # of the tokens that are here between blocks: [rows, seq/cp/tp, 1]; bfloat16 has too few digits for values
     dtype = wide(normed.dtype)

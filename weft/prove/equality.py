@@ -246,7 +246,7 @@ def compare_with_one_device(
 def worst_island(difference_here: Difference, mesh: Mesh) -> Difference | None:
     """Return the differences of the island whose results are farthest from those of one device.
 
-    ``difference_here``: the differences of this island. Returns None on all islands but the first.
+    ``difference_here``: the differences of this island; ``mesh``: its ranks. Returns None on all islands but the first.
     """
     if mesh.island_store is None:
         return difference_here

@@ -41,7 +41,8 @@ class GenerationGroups(NamedTuple):
 
 
 def computed_boxes(shape: ModelShape, layout: Layout, rank: int) -> dict[str, Box]:
-    """Return the boxes of the parameters that ``rank`` of ``layout`` computes with, by name. It needs no process group.
+    """Return the boxes of the parameters that ``rank`` of ``layout`` computes with, by name. ``shape``: shape of the
+    model. It needs no process group.
 
     A box is the part of a whole tensor that a rank holds.
     """
@@ -53,7 +54,8 @@ def trained_boxes(
 ) -> dict[str, Box]:
     """Return the boxes of the parameters whose state ``rank`` of ``layout`` holds in training, by name.
 
-    It needs no process group. ``seq_len``: tokens of a sequence, by which layers are assigned to pipeline stages.
+    ``shape``: shape of the model. It needs no process group. ``seq_len``: tokens of a sequence, by which layers are
+    assigned to pipeline stages.
     """
     return {
         name: box for name, (_, box) in _boxes(shape, layout, rank, seq_len).items()

@@ -23,7 +23,7 @@ def row_batches(
 ) -> list[Batch]:
     """Divide the ``rows`` of a step among the ranks of ``mesh``, and return the batches of this rank, one per pass.
 
-    Each row is one sample; the first of them has the number ``position``.
+    ``job``: the recipe's settings of batches. Each row is one sample; the first of them has the number ``position``.
     """
     recipe = job.recipe
     per_pass, passes = recipe.rows_per_pass(mesh.layout)

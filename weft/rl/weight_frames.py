@@ -68,10 +68,10 @@ def read_needs(
 def moves_to_others(
     tensors: Mapping[str, Tensor], held: Sequence[Boxes], needed: Sequence[Boxes]
 ) -> dict[tuple[int, int], list[ElementMove]]:
-    """Plan which elements each training rank sends to each rank that generates in another process.
+    """Return the plan which elements each training rank sends to each rank that generates in another process.
 
-    Returns the moves for each pair ``(training rank, generating rank)``. An element comes to a generating rank once; if
-    several training ranks hold it, they take turns.
+    The result has the moves for each pair ``(training rank, generating rank)``. An element comes to a generating rank
+    once; if several training ranks hold it, they take turns.
 
     Arguments:
         ``tensors``: shapes of the tensors and the types in which they generate, by name.

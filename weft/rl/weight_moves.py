@@ -57,7 +57,8 @@ def weight_plan(
     needed: Sequence[Boxes],
     rank: int | None = None,
 ) -> list[ElementMove]:
-    """Plan which elements of tensors go from which rank to which, so that every rank gets the elements that it needs.
+    """Return the plan which elements of tensors go from which rank to which, so that every rank gets the elements that
+    it needs.
 
     ``tensors``: shapes of the tensors and the types in which they are needed, by name. ``held``: for each rank the
     boxes that it has. ``needed``: for each rank the boxes that it needs. An element that a rank has itself comes from

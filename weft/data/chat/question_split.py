@@ -60,7 +60,7 @@ def questions(talk: Conversation) -> list[range]:
 
 
 def reasoning_left_out(template: ChatTemplate, talk: Conversation) -> set[int]:
-    """Return the numbers of the messages whose reasoning the template does not write."""
+    """Return the numbers of the messages of ``talk`` whose reasoning the template does not write."""
     return {
         number
         for number, part in follow_words(template, talk).left_out()
