@@ -403,8 +403,9 @@ class RankReader:
 
 
 class Leader(RankReader):
-    """Reader of the first rank, which launches every step on all ranks. The other ranks run :func:`follow_leader`.
-    ``size``: tokens of a cache block. ``policy``: value of ``--cache-policy``.
+    """Computes the steps of ``model``, which is cut over several ranks, on the first rank, and launches each step on
+    all others. The other ranks run :func:`follow_leader`. ``size``: tokens of a cache block. ``policy``: value of
+    ``--cache-policy``.
     """
 
     def __init__(self, model: Transformer, size: int, policy: str = NONE) -> None:
@@ -566,8 +567,8 @@ def naming_lost_rank() -> Iterator[None]:
 
 
 class Follower(RankReader):
-    """Reader of a rank other than the first. In every step it computes this rank's part of the pass that the first rank
-    describes. ``tickets``: source of these descriptions.
+    """Computes the steps of ``model``, which is cut over several ranks, on a rank other than the first: in every step
+    this rank's part of the pass that the first rank describes. ``tickets``: source of these descriptions.
     """
 
     def __init__(self, model: Transformer, tickets: TicketReader) -> None:

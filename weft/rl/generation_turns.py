@@ -31,7 +31,7 @@ class FollowingEngine:
         self.reader = follow_leader(self.model, self.reader)
 
     def weights_changed(self, version: int, fingerprint: str = "") -> list[Written]:
-        """Return an empty list: the texts in progress, which only the first rank has.
+        """Return an empty list, because only the first rank has texts in progress, whose tokens it returns.
 
         ``version``, ``fingerprint``: those of the new weights, which only the first rank needs.
         """

@@ -419,8 +419,8 @@ class RlLoader:
     # --- evaluation ---
 
     def questions(self) -> dict[str, AskedQuestions]:
-        """Return a dictionary from the title of each task that gives rewards to a function that evaluates the model on
-        the task's held-out questions.
+        """Return a function for each task that gives rewards, by the task's title. The function evaluates the model on
+        the task's held-out questions and returns the result.
         """
         return {
             settings.title: AskedQuestions(settings.every, partial(self.ask, task))
