@@ -12,7 +12,8 @@ from tests.cases import write_corpus
 from tests.sync.test_islands import in_threads, tree
 from weft.errors import UsageError
 from weft.recipe import build_recipe
-from weft.techniques.sync.dadao.dynamics import Dynamics, X, links_of
+from weft.sync.gossip_dynamics import links_of
+from weft.techniques.sync.dadao.dynamics import Dynamics, X
 
 T = torch.Tensor
 
@@ -75,14 +76,15 @@ def minimised(dynamics: Dynamics, curvature: T, optima: T, times: int) -> T:
 def test_islands_find_the_optimum_of_all_though_each_has_another(partner: str) -> None:
     curvature, optima = quadratics(4, 5)
     how = build_recipe({"sync": {"update": "dadao", "partner": partner}}).sync
-    dynamics = Dynamics(5.0, 1.0, links_of(how, 4))
+    dynamics = Dynamics(5.0, 1.0, links=links_of(how, 4))
     best = (curvature * optima).sum(0) / curvature.sum(0)
     apart = minimised(dynamics, curvature, optima, 400) - best
     assert float(apart.norm()) < 1e-5 * float((optima - best).norm())
 
 
 def test_the_clock_is_poissons_and_the_same_everywhere() -> None:
-    dynamics = Dynamics(8.0, 1.0, links_of(build_recipe({}).sync, 4), 2.5)
+    links = links_of(build_recipe({}).sync, 4)
+    dynamics = Dynamics(8.0, 1.0, links=links, exchanges=2.5)
     drawn = [dynamics.clock(step) for step in range(800)]
     assert drawn == [dynamics.clock(step) for step in range(800)]
     counts = torch.tensor([len(each) for each in drawn]).double()

@@ -31,7 +31,7 @@ class Sync(HostSection):
         description=(
             "Islands with which an island exchanges. 'all': all others; 'ring': its two neighbours in a ring; "
             "'pairs': a random one in each round; 'graph': those to which 'graph' links it. 'ring' and 'graph' need "
-            "update = 'average' or 'dadao'."
+            "update = 'average', 'dadao' or 'a2cid2'."
         ),
     )
     graph: tuple[tuple[int, int], ...] = Field(
@@ -48,7 +48,7 @@ class Sync(HostSection):
             "'nesterov': momentum on their mean change (DiLoCo); 'streaming': the same for one fragment of the "
             "model after another; 'eager': the same with the other islands' changes of the round before; 'co2': "
             "momentum on all changes of the round before; 'noloco': momentum on the mean change of two random "
-            "islands; 'dadao': without rounds, pairs of islands at random times."
+            "islands; 'dadao', 'a2cid2': without rounds, pairs of islands at random times."
         ),
     )
     routes: Literal["own", "random"] = Field(

@@ -86,9 +86,11 @@ class DADAO(SyncMethod):
         return values.new_zeros(values.shape)
 
     def filler(self, context: Any) -> Any:
-        from weft.techniques.sync.dadao.exchanging import Unsynchronised
+        from weft.techniques.sync.dadao.dynamics import Dynamics
+        from weft.train.unsynchronised import Unsynchronised
 
-        return Unsynchronised(context, self.settings, self.own)
+        dynamics = Dynamics.of(self.own, self.settings, context.mesh.islands)
+        return Unsynchronised(context, self.settings, dynamics)
 
     def simulate(self, at: Round) -> None:
         from weft.techniques.sync.dadao.simulated_interval import simulate_interval

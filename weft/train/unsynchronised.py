@@ -9,14 +9,12 @@ import torch
 
 from weft.sync.replicas import replicas_of
 from weft.sync.streams import IslandLost
-from weft.techniques.sync.dadao import DADAO
-from weft.techniques.sync.dadao.dynamics import Dynamics, LinkExchange, X
 from weft.train.island_state import flat_values, keep_values
 from weft.train.step import PhaseFiller
 
 if TYPE_CHECKING:
     from weft.recipe import Sync
-    from weft.techniques.sync.dadao import DADAOSettings
+    from weft.sync.gossip_dynamics import GossipDynamics, LinkExchange
     from weft.train.step import StepContext
     from weft.train.step_values import StepResult
 
@@ -27,14 +25,14 @@ LAST = 3
 
 
 class Unsynchronised(PhaseFiller):
-    """Phase after the training step for DADAO, in which islands do not wait for a common round.
-
-    Every ``sync.every`` steps it applies the change of the parameters since the last time as DADAO's gradient. Then it
-    makes the exchanges with neighbouring islands that are due before the next gradient. ``context``: model, state and
-    mesh of the run. ``how``: the recipe's section ``[sync]``. ``own``: DADAO's settings.
+    """Acts after a training step: applies a gradient every ``sync.every`` steps, then exchanges vectors with
+    neighbouring islands. ``context``: model, state and mesh of the run. ``how``: the recipe's section ``[sync]``.
+    ``dynamics``: how the islands' states change.
     """
 
-    def __init__(self, context: StepContext, how: Sync, own: DADAOSettings) -> None:
+    def __init__(
+        self, context: StepContext, how: Sync, dynamics: GossipDynamics
+    ) -> None:
         assert context.presence is not None
         self.context, self.presence, self.how = context, context.presence, how
         self.streams = self.presence.streams
@@ -42,7 +40,7 @@ class Unsynchronised(PhaseFiller):
         self.ending = ""
         self.held = context.state.learning
         self.replicas = replicas_of(self.held, context.mesh)
-        self.dynamics = Dynamics.of(own, how, self.streams.islands)
+        self.dynamics, self.slots = dynamics, how.method.slots
         self._tell("taken", self.steps // how.every)
 
     def after(
@@ -69,9 +67,9 @@ class Unsynchronised(PhaseFiller):
         """Apply gradient number ``gradients`` of this island to its state, and make all exchanges with neighbours that
         come before the next gradient.
         """
-        # [6, n]
-        state = torch.stack([flat_values(self.held, name) for name in DADAO.slots])
-        self.dynamics.learn(state, state[X] - flat_values(self.held))
+        # [rows, n], first the parameters
+        state = torch.stack([flat_values(self.held, name) for name in self.slots])
+        self.dynamics.learn(state, state[0] - flat_values(self.held))
         now, island = 0.0, self.streams.island
         for event in self.dynamics.clock(gradients):
             if island in event.islands:
@@ -81,9 +79,9 @@ class Unsynchronised(PhaseFiller):
                     self.dynamics.pull(state, difference)
                     self.exchanged += 1
         state = self._moved(state, 1 - now)
-        for name, values in zip(DADAO.slots, state, strict=True):
+        for name, values in zip(self.slots, state, strict=True):
             keep_values(name, self.held, values)
-        keep_values("", self.held, state[X])
+        keep_values("", self.held, state[0])
 
     def _moved(self, state: T, time: float) -> T:
         return self.dynamics.flow(time).to(state.dtype) @ state
@@ -136,7 +134,7 @@ class Unsynchronised(PhaseFiller):
         if self.stops:
             store, count = self.streams.shared, self.streams.islands
             assert store is not None
-            taken = [int(store.get(f"weft/dadao/taken/{i}")) for i in range(count)]
+            taken = [int(store.get(f"weft/gossip/taken/{i}")) for i in range(count)]
             self.presence.request_stop(max(taken) + LAST)
         ends = self.presence.stop_round()
         if results and ends is not None and ends <= gradients:
@@ -147,12 +145,12 @@ class Unsynchronised(PhaseFiller):
     def _tell(self, what: str, gradients: int) -> None:
         """Say at the store how many gradients this island has taken, so far or in all."""
         if self.streams.shared is not None and self.streams.place == 0:
-            name = f"weft/dadao/{what}/{self.streams.island}"
+            name = f"weft/gossip/{what}/{self.streams.island}"
             self.streams.shared.set(name, str(gradients))
 
     def _ended(self, island: int, gradients: int) -> bool:
         """Return whether ``island`` was asked to end before the exchanges after gradient number ``gradients``."""
-        store, name = self.streams.shared, f"weft/dadao/ended/{island}"
+        store, name = self.streams.shared, f"weft/gossip/ended/{island}"
         if store is None or not store.check([name]):
             return False
         return int(store.get(name)) < gradients
