@@ -24,8 +24,9 @@ ROW = [(i, i + 1) for i in range(7)]
     [
         {"every": 2, "partner": "graph", "graph": [(0, 1), (2, 1)], "exchanges": 3.0},
         {"every": 1},
+        {"every": 1, "moments": "neighbours", "exchanges": 3.0},
     ],
-    ids=["graph", "all"],
+    ids=["graph", "all", "moments"],
 )
 @pytest.mark.sampled(1)
 def test_islands_that_average_without_rounds_are_what_one_process_simulates(
@@ -92,6 +93,18 @@ def test_a_pair_that_exchanges_is_equal_then() -> None:
     dynamics.pull(states[0], difference)
     dynamics.pull(states[1], -difference)
     torch.testing.assert_close(states[0], states[1])
+
+
+@pytest.mark.parametrize(
+    "change", [{"sync": {"every": 2}}, {"optimizer": {"kind": "sgd"}}]
+)
+def test_second_moments_of_neighbours_are_those_of_adamw_in_every_step(
+    change: dict[str, Any],
+) -> None:
+    wish = {"update": "a2cid2", "moments": "neighbours", **change.get("sync", {})}
+    with pytest.raises(UsageError, match="second moments of AdamW") as raised:
+        build_recipe({"layout": {"island": 2}} | change | {"sync": wish})
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("setting", [{"compress": "int8"}, {"partner": "pairs"}])

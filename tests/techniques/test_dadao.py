@@ -29,8 +29,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
         {"every": 1},
         {"every": 2, "partner": "ring", "condition": 2.0, "exchanges": 3.0},
         {"every": 1, "partner": "graph", "graph": [(0, 1), (2, 1)], "stride": 1.5},
+        {"every": 1, "moments": "neighbours", "exchanges": 3.0},
     ],
-    ids=["all", "ring", "graph"],
+    ids=["all", "ring", "graph", "moments"],
 )
 @pytest.mark.sampled(1)
 def test_islands_without_rounds_are_what_one_process_simulates(

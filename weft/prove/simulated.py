@@ -14,6 +14,7 @@ from weft.parallel.state import State
 from weft.recipe import Sync
 from weft.sync.simulated_round import One, Round
 from weft.sync.sync_method import SyncMethod
+from weft.train.rule_optimizer import RuleOptimizer
 
 #: Maps (number of an exchange, island) to the islands that this one agrees with in it, itself included.
 Members = Callable[[int, int], Collection[int]]
@@ -35,6 +36,10 @@ def agree(
     ``i`` averages in exchange ``number``, ``i`` included. None: all islands take part in every exchange.
     """
     method: SyncMethod = how.method
+    optimizer = next(iter(states.values())).optimizer
+    betas = (
+        optimizer.settings.betas if isinstance(optimizer, RuleOptimizer) else (0.0, 0.0)
+    )
     for held in zip(*(state.learning for state in states.values()), strict=True):
         ones = {
             i: One(h.local, {k: s.values for k, s in h.slots.items()})
@@ -52,7 +57,7 @@ def agree(
             return exchange_partners(i, len(states), how, number)
 
         kept = past.setdefault(name, [])
-        method.simulate(Round(ones, step - offset, offset, how, kept, near))
+        method.simulate(Round(ones, step - offset, offset, how, kept, near, betas))
     for state in states.values():
         state.release()
 

@@ -5,13 +5,14 @@ Nothing here is shared with what islands do: parameters come one by one, with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     from weft.recipe import Sync
+    from weft.sync.gossip_dynamics import LinkExchange
 
 T = torch.Tensor
 
@@ -36,6 +37,7 @@ class Round(NamedTuple):
         ``how``: the recipe's section ``[sync]``.
         ``past``: a list in which a method keeps values that it needs in later rounds.
         ``near``: function that returns the islands with which an island exchanges, itself included.
+        ``betas``: decays of the two moments of the islands' optimizer.
     """
 
     ones: dict[int, One]
@@ -44,6 +46,7 @@ class Round(NamedTuple):
     how: Sync
     past: list[Any]
     near: Callable[[int], Collection[int]]
+    betas: tuple[float, float] = (0.0, 0.0)
 
     @property
     def is_due(self) -> bool:
@@ -83,3 +86,30 @@ def step_anchor(replica: One, gradient: T, lr: float, momentum: float) -> None:
     replica.kept["outer"].copy_(
         optimizer.state[parameter]["momentum_buffer"] if momentum else gradient
     )
+
+
+def average_heard_squares(at: Round, events: Iterable[LinkExchange]) -> None:
+    """Let AdamW's second moments of all simulated islands average squares of gradients of several islands.
+
+    ``at``: a parameter on all islands, after a step. ``events``: the exchanges since; who exchanges knows the other's
+    gradient of this step, and takes the square of the mean of all that it knows, in place of its own.
+    """
+    slow, fast = at.betas
+    before = at.past[-1] if at.past else {}
+    after = {i: replica.kept["exp_avg"].clone() for i, replica in at.ones.items()}
+    at.past[:] = [after]
+    gradients = {
+        i: (m - slow * before[i] if before else m) / (1 - slow)
+        for i, m in after.items()
+    }
+    known = {i: {i} for i in at.ones}
+    for event in events:
+        for i, other in (event.islands, event.islands[::-1]):
+            known[i].add(other)
+    for i, replica in at.ones.items():
+        squares = replica.kept["exp_avg_sq"]
+        # without its own square, and with that of the mean
+        squares.sub_((1 - fast) * gradients[i] ** 2)
+        mean = torch.stack([gradients[j] for j in sorted(known[i])]).mean(0)
+        squares.add_((1 - fast) * mean**2)
+        replica.kept["average_before"].copy_(after[i])

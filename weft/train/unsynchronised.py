@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
 
+from weft.checkpoint.boxes import MOMENTS
+from weft.sync.neighbour_moments import BEFORE, average_square, gradient_of
 from weft.sync.replicas import replicas_of
 from weft.sync.streams import IslandLost
 from weft.train.island_state import flat_values, keep_values
+from weft.train.rule_optimizer import RuleOptimizer
 from weft.train.step import PhaseFiller
 
 if TYPE_CHECKING:
@@ -40,7 +43,15 @@ class Unsynchronised(PhaseFiller):
         self.ending = ""
         self.held = context.state.learning
         self.replicas = replicas_of(self.held, context.mesh)
-        self.dynamics, self.slots = dynamics, how.method.slots
+        slots = how.method.slots
+        self.averages_squares = BEFORE in slots
+        self.dynamics, self.rows = dynamics, [name for name in slots if name != BEFORE]
+        optimizer = context.state.optimizer
+        self.betas = (
+            optimizer.settings.betas
+            if isinstance(optimizer, RuleOptimizer)
+            else (0.0, 0.0)
+        )
         self._tell("taken", self.steps // how.every)
 
     def after(
@@ -68,32 +79,64 @@ class Unsynchronised(PhaseFiller):
         come before the next gradient.
         """
         # [rows, n], first the parameters
-        state = torch.stack([flat_values(self.held, name) for name in self.slots])
+        state = torch.stack([flat_values(self.held, name) for name in self.rows])
+        gradient, heard = self._last_gradient(), dict[int, T]()
         self.dynamics.learn(state, state[0] - flat_values(self.held))
         now, island = 0.0, self.streams.island
         for event in self.dynamics.clock(gradients):
             if island in event.islands:
+                other = event.partner_of(island)
                 state, now = self._moved(state, event.time - now), event.time
-                difference = self._difference(state, event, gradients)
-                if difference is not None:
-                    self.dynamics.pull(state, difference)
+                extra = None if other in heard else gradient
+                came = self._exchange(state, extra, event, gradients)
+                if came is not None:
+                    self.dynamics.pull(state, came[0])
                     self.exchanged += 1
+                    if extra is not None:
+                        heard[other] = extra - came[1]
         state = self._moved(state, 1 - now)
-        for name, values in zip(self.slots, state, strict=True):
+        for name, values in zip(self.rows, state, strict=True):
             keep_values(name, self.held, values)
         keep_values("", self.held, state[0])
+        if gradient is not None:
+            self._average_squares(gradient, heard.values())
+
+    def _last_gradient(self) -> T | None:
+        """Return this island's gradient of the last step, clipped; None if second moments are the island's own."""
+        if not self.averages_squares:
+            return None
+        average = flat_values(self.held, MOMENTS[0])
+        gradient = gradient_of(average, flat_values(self.held, BEFORE), self.betas[0])
+        keep_values(BEFORE, self.held, average)
+        return gradient
+
+    def _average_squares(self, gradient: T, others: Collection[T]) -> None:
+        """Let the second moments average squares of the mean of ``gradient`` and those of ``others`` of the same
+        step.
+        """
+        square = flat_values(self.held, MOMENTS[1])
+        average_square(square, gradient, others, self.betas[1])
+        keep_values(MOMENTS[1], self.held, square)
 
     def _moved(self, state: T, time: float) -> T:
         return self.dynamics.flow(time).to(state.dtype) @ state
 
-    def _difference(self, state: T, event: LinkExchange, gradients: int) -> T | None:
-        """Return what this island sends in an exchange minus what the other one does; None if that one has ended."""
+    def _exchange(
+        self, state: T, extra: T | None, event: LinkExchange, gradients: int
+    ) -> T | None:
+        """Return what this island sends in an exchange minus what the other one does; None if that one has ended.
+
+        The first row of the result ``[rows, n]`` is of the vector that the dynamics send; a second row is of ``extra``,
+        a vector that goes with it unless it is None.
+        """
         other, tag = (
             event.partner_of(self.streams.island),
             f"{gradients}/{event.number}",
         )
-        whole = self.dynamics.sent(state)
-        part = whole[self.replicas.part(whole.numel())].contiguous()
+        sent = self.dynamics.sent(state)
+        rows, size = [sent] if extra is None else [sent, extra], sent.numel()
+        here = self.replicas.part(size)
+        part = torch.cat([row[here] for row in rows])
         if self._ended(other, gradients):
             return None
         self.streams.send(other, tag, part)
@@ -104,14 +147,15 @@ class Unsynchronised(PhaseFiller):
                 return None
             raise
         self.streams.flush()
-        return self.replicas.whole(part - came, whole.numel())
+        apart = (part - came).chunk(len(rows))
+        return torch.stack([self.replicas.whole(row, size) for row in apart])
 
     def conclude(self) -> None:
         if self.how.at_end == "mean":
             from weft.train.one_model import end_with_mean
 
-            # tags of the other messages end with the number of an exchange after a gradient
-            self.ending = end_with_mean(self.context, self.how, self.steps, self.steps)
+            after = self.steps // self.how.every + 1  # which no gradient has been
+            self.ending = end_with_mean(self.context, self.how, after, self.steps)
 
     def summary(self) -> str:
         sent = (self.streams.sent + self.streams.around) / 2**20

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from weft.registry import register
-from weft.section import Section
 from weft.sync.gossip_dynamics import GossipDynamics, links_of
+from weft.sync.neighbour_moments import BEFORE, NEIGHBOUR_MOMENTS, GossipSettings
 from weft.sync.sync_method import SyncMethod
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from weft.sync.simulated_round import One, Round
 
 
-class A2CiD2Settings(Section):
-    """Recipe settings of A2CiD2: how often islands exchange."""
+class A2CiD2Settings(GossipSettings):
+    """Recipe settings of A2CiD2: how often islands exchange, and what."""
 
     exchanges: float = Field(
         0.0,
@@ -76,6 +76,7 @@ class AveragingDynamics(GossipDynamics):
     "sync",
     "a2cid2",
     settings=A2CiD2Settings,
+    rules=(NEIGHBOUR_MOMENTS,),
     draws={"exchanges": (0.0, 1.5)},
     title="A2CiD2: gossip of parameters without rounds, accelerated",
     paper="Nabli, Belilovsky & Oyallon 2023",
@@ -103,10 +104,13 @@ class A2CiD2(SyncMethod):
 
     def __init__(self, settings: Sync) -> None:
         super().__init__(settings)
-        self.exchanges = settings.own(A2CiD2Settings).exchanges
+        own = settings.own(A2CiD2Settings)
+        self.exchanges = own.exchanges
+        if own.moments == "neighbours":
+            self.slots = (*self.slots, BEFORE)
 
     def initial(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
+        return values.new_zeros(values.shape) if name == BEFORE else values.clone()
 
     def dynamics(self, islands: int) -> AveragingDynamics:
         """Return how the states of so many ``islands`` change."""
@@ -122,6 +126,8 @@ class A2CiD2(SyncMethod):
     def simulate(self, at: Round) -> None:
         if not at.is_due:
             return
+        from weft.sync.simulated_round import average_heard_squares
+
         dynamics = self.dynamics(len(at.ones))
         slowness, resistance = (each / dynamics.rate for each in dynamics.mixing)
 
@@ -150,3 +156,5 @@ class A2CiD2(SyncMethod):
         for i, replica in at.ones.items():
             mix(replica, 1 - clocks[i])
             replica.now.copy_(replica.kept["anchor"])
+        if BEFORE in self.slots:
+            average_heard_squares(at, dynamics.clock(at.step // at.how.every))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, PositiveFloat
 
 from weft.registry import register
-from weft.section import Section
+from weft.sync.neighbour_moments import BEFORE, NEIGHBOUR_MOMENTS, GossipSettings
 from weft.sync.sync_method import SyncMethod
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weft.sync.simulated_round import Round
 
 
-class DADAOSettings(Section):
+class DADAOSettings(GossipSettings):
     """Settings of DADAO that a recipe gives: assumed condition number of the loss, step size, and number of
     exchanges.
     """
@@ -47,6 +47,7 @@ class DADAOSettings(Section):
     "sync",
     "dadao",
     settings=DADAOSettings,
+    rules=(NEIGHBOUR_MOMENTS,),
     draws={"condition": (2.0, 8.0), "exchanges": (0.0, 1.5)},
     title="DADAO: accelerated gossip without rounds, over random links at random times",
     paper="Nabli & Oyallon 2023",
@@ -77,6 +78,8 @@ class DADAO(SyncMethod):
     def __init__(self, settings: Sync) -> None:
         super().__init__(settings)
         self.own = settings.own(DADAOSettings)
+        if self.own.moments == "neighbours":
+            self.slots = (*self.slots, BEFORE)
 
     def initial(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if name in ("anchor", "ahead"):
@@ -93,7 +96,11 @@ class DADAO(SyncMethod):
         return Unsynchronised(context, self.settings, dynamics)
 
     def simulate(self, at: Round) -> None:
+        from weft.sync.simulated_round import average_heard_squares
         from weft.techniques.sync.dadao.simulated_interval import simulate_interval
 
         if at.is_due:
-            simulate_interval(at, self.own)
+            dynamics = simulate_interval(at, self.own)
+            if BEFORE in self.slots:
+                clock = dynamics.clock(at.step // at.how.every)
+                average_heard_squares(at, clock)

@@ -39,9 +39,10 @@ def drift(replica: One, root: float, nu: float, time: float) -> None:
         replica.kept[name].copy_(torch.stack(parts).sum(0))
 
 
-def simulate_interval(at: Round, own: DADAOSettings) -> None:
+def simulate_interval(at: Round, own: DADAOSettings) -> Dynamics:
     """Simulate one parameter on all islands over one interval: a gradient on each island, then all exchanges up to the
     next gradients. ``at``: the parameter's values on the islands; ``own``: DADAO's settings.
+    Returns the dynamics, which have the clock.
     """
     root = (1 / (2 * own.condition)) ** 0.5
     nu = 1 / (8 * own.condition * own.stride)
@@ -67,3 +68,4 @@ def simulate_interval(at: Round, own: DADAOSettings) -> None:
     for i, replica in at.ones.items():
         drift(replica, root, nu, 1 - clocks[i])
         replica.now.copy_(replica.kept["anchor"])
+    return dynamics
