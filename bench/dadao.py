@@ -2,12 +2,12 @@
 
     python bench/dadao.py [--steps 400] [--seeds 1] [--sides a2cid2 dadao] [--quick] [--json bench/results/dadao.json]
 
-Four islands train a small transformer, each side at three settings; the best of each side counts. The loss at the end is
-on what is held out, of the islands' mean; ``MiB`` is what a rank says it has sent to others (islands that sum gradients
-do not say it: 0). Islands that sum gradients compute what one device would. The sides between them and DADAO show what
-DADAO loses where: islands that average their parameters after every step have AdamW of a quarter of the batch each, and
-nothing else; A2CiD2 exchanges in pairs as often as DADAO does, without its momentum. Rows of settings that the file
-already has are kept, so that an interrupted bench goes on.
+Four islands train a small transformer, each side at three settings; the best of each side counts. The loss at the end
+is on what is held out, of the islands' mean; ``MiB`` is what a rank says it has sent to others (islands that sum
+gradients do not say it: 0). Islands that sum gradients compute what one device would. The sides between them and
+DADAO show what DADAO loses where: islands that average their parameters after every step have AdamW of a quarter of
+the batch each, and nothing else; A2CiD2 exchanges in pairs as often as DADAO does, without its momentum. Rows of
+settings that the file already has are kept, so that an interrupted bench goes on.
 """
 
 from __future__ import annotations
@@ -117,8 +117,10 @@ def main() -> None:
     if before.get("steps") != steps:
         before = {}
     results: dict[str, Any] = {
-        "machine": machine(), "steps": steps, "runs": [row for row in before.get("runs", []) if row.get("side") in SIDES]
-    }  # fmt: skip
+        "machine": machine(),
+        "steps": steps,
+        "runs": [row for row in before.get("runs", []) if row.get("side") in SIDES],
+    }
     runs = results["runs"]
     pool = ProcessPool()
     try:
