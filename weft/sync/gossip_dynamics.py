@@ -80,7 +80,7 @@ class GossipDynamics(ABC):
 
     @property
     def rate(self) -> float:
-        """Mean number of exchanges over all links in a unit of time."""
+        """Mean number of exchanges over all links in a unit of time, the time between two gradients of an island."""
         return self.exchanges or self.needed
 
     @property
@@ -109,8 +109,8 @@ class GossipDynamics(ABC):
         """
 
     def clock(self, gradients: int, seed: int = 0) -> list[LinkExchange]:
-        """Draw the exchanges between gradient number ``gradients`` of all islands and the next, in order of time.
-        ``seed``: seed of the clock, the same on all islands.
+        """Return the exchanges between gradient number ``gradients`` of all islands and the next, drawn at random and
+        in order of time. ``seed``: seed of the clock, the same on all islands.
         """
         random = np.random.default_rng([seed, gradients])
         times = np.sort(random.random(random.poisson(self.rate)))

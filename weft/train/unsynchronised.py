@@ -28,9 +28,11 @@ LAST = 3
 
 
 class Unsynchronised(PhaseFiller):
-    """Acts after a training step: applies a gradient every ``sync.every`` steps, then exchanges vectors with
-    neighbouring islands. ``context``: model, state and mesh of the run. ``how``: the recipe's section ``[sync]``.
-    ``dynamics``: how the islands' states change.
+    """Phase after the training step for methods in which islands do not wait for a common round.
+
+    Every ``sync.every`` steps it applies the change of the parameters since the last time as a gradient. Then it makes
+    the exchanges with neighbouring islands that are due before the next gradient. ``context``: model, state and mesh of
+    the run. ``how``: the recipe's section ``[sync]``. ``dynamics``: how the islands' states change.
     """
 
     def __init__(
