@@ -95,7 +95,7 @@ class A2CiD2(SyncMethod):
     The slot ``anchor`` is the parameters as the last event left them.
     """
 
-    slots = ("anchor", "ahead")
+    slots: tuple[str, ...] = ("anchor", "ahead")
     shared = ()
     following = ("anchor", "ahead")
     partners = ("all", "ring", "graph")

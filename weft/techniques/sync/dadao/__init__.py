@@ -68,7 +68,14 @@ class DADAO(SyncMethod):
     ``dual_ahead`` begin as ``-nu x``, where ``nu`` is half the assumed smallest curvature of the loss.
     """
 
-    slots = ("anchor", "ahead", "dual", "dual_ahead", "pull", "pull_ahead")
+    slots: tuple[str, ...] = (
+        "anchor",
+        "ahead",
+        "dual",
+        "dual_ahead",
+        "pull",
+        "pull_ahead",
+    )
     shared = ()
     following = ("anchor", "ahead")
     partners = ("all", "ring", "graph")
