@@ -344,6 +344,11 @@ class AxisSeconds(NamedTuple):
     ep: Num
 
 
+def element_bytes(plan: Plan) -> Num:
+    """Return the bytes per element of activations and parameters: 4 for products in float32, else 2."""
+    return 2 + 2 * (np.asarray(plan.bits) == 32)
+
+
 @dataclass(frozen=True)
 class Roofline:
     """Formulas for the seconds of one layer on one rank.
@@ -368,6 +373,11 @@ class Roofline:
         return self.plan.bits / 8
 
     @property
+    def element(self) -> Num:
+        """Bytes per element of what is stored and sent: 4 for products in float32, else 2."""
+        return element_bytes(self.plan)
+
+    @property
     def routed(self) -> Num:
         """Token rows that the busiest rank receives for its experts in one microbatch.
 
@@ -383,7 +393,8 @@ class Roofline:
         """
         rate = self.machine.peak * self.machine.clock * self.engine.matmul
         # weights are read once for each part of the tokens
-        moved = self.width * (m * k + self.plan.halves * n * k) + 2 * m * n
+        moved = self.width * (m * k + self.plan.halves * n * k)
+        moved = moved + self.element * m * n
         return 2 * m * n * k / rate + moved / self.machine.hbm
 
     def feed_forward(self, tokens: Num, ffn: Num) -> Num:
@@ -433,7 +444,11 @@ class Roofline:
         fused = np.maximum(fused, rows * read / machine.hbm)
         split = (
             4 * score * shape.score_dim / (machine.peak16 * 0.5)
-            + SCORE_BYTES * score / machine.hbm
+            # mask and softmax are one kernel in 16 bits alone, else two
+            + (self.element / 2 + (self.element > 2))
+            * SCORE_BYTES
+            * score
+            / machine.hbm
         )
         return np.where(self.engine.flash > 0, fused, split)
 
@@ -469,18 +484,25 @@ class Roofline:
         )
         routing = moe * engine.moe * shape.top_k * shape.embed
         moved = engine.elementwise * (norms + routing) + engine.inner * inner
-        return casts * self.tokens * moved / self.machine.hbm
+        return casts * self.element / 2 * self.tokens * moved / self.machine.hbm
 
     def exchanges(self) -> AxisSeconds:
         """Return the seconds of a layer's exchanges along each axis in its forward pass."""
         shape, machine, plan, engine = self.shape, self.machine, self.plan, self.engine
         tokens, tp, cp = self.tokens, plan.tp, plan.cp
         along_tp = 2 * reduce(
-            tp, 2 * tokens * shape.embed, axis_link(machine, engine, 1, tp), plan.halves
+            tp,
+            self.element * tokens * shape.embed,
+            axis_link(machine, engine, 1, tp),
+            plan.halves,
         )
-        kv = 2 * 2 * tokens * shape.kv_heads * shape.head_dim / tp
+        kv = self.element * 2 * tokens * shape.kv_heads * shape.head_dim / tp
         heads = (
-            2 * tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / tp
+            self.element
+            * tokens
+            * (2 * shape.heads + 2 * shape.kv_heads)
+            * shape.head_dim
+            / tp
         )
         ring = gather(cp, kv * cp, axis_link(machine, engine, tp, cp))
         along_cp = np.where(
@@ -491,7 +513,7 @@ class Roofline:
         apart = np.where(
             domains > 1, np.minimum(1.0, domains / np.maximum(shape.top_k, 1)), 1.0
         )
-        rows = 2 * self.routed * shape.embed * apart
+        rows = self.element * self.routed * shape.embed * apart
         cut = expert_cut(plan, engine)
         along_ep = (
             (1 - shape.dense_share) * 2 * exchange(machine, engine, cut, plan.ep, rows)
@@ -510,7 +532,7 @@ class Roofline:
         start = start + leaves * machine.between_latency
         # between ladder layers two tensors go
         width = (1 + self.shape.ladder) * self.shape.embed
-        hop = 2 * self.tokens * width / plan.tp / pair + start
+        hop = self.element * self.tokens * width / plan.tp / pair + start
         return (plan.pp > 1) * hop
 
 
@@ -567,7 +589,7 @@ def passes(
     )
     again = again + (plan.recompute == Recompute.SELECTIVE) * selective
     tokens, vocab = parts.tokens, shape.vocab
-    logits = LOGIT_BYTES * tokens * vocab / plan.tp / machine.hbm
+    logits = LOGIT_BYTES * parts.element / 2 * tokens * vocab / plan.tp / machine.hbm
     head = (3 - shape.frozen) * parts.product(
         tokens, vocab / plan.tp, shape.embed
     ) + logits
@@ -627,7 +649,7 @@ def gradients(
     summed = reduce(replicas, engine.gradient * own, link, parts)
     scattered = gather(
         replicas,
-        (engine.gradient + 2) * own,
+        (engine.gradient + element_bytes(plan)) * own,
         link,
         2 * np.maximum(1, engine.buckets * layers),
     )
@@ -640,7 +662,7 @@ def gradients(
     across = reduce(plan.dp, engine.gradient * own / inner, apart, parts) * (
         plan.shard > 1
     )
-    fetch3 = gather(inner, 2 * own, link_in, parts)
+    fetch3 = gather(inner, element_bytes(plan) * own, link_in, parts)
     reduce3 = gather(inner, engine.gradient * own, link_in, parts)
     sharded = plan.zero >= 3
     # A pipeline keeps gathered parameters over its microbatches, and gathers them once.
@@ -649,7 +671,9 @@ def gradients(
     # backward gathers from the nearest ranks what forward has left there
     if np.any(plan.secondary):
         near = np.where(plan.secondary > 0, plan.secondary, inner)
-        again3 = gather(near, 2 * own, axis_link(machine, engine, tp, near), parts)
+        again3 = gather(
+            near, element_bytes(plan) * own, axis_link(machine, engine, tp, near), parts
+        )
     gathers = np.where(plan.pp > 1, 1, m) * (fetch3 + again3)
     # gradients of adapters are too few to count; frozen weights are gathered all the same
     learns = 1 - shape.frozen

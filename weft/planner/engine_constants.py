@@ -41,6 +41,8 @@ class EngineConstants:
         ``stops``: 1 if full recomputation of a layer stops at the last tensor that backward needs, and so does not
             repeat the layer's last product; 0 if it repeats the whole layer.
         ``weaves``: 1 if the program can compute half of the tokens while sums of the others travel over ``tp``.
+        ``blocks``: 1 if a pipeline rank waits while it sends or receives, as programs with paired calls do; 0 if it
+            computes meanwhile.
         ``whole``: 1 if experts are never cut over ``tp``; 0 if they are, unless the ranks of ``tp`` are among those
             over which experts are spread.
 
@@ -83,6 +85,7 @@ class EngineConstants:
     stops: Num = 0.0
     whole: Num = 1.0
     weaves: Num = 0.0
+    blocks: Num = 0.0
     gradient: Num = 4.0
     master: Num = 12.0
     constant: Num = 3.0

@@ -61,8 +61,8 @@ class Device(Hardware):
     """Data-sheet figures of one device.
 
     ``name``: name of the device. ``bf16``, ``fp8``, ``fp4``: peak rates in TFLOP/s of matrix products in these formats,
-    without sparsity. ``clock``: share of the 16-bit peak that a large product reaches, because of power and clock
-    limits. ``low``: the same share for 8 bits; that for 4 bits is :data:`LEAST`. ``clock`` and ``low`` come from
+    without sparsity; ``fp32``: the same in float32, 0 if it is half of ``bf16`` (as TF32). ``clock``: share of the
+    16-bit peak that a large product reaches, because of power and clock limits. ``low``: the same share for 8 bits; that for 4 bits is :data:`LEAST`. ``clock`` and ``low`` come from
     measurements of published runs (docs/explanations/planner.md). ``fused``: share of the 16-bit peak that forward and
     backward of fused attention reach over long sequences with heads of width 128, from measurements of kernels (Dao
     2023, 2307.08691, figures 4 and 7).
@@ -72,6 +72,7 @@ class Device(Hardware):
     bf16: float
     fp8: float
     fp4: float
+    fp32: float = 0.0
     clock: float = 0.76
     low: float = 0.76
     fused: float = 0.4
@@ -126,6 +127,17 @@ class Group(Section):
     memory: PositiveFloat | None = Field(
         None,
         description="Memory of a device in GB. If not set, the preset of the device gives it.",
+    )
+    link: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Bandwidth of the fast links inside a node of the group, in GB/s per device and direction. If not set, "
+            "that of the cluster, or of the preset of the device."
+        ),
+    )
+    per_node: PositiveInt | None = Field(
+        None,
+        description="Number of devices of a node of the group. If not set, that of the cluster.",
     )
     name: str = Field(
         "",
@@ -282,6 +294,16 @@ def load_cluster(name: str, count: int | None = None) -> Cluster:
         )
     else:
         tree = read_toml(Path(name))
+    return validated_cluster(tree, name, count)
+
+
+def validated_cluster(
+    tree: dict[str, Any], name: str, count: int | None = None
+) -> Cluster:
+    """Return the cluster with the fields of ``tree``, those of a cluster file.
+
+    ``name``: what error messages call it. ``count``: number of devices, in place of the number in ``tree``.
+    """
     if tree.get("groups"):
         tree = _of_groups(tree, name, count)
     if count is not None:
@@ -340,7 +362,7 @@ class Machine(Hardware):
 
     Attributes:
         ``peak``: peak rate of matrix products in the chosen precision.
-        ``peak16``: peak rate in 16 bits, which attention uses.
+        ``peak16``: peak rate in 16 bits, which attention uses; twice that in float32 for products in float32.
         ``clock``: share of ``peak`` that a large product reaches.
         ``fused``: share of ``peak16`` that fused attention reaches over long sequences.
         ``link_latency``, ``network_latency``: seconds to start a collective over fast links, and of a message over the
@@ -376,7 +398,7 @@ def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
     bf16 = given.pop("bf16", device.bf16)
     scale = bf16 / device.bf16
     peaks = {
-        32: bf16 / 2,
+        32: (device.fp32 or device.bf16 / 2) * scale,
         16: bf16,
         8: given.pop("fp8", device.fp8 * scale),
         4: device.fp4 * scale,
@@ -389,9 +411,11 @@ def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
         | {field.name: getattr(device, field.name) for field in fields(device)}
         | given
     )
+    # attention in float32 has no 16-bit products
+    peak16 = 2 * peaks[32] if bits == 32 else bf16
     return Machine(
         1e12 * peaks[bits],
-        1e12 * bf16,
+        1e12 * peak16,
         clocks[bits],
         device.fused,
         **{n: SI[n] * numbers[n] for n in SI},

@@ -5,33 +5,28 @@ devices with one kind of network card; and each stage gets layers in proportion 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.errors import UsageError, WeftError
-from weft.planner.cost import (
-    MicrobatchSeconds,
-    Plan,
-    builder_numbered,
-    gradients,
-    passes,
-    rest,
-    schedules,
-    step_time,
-)
+from weft.errors import WeftError
+from weft.planner.cost import Plan, builder_numbered, schedules, step_time
 from weft.planner.engine_constants import EngineConstants
 from weft.planner.finalists import chunks_of
-from weft.planner.layout_search import USABLE, SearchResult, at, describe
-from weft.planner.machine import Cluster, Group, Machine, find_device, machine_of
-from weft.planner.memory import held_bytes, logit_bytes, rank_memory
+from weft.planner.layout_search import SearchResult, describe
+from weft.planner.machine import Cluster, Group, Machine
+from weft.planner.placed_pipeline import (
+    GroupSpeed,
+    PlacedPipeline,
+    group_speeds,
+    machine_of_group,
+    node_size,
+)
 from weft.schedule.build import build, builder_of
 from weft.schedule.partition import partition
-from weft.schedule.simulate import Simulation, simulate
-from weft.schedule.stages import Stage, stage_costs
-from weft.schedule.times import ModelTimes, Times
+from weft.schedule.stages import Stage
 from weft.shapes.shape import Shape
 
 #: Layouts that are simulated, those with the best closed form first, and orders of groups that are tried for each.
@@ -94,33 +89,6 @@ class _StepOverGroups(NamedTuple):
     seconds: float
     layers: list[int]
     gib: float
-
-
-@dataclass(frozen=True)
-class _GroupSpeed:
-    """A group with its machine, and the seconds of a microbatch there."""
-
-    group: Group
-    machine: Machine
-    times: MicrobatchSeconds
-
-
-def machine_of_group(cluster: Cluster, group: Group, bits: int) -> Machine:
-    """Return the figures of the devices and links of one group.
-
-    ``bits``: width of the operands of matrix products.
-    """
-    device = find_device(group.device, group.memory)
-    network = (group.network or float(device.network)) * cluster.tree_share
-    own = {"memory": group.memory, "network": network, "link": cluster.link}
-    domain = cluster.domain or (cluster.per_node if cluster.per_node != 8 else None)
-    latency = {
-        "link_latency": cluster.link_latency,
-        "network_latency": cluster.network_latency,
-    }
-    return machine_of(
-        find_device(group.device, group.memory), bits, domain=domain, **own, **latency
-    )
 
 
 def mixed_plans(searched: SearchResult, cluster: Cluster, bits: int) -> list[MixedPlan]:
@@ -193,10 +161,7 @@ def _best_order(
 ) -> MixedPlan | None:
     """Simulate a plan with the groups in several orders along the pipeline; return the fastest that fits in memory."""
     ranks = int(plan.world / plan.pp)
-    speeds = [
-        _GroupSpeed(group, machine, at(passes(shape, machine, plan, engine), 0))
-        for group, machine in zip(cluster.groups, machines, strict=True)
-    ]
+    speeds = group_speeds(shape, engine, cluster, plan)
     best: MixedPlan | None = None
     for order in list(permutations(speeds))[:ORDERS]:
         places = [speed for speed in order for _ in range(speed.group.count // ranks)]
@@ -218,7 +183,7 @@ def _best_order(
 
 
 def _cut(
-    shape: Shape, places: Sequence[_GroupSpeed], held: Sequence[int], sized: bool
+    shape: Shape, places: Sequence[GroupSpeed], held: Sequence[int], sized: bool
 ) -> list[Stage]:
     """Cut the layers into stages; ``held``: the pipeline rank of each stage; ``sized``: by speed, or equally."""
     first = places[held[0]].times
@@ -248,7 +213,7 @@ def _simulated(
     engine: EngineConstants,
     cluster: Cluster,
     plan: Plan,
-    places: Sequence[_GroupSpeed],
+    places: Sequence[GroupSpeed],
     sized: bool,
 ) -> _StepOverGroups:
     """Simulate a step with stages ``sized`` by speed, or equally; raise :class:`WeftError` if it does not fit."""
@@ -263,90 +228,33 @@ def _simulated(
         for stage in tables[0].held(rank):
             held[stage] = rank
     stages = _cut(shape, places, held, sized)
-    times = [
-        _stage_times(shape, stage, places[rank].times)
-        for stage, rank in zip(stages, held, strict=True)
-    ]
-    kept = float(held_bytes(shape, plan, engine))
-    ends = Times(0.0, 0.0, 0.0), Times(0.0, 0.0, 0.0)
-    costs = stage_costs(ModelTimes(times, *ends, pp), stages, kept)
-    tokens = float(plan.micro_batch * plan.seq / plan.cp)
-    sent = 2 * tokens * float(shape.embed) / float(plan.tp)
-    between = sent / (1e9 * float(cluster.across or 1))
+    nodes = _nodes(cluster, places, int(plan.world / plan.pp), int(plan.tp * plan.cp))
+    placed = PlacedPipeline(shape, engine, cluster, plan, nodes, stages, held)
+    step = placed.step(tables)
+    layers = [placed.layers(rank) for rank in range(pp)]
+    return _StepOverGroups(step.seconds, layers, step.gib)
 
-    def move(value: Any, source: int, target: int) -> float:
-        alike = places[source].group is places[target].group
-        return float(places[source].times.hop) if alike else between
 
-    costs = replace(costs, move=move)
-    runs = [simulate(table, costs) for table in tables]
-    span = _span(runs, m)
-    numbers = [tables[0].held(rank) for rank in range(pp)]
-    layers = [sum(len(stages[s].layers) for s in here) for here in numbers]
-    dp = optimizer = 0.0
-    for place, count in zip(places, layers, strict=True):
-        turn = count * (place.times.forward + place.times.backward + place.times.again)
-        sums, update = gradients(
-            shape, place.machine, plan, engine, count, m * turn, turn
+def _nodes(
+    cluster: Cluster, places: Sequence[GroupSpeed], ranks: int, inner: int
+) -> list[list[int]]:
+    """Return the node of each replica of each pipeline rank, where a group's devices are taken in their order.
+
+    ``ranks``: devices of a pipeline rank; ``inner``: those of one replica.
+    """
+    first, taken = dict[int, int](), dict[int, int]()
+    count = 0
+    for index, group in enumerate(cluster.groups):
+        first[index] = count
+        count += -(-group.count // node_size(cluster, group))
+    numbers = {id(group): index for index, group in enumerate(cluster.groups)}
+    rows = []
+    for place in places:
+        number = numbers[id(place.group)]
+        start = taken.get(number, 0)
+        taken[number] = start + ranks
+        size = node_size(cluster, place.group)
+        rows.append(
+            [first[number] + d // size for d in range(start, start + ranks, inner)]
         )
-        dp, optimizer = max(dp, float(sums)), max(optimizer, float(update))
-    seconds = span + dp + optimizer
-    seconds += float(rest(plan, engine, seconds))
-    gib = _fullest(shape, engine, plan, places, stages, numbers, runs[0])
-    return _StepOverGroups(seconds, layers, gib)
-
-
-def _stage_times(shape: Shape, stage: Stage, times: MicrobatchSeconds) -> Times:
-    """Return the seconds of one microbatch's passes at a stage, without the transfers between stages."""
-    exposed = times.tp + times.cp + times.ep
-    count = len(stage.layers)
-    look_up = (times.forward + times.backward) * 4 * shape.embed / shape.active_weights
-    forward = (
-        count * (times.forward + exposed)
-        + stage.head * times.head
-        + stage.embedding * look_up / 3
-    )
-    back = (
-        count * (times.backward + times.again + (times.count - 1) * exposed)
-        + stage.embedding * look_up / 1.5
-    )
-    weight = count * times.weight
-    return Times(float(forward), float(back - weight), float(weight))
-
-
-def _span(runs: Sequence[Simulation], microbatches: int) -> float:
-    """Return the makespan of all microbatches; those that were not simulated take as long as those before."""
-    first = runs[0]
-    size = first.table.microbatches
-    each = max(first.busy) / size
-    if len(runs) > 1:
-        step = size - runs[1].table.microbatches
-        each = max(each, (first.makespan - runs[1].makespan) / step)
-    return float(first.makespan + (microbatches - size) * each)
-
-
-def _fullest(
-    shape: Shape,
-    engine: EngineConstants,
-    plan: Plan,
-    places: Sequence[_GroupSpeed],
-    stages: Sequence[Stage],
-    numbers: Sequence[Sequence[int]],
-    run: Simulation,
-) -> float:
-    """Return GiB of the fullest rank; raise :class:`UsageError` if a rank has more than its group's devices have."""
-    fullest = 0.0
-    for rank, here in enumerate(numbers):
-        head = float(any(stages[s].head for s in here))
-        loss = head * float(logit_bytes(shape, plan, engine))
-        tables = sum(stages[s].embedding + stages[s].head for s in here)
-        layers = sum(len(stages[s].layers) for s in here)
-        memory = float(
-            rank_memory(
-                shape, plan, engine, layers, tables, run.peaks[rank] + loss, loss
-            ).total
-        )
-        if memory > float(places[rank].machine.memory) * USABLE:
-            raise UsageError(f"pipeline rank {rank} needs {memory / 2**30:.0f} GiB")
-        fullest = max(fullest, memory / 2**30)
-    return fullest
+    return rows

@@ -1,0 +1,201 @@
+"""Steps that others measured on uneven clusters (uneven_rows.toml), beside what the planner's presets predict.
+
+    python bench/planner/uneven_published.py [--out bench/results/planner_uneven_published.json] [--rows]
+
+Each row's cluster, placement and cut are those that its source states; nothing is fitted to the rows. ``error`` is
+predicted over measured seconds, less one; by paper the median and mean of its absolute value, and how many rows are
+within 15 %. ``plain``: the same with every device counted as the weakest one and every link as the slowest one, by the
+closed form, as before.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from script import run
+
+from weft.planner.cost import Plan, schedule_number, step_time
+from weft.planner.engine_constants import ENGINES, EngineConstants
+from weft.planner.machine import Cluster, validated_cluster
+from weft.planner.placed_pipeline import PlacedPipeline
+from weft.recipe.toml import read_toml
+from weft.schedule.build import build
+from weft.schedule.stages import Stage
+from weft.shapes.shape import Shape, shape_of_sizes
+
+ROWS = Path(__file__).with_name("uneven_rows.toml")
+#: Sailor's nodes: device, GB/s inside a node by tp (intra_node_bandwidths.json), GB/s to a node of the same kind.
+NODES = {
+    "t": ("TITAN RTX", {2: 10.82, 4: 12.33, 8: 24.3}, {"a": 2.94, "b": 2.94}),
+    "o": ("RTX 2080 Ti", {2: 10.76, 4: 22.67, 8: 24.55}, {"a": 2.94, "b": 0.1175}),
+    "n": ("RTX 3090", {2: 49.77, 4: 7.86, 8: 5.33}, {"a": 2.94, "b": 0.1174}),
+}
+#: GB/s from a node of one kind to a node of another.
+ACROSS = {"a": 2.94, "b": 0.1155}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured step: its name, seconds, cluster, layout, and the nodes and layers of its pipeline ranks."""
+
+    name: str
+    seconds: float
+    cluster: Cluster
+    plan: Plan
+    nodes: tuple[tuple[int, ...], ...]
+    stages: tuple[Stage, ...]
+
+    def predicted(self, shape: Shape, engine: EngineConstants) -> Any:
+        """Return the predicted step (:class:`weft.planner.placed_pipeline.PlacedStep`)."""
+        pp = int(self.plan.pp)
+        table = build("1f1b", pp, int(self.plan.microbatches), None)
+        placed = PlacedPipeline(
+            shape, engine, self.cluster, self.plan, self.nodes, self.stages, range(pp)
+        )
+        return placed.step([table], checked=False)
+
+    def plain(self, shape: Shape, engine: EngineConstants) -> float:
+        """Return the seconds of the closed form, for which all devices are the weakest and all links the slowest."""
+        return float(
+            step_time(
+                shape, self.cluster.machine(int(self.plan.bits)), self.plan, engine
+            ).total
+        )
+
+
+def stages_of(counts: list[int]) -> tuple[Stage, ...]:
+    ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    return tuple(
+        Stage(range(a, b), i == 0, i == len(counts) - 1)
+        for i, (a, b) in enumerate(pairwise(ends))
+    )
+
+
+def plan_of(paper: dict[str, Any], **sizes: float) -> Plan:
+    return Plan(zero=0, seq=paper["seq"], bits=paper["bits"], schedule=schedule_number("1f1b"), **sizes)  # fmt: skip
+
+
+def amp_row(paper: dict[str, Any], row: list[Any]) -> Row:
+    tp, dp, pp, micro, seconds, starts = row
+    cluster = validated_cluster(
+        {
+            "per_node": 4,
+            "across": 1.25 / 4,
+            "groups": [
+                {"device": "V100", "count": 12, "memory": 16, "network": 1.25 / 4, "link": 21.25},
+                {"device": "T4", "count": 4, "network": 6.25 / 4, "link": 6.25},
+            ],
+        },
+        "amp",
+    )  # fmt: skip
+    nodes = tuple(
+        tuple((rank * dp * tp + replica * tp) // 4 for replica in range(dp))
+        for rank in range(pp)
+    )
+    counts = [sum(2 <= i < 26 for i in range(a, b)) for a, b in pairwise(starts)]
+    plan = plan_of(paper, tp=tp, dp=dp, pp=pp, micro_batch=micro, batch=paper["batch"])
+    name = f"tp={tp} dp={dp} pp={pp} micro_batch={micro}"
+    return Row(name, seconds, cluster, plan, nodes, stages_of(counts))
+
+
+def sailor_row(paper: dict[str, Any], row: list[Any]) -> Row:
+    which, file, tp, micro, batch, seconds, *cut = row
+    kinds = sorted({kind for _, places in cut for kind in places})
+    groups, first, count = [], {}, 0
+    for kind in kinds:
+        device, links, network = NODES[kind]
+        number = sum(places.count(kind) for _, places in cut)
+        groups.append({"device": device, "count": number * tp, "network": network[which] / tp, "link": links[tp]})  # fmt: skip
+        first[kind] = count
+        count += number
+    cluster = validated_cluster(
+        {"per_node": tp, "across": ACROSS[which] / tp, "groups": groups}, "sailor"
+    )
+    nodes = []
+    for _, places in cut:
+        nodes.append([])
+        for kind in places:
+            nodes[-1].append(first[kind])
+            first[kind] += 1
+    plan = plan_of(
+        paper, tp=tp, dp=len(cut[0][1]), pp=len(cut), micro_batch=micro, batch=batch
+    )
+    stages = stages_of([layers for layers, _ in cut])
+    return Row(f"{which} {file}", seconds, cluster, plan, tuple(map(tuple, nodes)), stages)  # fmt: skip
+
+
+READERS = {"amp": amp_row, "sailor": sailor_row}
+
+
+def judged(name: str, paper: dict[str, Any]) -> dict[str, Any]:
+    """Return a paper's rows with predictions, and its errors."""
+    embed = paper["embed"]
+    shape = shape_of_sizes(paper["layers"], embed=embed, heads=paper["heads"], ffn=4 * embed, vocab=paper["vocab"],
+                           gated=0, tied=1)  # fmt: skip
+    engine = replace(ENGINES["megatron-2021"], gradient=4.0)
+    if paper["network"]:
+        engine = replace(engine, network=paper["network"])
+    rows = []
+    for line in paper["rows"]:
+        row = READERS[name](paper, line)
+        step = row.predicted(shape, engine)
+        plain = row.plain(shape, engine)
+        rows.append(
+            {
+                "row": row.name,
+                "seconds": row.seconds,
+                "predicted": round(step.seconds, 3),
+                "error": round(step.seconds / row.seconds - 1, 3),
+                "plain": round(plain / row.seconds - 1, 3),
+            }
+        )
+    sizes = {key: [abs(row[key]) for row in rows] for key in ("error", "plain")}
+    best = min(rows, key=lambda row: row["predicted"])
+    fastest = min(row["seconds"] for row in rows)
+    return {
+        "paper": paper["paper"],
+        "source": paper["source"],
+        "about": paper["about"],
+        "rows": rows,
+        "count": len(rows),
+        "median": round(median(sizes["error"]), 3),
+        "mean": round(fmean(sizes["error"]), 3),
+        "within 15 %": sum(size <= 0.15 for size in sizes["error"]),
+        "plain median": round(median(sizes["plain"]), 3),
+        "plain mean": round(fmean(sizes["plain"]), 3),
+        "first choice": best["row"],
+        "regret": round(best["seconds"] / fastest - 1, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    options = parser.parse_args()
+    papers = {name: judged(name, paper) for name, paper in read_toml(ROWS).items()}
+    for name, paper in papers.items():
+        print(
+            f"{name}: {paper['count']} rows, error median {paper['median']:.1%}, mean {paper['mean']:.1%}, "
+            f"{paper['within 15 %']} within 15 %; as the weakest {paper['plain median']:.1%} and "
+            f"{paper['plain mean']:.1%}; first choice {paper['regret']:+.1%}"
+        )
+        for row in paper["rows"] if options.rows else ():
+            print(
+                f"  {row['row']:36} {row['seconds']:8.2f} s, predicted {row['predicted']:8.2f} ({row['error']:+.0%}; "
+                f"plain {row['plain']:+.0%})"
+            )
+    if options.out:
+        found = {
+            "command": "python bench/planner/uneven_published.py",
+            "papers": papers,
+        }
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,355 @@
+"""Time of a pipeline whose ranks have places: nodes of unlike devices, network cards that ranks share, slow rings.
+
+A node's network card serves all ranks of the node, so what a transfer gets of it depends on who else sends at the same
+time. Replicas of one stage may be in unlike nodes: each pipeline then takes its own time, and a ring of gradients is
+as fast as its slowest link. Cards of two kinds cannot talk RDMA; between groups all go at ``across`` (Yang et al. 2024,
+2312.03549; Li et al. 2022, 2210.07297).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from weft.errors import UsageError
+from weft.planner.cost import (
+    MicrobatchSeconds,
+    Plan,
+    element_bytes,
+    gradients,
+    passes,
+    rest,
+)
+from weft.planner.engine_constants import EngineConstants
+from weft.planner.layout_search import USABLE, at
+from weft.planner.machine import Cluster, Group, Machine, find_device, machine_of
+from weft.planner.memory import held_bytes, logit_bytes, rank_memory
+from weft.schedule.actions import Table
+from weft.schedule.simulate import Simulation, simulate
+from weft.schedule.stages import Stage, stage_costs
+from weft.schedule.times import ModelTimes, Times
+from weft.shapes.shape import Shape
+
+
+@dataclass(frozen=True)
+class GroupSpeed:
+    """A group with its machine, and the seconds of a microbatch there."""
+
+    group: Group
+    machine: Machine
+    times: MicrobatchSeconds
+
+
+class PlacedStep(NamedTuple):
+    """Seconds of a step, of which ``gradients`` are exposed sums of gradients; and GiB of the fullest rank."""
+
+    seconds: float
+    gradients: float
+    gib: float
+
+
+def node_size(cluster: Cluster, group: Group) -> int:
+    """Return the number of devices of a node of ``group``."""
+    return group.per_node or cluster.per_node
+
+
+def nodes_by_group(cluster: Cluster) -> list[int]:
+    """Return for each node of a mixed cluster the index of its group; nodes count through the groups in order."""
+    return [
+        index
+        for index, group in enumerate(cluster.groups)
+        for _ in range(-(-group.count // node_size(cluster, group)))
+    ]
+
+
+def machine_of_group(cluster: Cluster, group: Group, bits: int) -> Machine:
+    """Return the figures of the devices and links of one group.
+
+    ``bits``: width of the operands of matrix products.
+    """
+    device = find_device(group.device, group.memory)
+    network = (group.network or float(device.network)) * cluster.tree_share
+    link = group.link or cluster.link
+    own = {"memory": group.memory, "network": network, "link": link}
+    node = node_size(cluster, group)
+    domain = cluster.domain or (node if node != 8 else None)
+    latency = {
+        "link_latency": cluster.link_latency,
+        "network_latency": cluster.network_latency,
+    }
+    return machine_of(device, bits, domain=domain, **own, **latency)
+
+
+def group_speeds(
+    shape: Shape, engine: EngineConstants, cluster: Cluster, plan: Plan
+) -> list[GroupSpeed]:
+    """Return the speed of every group of ``cluster`` under ``plan``."""
+    machines = [
+        machine_of_group(cluster, group, int(plan.bits)) for group in cluster.groups
+    ]
+    return [
+        GroupSpeed(group, machine, at(passes(shape, machine, plan, engine), 0))
+        for group, machine in zip(cluster.groups, machines, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class PlacedPipeline:
+    """A plan whose pipeline ranks are in nodes of a mixed cluster.
+
+    Attributes:
+        ``shape``, ``engine``, ``cluster``, ``plan``: the model, the program's constants, the cluster and the layout.
+        ``nodes[rank][replica]``: number of the node with the tp ranks of this pipeline rank in this replica.
+        ``stages``: the part of the model at each stage; ``held[s]``: pipeline rank of stage ``s``.
+    """
+
+    shape: Shape
+    engine: EngineConstants
+    cluster: Cluster
+    plan: Plan
+    nodes: Sequence[Sequence[int]]
+    stages: Sequence[Stage]
+    held: Sequence[int]
+
+    def step(self, tables: Sequence[Table], checked: bool = True) -> PlacedStep:
+        """Simulate a step; ``tables``: its schedule for one or two numbers of microbatches, the larger one first.
+
+        Raises :class:`UsageError` if a rank does not fit in its device's memory, unless ``checked`` is false.
+        """
+        speeds = group_speeds(self.shape, self.engine, self.cluster, self.plan)
+        kinds = nodes_by_group(self.cluster)
+        span = 0.0
+        known: dict[Any, float] = {}
+        gib = 0.0
+        for replica in range(len(self.nodes[0])):
+            places = [speeds[kinds[row[replica]]] for row in self.nodes]
+            hops = self.hops(places, replica)
+            key = (tuple(id(place) for place in places), tuple(sorted(hops.items())))
+            if key not in known:
+                costs = self._costs(places, hops)
+                runs = [simulate(table, costs) for table in tables]
+                known[key] = makespan_of(runs, int(self.plan.microbatches))
+                full = fullest(self, places, tables[0], runs[0], checked)
+                gib = max(gib, full)
+            span = max(span, known[key])
+        sums, update = self._gradients(speeds, kinds)
+        seconds = span + sums + update
+        seconds += float(rest(self.plan, self.engine, seconds))
+        return PlacedStep(seconds, sums, gib)
+
+    def layers(self, rank: int) -> int:
+        """Return the number of layers of a pipeline rank."""
+        return sum(
+            len(stage.layers)
+            for stage, holder in zip(self.stages, self.held, strict=True)
+            if holder == rank
+        )
+
+    def hops(
+        self, places: Sequence[GroupSpeed], replica: int
+    ) -> dict[tuple[int, int], float]:
+        """Return the seconds of a microbatch's transfer between any two neighbouring pipeline ranks of a replica."""
+        plan = self.plan
+        tokens = float(plan.micro_batch * plan.seq / plan.cp)
+        sent = float(element_bytes(plan)) * tokens * float(self.shape.embed)
+        found = {}
+        for source, target in set(zip(self.held, self.held[1:], strict=False)):
+            for a, b in ((source, target), (target, source)):
+                if a != b:
+                    found[a, b] = self._transfer(places, replica, a, b, sent)
+        return found
+
+    def _transfer(
+        self,
+        places: Sequence[GroupSpeed],
+        replica: int,
+        source: int,
+        target: int,
+        sent: float,
+    ) -> float:
+        """Return the seconds in which all tp ranks of ``source`` send ``sent`` bytes together to those of ``target``.
+
+        All replicas send at once; those in the same node share its network card.
+        """
+        start, end = self.nodes[source][replica], self.nodes[target][replica]
+        machine = places[source].machine
+        if start == end:
+            rate = float(machine.link) * float(self.plan.tp)
+            return sent / rate + float(machine.link_latency)
+        sharing = sum(
+            a == start and b != start
+            for a, b in zip(self.nodes[source], self.nodes[target], strict=True)
+        )
+        slowest = min(float(machine.link), float(places[target].machine.link))
+        card = self._card(places[source], places[target]) / sharing
+        rate = min(card, slowest * float(self.plan.tp))
+        return sent / rate + float(machine.network_latency)
+
+    def _card(self, source: GroupSpeed, target: GroupSpeed) -> float:
+        """Return the bytes per second from a node of one group to a node of another, or of the same group."""
+        sizes = [node_size(self.cluster, end.group) for end in (source, target)]
+        ends = [
+            float(end.machine.network) * size
+            for end, size in zip((source, target), sizes, strict=True)
+        ]
+        if source.group is not target.group:
+            ends.append(1e9 * float(self.cluster.across or 1) * min(sizes))
+        return min(ends) * float(self.engine.network)
+
+    def _costs(
+        self, places: Sequence[GroupSpeed], hops: dict[tuple[int, int], float]
+    ) -> Any:
+        blocks = float(self.engine.blocks)
+        waits = [0.0] * len(self.stages)
+        for s in range(len(self.stages)):
+            for other in (s - 1, s + 1):
+                if 0 <= other < len(self.stages):
+                    waits[s] += blocks * hops.get((self.held[s], self.held[other]), 0.0)
+        times = [
+            stage_times(self.shape, stage, places[rank].times, wait)
+            for stage, rank, wait in zip(self.stages, self.held, waits, strict=True)
+        ]
+        ends = Times(0.0, 0.0, 0.0), Times(0.0, 0.0, 0.0)
+        kept = float(held_bytes(self.shape, self.plan, self.engine))
+        costs = stage_costs(ModelTimes(times, *ends, len(places)), self.stages, kept)
+
+        def move(value: Any, source: int, target: int) -> float:
+            return (1 - blocks) * hops.get((source, target), 0.0)
+
+        return replace(costs, move=move)
+
+    def _gradients(
+        self, speeds: Sequence[GroupSpeed], kinds: Sequence[int]
+    ) -> tuple[float, float]:
+        """Return the exposed seconds of sums of gradients, and those of the update, of the slowest stage."""
+        m = int(self.plan.microbatches)
+        slowest = update = 0.0
+        for rank, row in enumerate(self.nodes):
+            count = self.layers(rank)
+            for kind in {kinds[node] for node in row}:
+                times, machine = speeds[kind].times, speeds[kind].machine
+                turn = count * (times.forward + times.backward + times.again)
+                sums, own_update = gradients(
+                    self.shape, machine, self.plan, self.engine, count, m * turn, turn
+                )
+                update = max(update, float(own_update))
+                if len({kinds[node] for node in row}) > 1:
+                    moved = self._ring(rank, speeds, kinds)
+                    hidden = (1 - float(self.engine.exposed_dp)) * moved
+                    sums = moved - min(hidden, float(turn))
+                slowest = max(slowest, float(sums))
+        return slowest + self._tied(speeds, kinds), update
+
+    def _ring(
+        self, rank: int, speeds: Sequence[GroupSpeed], kinds: Sequence[int]
+    ) -> float:
+        """Return the seconds of the sums of a stage's gradients over replicas in unlike nodes.
+
+        Each tp rank has a ring of its own. All rings that leave a node share its card, those of other stages as well.
+        """
+        plan, shape = self.plan, self.shape
+        weights = self.layers(rank) * (shape.dense_weights + shape.expert_weights)
+        ends = (rank == 0) + (rank == len(self.nodes) - 1)
+        weights = float(weights + shape.table * min(ends, 2 - float(shape.tied)))
+        ring = sorted(self.nodes[rank])
+        rate = float("inf")
+        for a, b in zip(ring, ring[1:] + ring[:1], strict=True):
+            source, target = speeds[kinds[a]], speeds[kinds[b]]
+            if a == b:
+                rate = min(rate, float(source.machine.link) * float(plan.tp))
+            else:
+                leaving = sum(a in row and len(set(row)) > 1 for row in self.nodes)
+                rate = min(rate, self._card(source, target) / leaving)
+        share = (len(ring) - 1) / len(ring)
+        sharded = float(plan.zero) >= 1
+        sent = 2 * float(self.engine.gradient)
+        if sharded:
+            sent = float(self.engine.gradient) + float(element_bytes(plan))
+        return share * sent * weights / rate
+
+    def _tied(self, speeds: Sequence[GroupSpeed], kinds: Sequence[int]) -> float:
+        """Return the seconds in which first and last stage sum the gradients of the table that both hold."""
+        first, last = self.nodes[0], self.nodes[-1]
+        if len(self.nodes) < 2 or not float(self.shape.tied):
+            return 0.0
+        table = float(self.shape.table) * float(element_bytes(self.plan))
+        slowest = 0.0
+        for replica, (a, b) in enumerate(zip(first, last, strict=True)):
+            places = [speeds[kinds[row[replica]]] for row in self.nodes]
+            if a != b:
+                seconds = self._transfer(places, replica, 0, len(self.nodes) - 1, table)
+                slowest = max(slowest, seconds)
+        return slowest
+
+
+def stage_times(
+    shape: Shape, stage: Stage, times: MicrobatchSeconds, wait: float = 0.0
+) -> Times:
+    """Return the seconds of one microbatch's passes at a stage.
+
+    ``times``: those of one layer on the stage's devices. ``wait``: seconds of each pass in which the rank sends or
+    receives and so cannot compute.
+    """
+    exposed = times.tp + times.cp + times.ep
+    count = len(stage.layers)
+    look_up = (times.forward + times.backward) * 4 * shape.embed / shape.active_weights
+    forward = (
+        count * (times.forward + exposed)
+        + stage.head * times.head
+        + stage.embedding * look_up / 3
+    )
+    back = (
+        count * (times.backward + times.again + (times.count - 1) * exposed)
+        + stage.embedding * look_up / 1.5
+    )
+    weight = count * times.weight
+    return Times(float(forward) + wait, float(back - weight) + wait, float(weight))
+
+
+def makespan_of(runs: Sequence[Simulation], microbatches: int) -> float:
+    """Return the makespan of all microbatches; those that were not simulated take as long as those before.
+
+    ``runs``: simulations of fewer microbatches, the one with most first.
+    """
+    first = runs[0]
+    size = first.table.microbatches
+    each = max(first.busy) / size
+    if len(runs) > 1:
+        step = size - runs[1].table.microbatches
+        each = max(each, (first.makespan - runs[1].makespan) / step)
+    return float(first.makespan + (microbatches - size) * each)
+
+
+def fullest(
+    placed: PlacedPipeline,
+    places: Sequence[GroupSpeed],
+    table: Table,
+    run: Simulation,
+    checked: bool,
+) -> float:
+    """Return GiB of the fullest rank.
+
+    ``run``: the simulation of ``table``. Raises :class:`UsageError` if a rank has more than its group's devices have,
+    unless ``checked`` is false.
+    """
+    shape, plan, engine, stages = (
+        placed.shape,
+        placed.plan,
+        placed.engine,
+        placed.stages,
+    )
+    most = 0.0
+    for rank in range(len(places)):
+        here = table.held(rank)
+        head = float(any(stages[s].head for s in here))
+        loss = head * float(logit_bytes(shape, plan, engine))
+        tables = sum(stages[s].embedding + stages[s].head for s in here)
+        layers = sum(len(stages[s].layers) for s in here)
+        memory = float(
+            rank_memory(
+                shape, plan, engine, layers, tables, run.peaks[rank] + loss, loss
+            ).total
+        )
+        if checked and memory > float(places[rank].machine.memory) * USABLE:
+            raise UsageError(f"pipeline rank {rank} needs {memory / 2**30:.0f} GiB")
+        most = max(most, memory / 2**30)
+    return most
