@@ -62,9 +62,10 @@ class Device(Hardware):
 
     ``name``: name of the device. ``bf16``, ``fp8``, ``fp4``: peak rates in TFLOP/s of matrix products in these formats,
     without sparsity; ``fp32``: the same in float32, 0 if it is half of ``bf16`` (as TF32). ``clock``: share of the
-    16-bit peak that a large product reaches, because of power and clock limits. ``low``: the same share for 8 bits; that for 4 bits is :data:`LEAST`. ``clock`` and ``low`` come from
-    measurements of published runs (docs/explanations/planner.md). ``fused``: share of the 16-bit peak that forward and
-    backward of fused attention reach over long sequences with heads of width 128, from measurements of kernels (Dao
+    16-bit peak that a large product reaches, because of power and clock limits. ``low``: the same share for 8 bits;
+    that for 4 bits is :data:`LEAST`. ``clock`` and ``low`` come from measurements of published runs
+    (docs/explanations/planner.md). ``fused``: share of the 16-bit peak that forward and backward of fused attention
+    reach over long sequences with heads of width 128, from measurements of kernels (Dao
     2023, 2307.08691, figures 4 and 7).
     """
 
@@ -138,6 +139,13 @@ class Group(Section):
     per_node: PositiveInt | None = Field(
         None,
         description="Number of devices of a node of the group. If not set, that of the cluster.",
+    )
+    card: Literal["infiniband", "roce", "ethernet"] | None = Field(
+        None,
+        description=(
+            "Kind of the group's network cards. Cards of two kinds, and Ethernet without RDMA, talk TCP, which "
+            "reaches 94 % of the bandwidth. If not set, the share that the program reaches counts."
+        ),
     )
     name: str = Field(
         "",
