@@ -140,6 +140,14 @@ def test_each_group_keeps_to_its_memory(tmp_path: Path) -> None:
         ("across = 3\n[[groups]]\ndevice = 'V1000X'\ncount = 0", "count"),
         ("across = 3\n[[groups]]\ndevice = 'Z80'\ncount = 8", "'Z80' is not known"),
         ("across = 3\ngroups = 3", "groups is no list"),
+        (
+            "across = 3\n[[groups]]\ndevice = 'V100'\ncount = 8\nper_node = 3",
+            "no multiple of its per_node = 3",
+        ),
+        (
+            "across = 3\n[[groups]]\ndevice = 'V100'\ncount = 8\ncard = 'arcnet'",
+            "card = 'arcnet'",
+        ),
         ("across = 'far'\n[[groups]]\ndevice = 'V100'\ncount = 8", "across = 'far'"),
         (
             "device = 'CPU'\ncount = 4\n[calibration]\nwindows = [[1.0, 'a']]",

@@ -257,6 +257,12 @@ class Cluster(Section):
             raise ValueError(
                 f"{missing} is missing: a mixed cluster needs [[groups]] and 'across' (GB/s per device between them)"
             )
+        for group in self.groups:
+            if group.per_node and group.count % group.per_node:
+                raise ValueError(
+                    f"group {group.title!r} has {group.count} devices, which is no multiple of its per_node = "
+                    f"{group.per_node}"
+                )
         return self
 
     @property
