@@ -161,12 +161,12 @@ class PlacedPipeline:
         plan = self.plan
         tokens = float(plan.micro_batch * plan.seq / plan.cp)
         sent = float(element_bytes(plan)) * tokens * float(self.shape.embed)
-        found = {}
+        transfers = {}
         for source, target in set(zip(self.held, self.held[1:], strict=False)):
             for a, b in ((source, target), (target, source)):
                 if a != b:
-                    found[a, b] = self._transfer(places, replica, a, b, sent)
-        return found
+                    transfers[a, b] = self._transfer(places, replica, a, b, sent)
+        return transfers
 
     def _transfer(
         self,
