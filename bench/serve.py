@@ -1,8 +1,8 @@
 """Many requests at once beside transformers' and vLLM's engines, and what each of our policies is for.
 
 SmolLM2-135M (``--model FOLDER`` as Hugging Face has it; without it random weights of its shape), one thread, greedy.
-All sides have the same prompts, lengths and room for keys and values, and have to write the same tokens. Sides take
-turns; figures are medians.
+All sides have the same prompts, lengths and room for keys and values, and have to write the same tokens. Each opens its
+engine once, and uses no blocks of earlier turns. Sides take turns; figures are medians.
 
 ``--before FOLDER`` adds Weft as it is in another tree (``git archive COMMIT | tar -x -C FOLDER``).
 
@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,13 +105,17 @@ def sides(
 ) -> dict[str, Side]:
     """By name, what writes so many tokens after each prompt."""
     ours = opened(folder)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="sdpa"
-    ).eval()
+    engine = Engine(ours, tokens=CACHE, budget=BUDGET)
 
     def weft(prompts: list[list[int]], tokens: int) -> Texts:
-        engine = Engine(ours, tokens=CACHE, budget=BUDGET)
+        engine.scheduler.pool.forget()  # the prompts of earlier turns
         return timed(lambda: write_all(engine, prompts, [tokens] * len(prompts)))
+
+    @cache
+    def theirs() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="sdpa"
+        ).eval()
 
     def continuous(prompts: list[list[int]], tokens: int) -> Texts:
         how = transformers.GenerationConfig(
@@ -121,7 +125,7 @@ def sides(
             num_blocks=CACHE // 256, max_batch_tokens=BUDGET
         )
         return timed(lambda: [
-            one.generated_tokens for one in theirs.generate_batch(
+            one.generated_tokens for one in theirs().generate_batch(
                 inputs=prompts, generation_config=how, continuous_batching_config=room
             ).values()
         ])  # fmt: skip

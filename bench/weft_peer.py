@@ -26,11 +26,14 @@ def main() -> None:
     torch.set_num_threads(threads)
     model = open_model(folder, "cpu", lambda line: None)[0].float()
     read_only(model, "float")
+    engine = Engine(model, tokens=cache, budget=budget)
     os.write(out, b'"ready"\n')
     for line in sys.stdin:
         prompts, tokens = json.loads(line)
+        pool = engine.scheduler.pool
+        pool.known.clear()  # blocks of earlier turns
+        pool.keys.clear()
         begun, spent = time.perf_counter(), time.process_time()
-        engine = Engine(model, tokens=cache, budget=budget)
         texts = [engine.submit(prompt, tokens, GREEDY)[0] for prompt in prompts]
         engine.run()
         took = time.perf_counter() - begun, time.process_time() - spent

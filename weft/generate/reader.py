@@ -30,6 +30,7 @@ from weft.models.adapter_shelf import AdapterShelf, LentAdapter
 from weft.models.backend_choice import choose_backend
 from weft.models.borrowed_keys import LentBlocks
 from weft.models.invariant import TILE, invariant
+from weft.models.lean_block import make_lean
 from weft.models.paged import (
     KeyValuePages,
     Pages,
@@ -228,6 +229,7 @@ class PagedReader:
             layer_pages(model, size),
             alike,
         )
+        make_lean(model)
         if policy is not None:
             select_blocks(self.pages, policy, model, size)
         self.shelf = AdapterShelf(model, self.pages)

@@ -12,11 +12,13 @@ are.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from math import log
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from weft.generate.nucleus import cut_to_nucleus
 from weft.generate.sampling import Sampling
 from weft.generate.token_counts import TokenCounts
 from weft.models.numbers import wide
@@ -29,6 +31,9 @@ BLOCK_VALUES = 64
 
 #: Rows that are processed together on a CPU: their values stay in its caches.
 ROWS_IN_CACHE = 8
+
+#: Logarithm of e to base two.
+LOG2_E = 1 / log(2)
 
 #: How many of the likeliest tokens are looked at for ``top_p``, as long as they do not suffice.
 LIKELIEST = (64, 1024, 8192)
@@ -105,14 +110,24 @@ def likeliest_tokens(logits: T, texts: Sequence[TextState]) -> T:
     """Return the likeliest token of each row of ``logits`` ``[texts, vocab]``."""
     changed = [row for row, text in enumerate(texts) if text.changes]
     if len(changed) < len(texts):
-        best = logits.argmax(-1)
+        best = largest_index(logits)
     else:
         best = torch.empty(len(texts), dtype=torch.int64, device=logits.device)
     for rows in portions(changed, logits.device):
         at = index_of(rows, logits.device)
         states = [texts[row] for row in rows]
-        best[at] = shaped_logits(logit_rows(logits, rows), states).argmax(-1)
+        best[at] = largest_index(shaped_logits(logit_rows(logits, rows), states))
     return best
+
+
+def largest_index(values: T) -> T:
+    """Return the index of the first largest value of each row of ``values`` ``[rows, n]``.
+
+    On the CPU NumPy finds it in a tenth of the time of PyTorch.
+    """
+    if values.device.type != "cpu" or values.dtype == torch.bfloat16:
+        return values.argmax(-1)
+    return torch.from_numpy(values.numpy().argmax(-1))
 
 
 def portions(rows: Sequence[int], device: torch.device) -> Iterator[Sequence[int]]:
@@ -241,8 +256,9 @@ def exponentials(values: T, best: T, hows: Sequence[Sampling]) -> T:
     sampling of each row.
     """
     # Largest logit 0 first: dividing by a tiny temperature then gives -inf at worst, never inf - inf.
+    # A power of two takes a third of the time of exp on a CPU.
     heat = values.new_tensor([[max(how.temperature, 1e-37)] for how in hows])
-    return (values - best).div_(heat).exp_()
+    return (values - best).mul_(LOG2_E / heat).exp2_()
 
 
 def above_least(weights: T, hows: Sequence[Sampling]) -> T:
@@ -280,6 +296,20 @@ def nuclei(values: T, hows: Sequence[Sampling]) -> Iterator[Candidates]:
     vocab, left = values.shape[1], torch.arange(len(values), device=values.device)
     totals = exponentials(values, values.amax(-1, True), hows)
     total = block_sums(totals).double().cumsum(-1)[:, -1:]
+    if values.device.type == "cpu":
+        sums = total[:, 0].tolist()
+        cut = [
+            cut_to_nucleus(row, how.top_p * each, each)
+            for row, how, each in zip(totals, hows, sums, strict=True)
+        ]
+        rows = [row for row, kept in enumerate(cut) if kept is not None]
+        if rows:
+            own = [hows[row] for row in rows]
+            few = torch.stack([kept for kept in cut if kept is not None])
+            yield Candidates(left[rows], above_least(few, own), None)
+        left = left[[row for row, kept in enumerate(cut) if kept is None]]
+        if not len(left):
+            return
     for count in (*(n for n in LIKELIEST if n < vocab), vocab):
         own = [hows[row] for row in left.tolist()]
         best, ids = top_values(values[left], count)

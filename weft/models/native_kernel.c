@@ -7,9 +7,9 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Elements that are added at once, and keys that are read ahead of their use. */
+/* Elements that are added at once, and keys that are read ahead of their use: more would wait for each other. */
 #define LANES 16
-#define AHEAD 16
+#define AHEAD 8
 #define PIECES (WIDTH / LANES)
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -39,11 +39,11 @@ static inline void softmax(float *scores, int64_t count) {
     for (int64_t i = 0; i < count; i++) scores[i] /= total;
 }
 
-/* What all heads of one key hold; the key AHEAD of it is brought into the cache. */
+/* What all heads of one key hold; the key AHEAD of it is brought into the second level of the caches. */
 static inline const float *row_of(const float *store, const int32_t *table, int64_t key, int64_t end, int64_t row) {
     const int64_t later = key + AHEAD < end ? key + AHEAD : key;
     const float *ahead = store + (table[later / SIZE] * (int64_t)SIZE + later % SIZE) * row;
-    for (int64_t i = 0; i < row; i += LANES) __builtin_prefetch(ahead + i);
+    for (int64_t i = 0; i < row; i += LANES) __builtin_prefetch(ahead + i, 0, 2);
     return store + (table[key / SIZE] * (int64_t)SIZE + key % SIZE) * row;
 }
 

@@ -217,6 +217,9 @@ class KeyValuePages(Pages):
     def __init__(self, size: int, freq: T | None = None) -> None:
         super().__init__(size)
         self.freq = freq
+        # the tokens of all blocks, in each part of the store that was written last
+        self._shown: T | None = None
+        self._tokens: list[T] = []
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
         """Attend with ``[1, tokens, heads or kv_heads, head_dim]``; spans say where texts begin."""
@@ -296,8 +299,11 @@ class KeyValuePages(Pages):
         first = new[0]
         shape = (self.size, *first.shape[2:])
         store = self.room(self.reading.blocks, first, len(new), shape)
-        for kept, each in zip(store, new, strict=True):
-            kept.flatten(0, 1).index_copy_(0, slots, each[0, : len(slots)])
+        if store is not self._shown:
+            self._shown = store
+            self._tokens = [part.flatten(0, 1) for part in store]
+        for kept, each in zip(self._tokens, new, strict=True):
+            kept.index_copy_(0, slots, each[0, : len(slots)])
         if self.selector is not None:
             self.selector.written(self)
         if self.written is not None:

@@ -17,7 +17,7 @@ from weft.errors import UsageError
 from weft.models.adapters import merged
 from weft.models.fused import ONEDNN, has_usual_sizes, times
 from weft.models.invariant import is_invariant
-from weft.models.projections import Products, Projections
+from weft.models.projections import Projections
 from weft.models.sparse_weights import (
     ROUNDED,
     SPARSE,
@@ -63,8 +63,18 @@ class Packed(nn.Module):
     def forward(self, x: T) -> T:
         """Multiply ``x`` ``[..., in]`` with the packed weight: return ``[..., out]``."""
         if self.packed:
-            return mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+            return packed_product(x, self.weight)
         return times(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+
+
+def packed_product(x: T, weight: T) -> T:
+    """Multiply ``x`` ``[..., in]`` with a weight that :class:`Packed` has packed: ``[..., out]``."""
+    return mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
+
+
+def packed_sum(x: T, weight: T, plus: T) -> T:
+    """Multiply ``x`` ``[..., in]`` with a weight that :class:`Packed` has packed, and add ``plus`` ``[..., out]``."""
+    return mkldnn._linear_pointwise.binary(x, plus, weight, None, "add")
 
 
 class KernelOfBytes:
@@ -329,7 +339,7 @@ def read_only(
                 joined = torch.cat(weights) if len(names) > 1 else weights[0]
                 paths = [module.inside(name) for name in names]
                 product = forming(word, paths, joined)
-                module.products[names] = split_product(product, [*map(len, weights)])
+                module.products[names] = SplitProduct(product, [*map(len, weights)])
                 size += product.nbytes
                 module.forget(*names)
     # a stage of a pipeline has no output layer
@@ -370,9 +380,15 @@ def multiplied(x: T, product: nn.Module) -> T:
     return y
 
 
-def split_product(product: nn.Module, sizes: list[int]) -> Products:
-    """Return a function that computes the products of an input with several weights by one call of ``product``, a
-    module that multiplies with their concatenation. ``sizes``: output elements of each weight, by which the result is
-    split along its last dimension.
+class SplitProduct:
+    """Function that computes the products of an input with several weights by one call of ``product``, a module that
+    multiplies with their concatenation. ``sizes``: output elements of each weight, by which the result is split along
+    its last dimension.
     """
-    return lambda x: torch.split_with_sizes(multiplied(x, product), sizes, -1)
+
+    def __init__(self, product: nn.Module, sizes: list[int]) -> None:
+        self.product, self.sizes = product, sizes
+
+    def __call__(self, x: T) -> tuple[T, ...]:
+        """Multiply ``x`` ``[..., in]`` with all weights; return one tensor ``[..., size]`` for each size."""
+        return torch.split_with_sizes(multiplied(x, self.product), self.sizes, -1)

@@ -268,6 +268,8 @@ class Block(Module):
         self.ffn_out_norm = self.norm_of("ffn_out_norm", shape.norm_eps)
         self.ladder, self.dropout = shape.is_ladder(layer), shape.dropout
         self.recompute = "none"
+        # computes the block in other operators, or returns None (weft.models.lean_block)
+        self.lean: Callable[[T, tuple[T, ...], T], T | None] | None = None
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
     def forward(
@@ -279,6 +281,8 @@ class Block(Module):
         flattened rows; ``seen``: where routers record their counts; None: nowhere. In a ladder layer, ``x`` and output
         are a :class:`weft.models.ladder.LadderStream`.
         """
+        if self.lean and (y := self.lean(x, rope, cu_seqlens)) is not None:
+            return y
         if self.ladder:
             from weft.models.ladder import ladder_block
 
