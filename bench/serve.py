@@ -373,6 +373,13 @@ def alike(folder: Path, turns: int) -> dict[str, Any]:
     return ratios
 
 
+def sampled(folder: Path, turns: int) -> dict[str, Any]:
+    """The share of sampling in steps of 64 answers, by kind of settings (``bench/sampling.py``)."""
+    from sampling import shares
+
+    return shares(folder, 64, 5 * turns)
+
+
 def random_weights(folder: Path) -> Path:
     model = parallelize(SHAPE, Mesh.single(), Train())[0]
     export(
@@ -385,7 +392,7 @@ def random_weights(folder: Path) -> Path:
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "throughput": throughput, "injected": injected, "static": static, "shared": shared, "weights": weights,
-    "invariant": alike,
+    "invariant": alike, "sampling": sampled,
 }  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def split_of(module: Projections, *names: str) -> SplitProduct:
     return product
 
 
-def packed_weights(block: object) -> BlockWeights | None:
+def packed_weights(block: Block) -> BlockWeights | None:
     """Return the packed weights of ``block`` if it is so plain that :class:`LeanBlock` computes it, else None."""
     if type(block) is not Block or block.dropout or block.ladder:
         return None
@@ -137,6 +137,5 @@ def make_lean(model: Transformer) -> None:
     gradients.
     """
     for block in model.blocks.values():
-        weights = packed_weights(block)
-        if weights is not None:
+        if isinstance(block, Block) and (weights := packed_weights(block)) is not None:
             block.lean = LeanBlock(block, weights)
