@@ -15,7 +15,7 @@ from weft.diffusion.denoiser import Denoiser
 from weft.diffusion.noise_process import NoiseProcess
 from weft.diffusion.sample import SampleRequest, sample, seeded_noise
 from weft.layout.mesh import Mesh
-from weft.models.autoencoder import open_autoencoder, save_autoencoder
+from weft.models.autoencoder_files import open_autoencoder, save_autoencoder
 from weft.models.diffusers_weights import (
     diffusers_config,
     from_diffusers,

@@ -42,7 +42,7 @@ def build(vocab: int = VOCAB) -> Transformer:
     return parallelize(shape, Mesh.single(), Train(seed=2))[0]
 
 
-def until(come: Callable[[], Any], seconds: float = 20) -> None:
+def until(come: Callable[[], Any], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not come():
         assert time.monotonic() < deadline, "it did not come"

@@ -24,12 +24,8 @@ from weft.diffusion.latent_pictures import (
 )
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
-from weft.models.autoencoder import (
-    WEIGHTS,
-    autoencoder_settings,
-    open_autoencoder,
-    save_autoencoder,
-)
+from weft.models.autoencoder_files import WEIGHTS, open_autoencoder, save_autoencoder
+from weft.models.autoencoder_sizes import autoencoder_settings
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 

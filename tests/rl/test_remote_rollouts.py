@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -66,14 +67,17 @@ def settings(**more: Any) -> RemoteSettings:
         "how": Sampling(),
         "requests": 8,
         "cache": 4096,
-        "patience": 10.0,
-        "stall": 30.0,
+        "patience": 600.0,
+        "stall": 600.0,
     }
     return RemoteSettings(**values | more)
 
 
 class InThread:
-    """An engine for rollouts in threads of this process. ``slow``: seconds that each step takes longer."""
+    """An engine for rollouts in threads of this process. ``slow``: seconds that each step takes longer.
+
+    ``turn``: a lock; whoever holds it knows that no step is computed. ``gone``: whether it was killed or frozen.
+    """
 
     def __init__(
         self, run: Endpoint, name: str, slow: float = 0.0, secret: str = "s"
@@ -82,6 +86,7 @@ class InThread:
         self.endpoint, self.run, self.name = Endpoint("127.0.0.1"), run, name
         self.slow, self.said = slow, list[str]()
         self.error: Exception | None = None
+        self.turn, self.gone = threading.Lock(), False
         self.engine: RolloutEngine | None = None
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
@@ -89,22 +94,30 @@ class InThread:
     def _work(self) -> None:
         try:
             self.engine = RolloutEngine(
-                self.endpoint, self.run.address, self.secret, self.name, self.said.append, patience=5.0
+                self.endpoint, self.run.address, self.secret, self.name, self.said.append, patience=120.0
             )  # fmt: skip
-            step = self.engine.engine.step
-            self.engine.engine.step = lambda: (time.sleep(self.slow), step())[1]  # type: ignore[method-assign]
+            plain = self.engine.engine.step
+
+            def step() -> Any:
+                time.sleep(self.slow)
+                with self.turn:
+                    return plain()
+
+            self.engine.engine.step = step  # type: ignore[method-assign]
             self.engine.work(redial=2.0)
         except Exception as error:
             self.error = error
 
     def kill(self) -> None:
         assert self.engine is not None
+        self.gone = True
         self.engine.member.leave()
         self.engine.weights.close()
 
     def freeze(self) -> threading.Event:
         """Stop all sending and receiving, as a stopped process does, until the event is set."""
         assert self.engine is not None
+        self.gone = True
         thaw, current = threading.Event(), self.engine.member._current
         assert current is not None
         connection = current.outbox.connection
@@ -184,6 +197,7 @@ def test_staleness_zero_streamed_is_the_synchronous_loop_bit_for_bit() -> None:
     assert finishes == {"stop", "length"}
     with Run(invariant=True) as run:
         run.rollouts.take_weights(0)
+        run.joined(2)
         run.rollouts.request([group(i) for i in range(10)])  # all at once
         for step in range(5):
             groups = run.rollouts.finished(2)
@@ -233,12 +247,27 @@ def test_answers_go_on_with_new_weights_and_never_become_too_old() -> None:
             assert said == answer.log_probabilities[span.first : end]
 
 
-def writing(run: Run) -> InThread:
-    """An engine that has answers to write, as soon as there is one."""
-    links = run.rollouts.router.links
-    until(lambda: any(link.flights for link in [*links.values()]))
-    busy = next(name for name, link in [*links.items()] if link.flights)
-    return next(each for each in run.engines if each.name == busy)
+@contextmanager
+def writing(run: Run) -> Iterator[InThread]:
+    """An engine that has begun an answer, and that ends none within the context."""
+    held: list[InThread] = []
+
+    def finds() -> bool:
+        for each in run.engines:
+            if each.engine is None or each.gone:
+                continue
+            each.turn.acquire()
+            if each.engine.engine.scheduler.running:
+                held.append(each)
+                return True
+            each.turn.release()
+        return False
+
+    until(finds)
+    try:
+        yield held[0]
+    finally:
+        held[0].turn.release()
 
 
 @pytest.mark.slow(3)
@@ -250,11 +279,12 @@ def test_killed_and_frozen_engines_change_no_sample() -> None:
         run.rollouts.request([group(i) for i in range(10)])
         thaw, stopped = threading.Event(), ""
         for step in range(5):
-            engine = writing(run)
-            if step == 1:
-                engine.kill()
-            if step == 2:
-                thaw, stopped = engine.freeze(), engine.name
+            if step in (1, 2):
+                with writing(run) as engine:
+                    if step == 1:
+                        engine.kill()
+                    else:
+                        thaw, stopped = engine.freeze(), engine.name
             if step == 3:
                 run.engines.append(run.add("late"))
             groups = run.rollouts.finished(2)
@@ -280,19 +310,21 @@ def test_run_without_engines_ends_with_a_line() -> None:
         run.rollouts.take_weights(0)
         run.joined(1)
         run.rollouts.request([group(0), group(1)])
-        run.engines[0].kill()
+        with writing(run) as engine:
+            engine.kill()
         with pytest.raises(WeftError, match="rollouts have ended: no engine"):
             run.rollouts.finished(2)
 
 
 def test_engine_that_gets_no_new_weights_stalls_the_run_with_a_line() -> None:
-    with Run(engines=1, stall=1.0) as run:
+    with Run(engines=1) as run:
         run.rollouts.take_weights(0)
         run.rollouts.request([group(i) for i in range(4)])
         run.policy.train(run.rollouts.finished(2))
         engine = run.engines[0].engine
         assert engine is not None
         engine.weights.close()
+        run.rollouts.settings = settings(stall=1.0)
         run.rollouts.take_weights(1)
         with pytest.raises(WeftError, match=r"no token .* for 1 s; joined: e0 \(weights 0\)"):  # fmt: skip
             run.rollouts.finished(2)

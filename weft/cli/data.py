@@ -573,7 +573,7 @@ def autoencoder_command(
     """Train a small autoencoder of images, behind which a diffusion transformer can learn (data.settings.encoder)."""
     from weft.data.pictures import read_pictures
     from weft.diffusion.latent_pictures import small_autoencoder, train_autoencoder
-    from weft.models.autoencoder import save_autoencoder
+    from weft.models.autoencoder_files import save_autoencoder
     from weft.new_folder import check_new
 
     check_new(out)

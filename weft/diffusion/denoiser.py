@@ -15,6 +15,7 @@ from weft.diffusion.class_words import class_names
 from weft.diffusion.learned_sizes import learned_sizes
 from weft.diffusion.noise_process import NoiseProcess
 from weft.errors import UsageError
+from weft.models.autoencoder_files import AUTOENCODER_FILE
 from weft.models.diffusion_transformer import DiffusionBlock, DiffusionTransformer
 from weft.models.patches import patchify, unpatchify
 
@@ -244,7 +245,7 @@ def open_denoiser(
         )
     names = class_names(opened.files, model.settings.classes)
     behind = None
-    if autoencoder or "autoencoder.json" in opened.files:
+    if autoencoder or AUTOENCODER_FILE in opened.files:
         from weft.diffusion.latent_pictures import remembered_autoencoder
 
         behind = remembered_autoencoder(opened.files, autoencoder)

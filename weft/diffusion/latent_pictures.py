@@ -15,18 +15,12 @@ import xxhash
 from weft.cache import build_once, cache_root, digest
 from weft.data.pictures import PictureSet
 from weft.errors import UsageError, WeftError
-from weft.models.autoencoder import (
-    WEIGHTS,
-    Autoencoder,
-    AutoencoderSettings,
-    autoencoder_settings,
-    open_autoencoder,
-)
+from weft.models.autoencoder import Autoencoder
+from weft.models.autoencoder_files import AUTOENCODER_FILE, WEIGHTS, open_autoencoder
+from weft.models.autoencoder_sizes import AutoencoderSettings, autoencoder_settings
 
 T = torch.Tensor
 
-#: The file of a checkpoint that says where the autoencoder of its images is.
-AUTOENCODER_FILE = "autoencoder.json"
 #: Most values of a batch of images that is encoded or decoded at once.
 MOST_VALUES = 1 << 22
 #: Weight of the divergence of latents from a normal distribution, and images of a batch, in training.

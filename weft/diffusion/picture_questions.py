@@ -37,7 +37,7 @@ def picture_questions(
     """
     behind = None
     if real.encoder:
-        from weft.models.autoencoder import open_autoencoder
+        from weft.models.autoencoder_files import open_autoencoder
 
         # now, as its folder may be moved while the model learns
         behind = open_autoencoder(real.encoder)

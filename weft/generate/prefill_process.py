@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,10 @@ T = torch.Tensor
 
 #: Seconds in which the process must start, and without a sign of life in a pass until it is killed.
 START_S, SILENT_S = 120.0, 10.0
+#: Seconds that count as silence between two looks, at most: who looks again after a long time was stopped itself.
+MOST_LOOK_S = 1.0
+#: Seconds that a process which was killed may take to be gone.
+GONE_S = 60.0
 #: Times that the process may end before it is ready, until it is not started again.
 TRIES = 3
 
@@ -61,6 +65,16 @@ def start_interpreter(pipe: PipeEnd, weights: int, cache: int) -> RunningProcess
     return call_in_child(
         __name__, run_prefill.__name__, pipe, weights, cache, stdout=sys.stderr
     )
+
+
+class _Silence(NamedTuple):
+    """How long the process has given no sign of life. ``beat``: its last sign; ``seconds``: time without another one;
+    ``looked``: when it was looked for last.
+    """
+
+    beat: float
+    seconds: float
+    looked: float
 
 
 class PrefillProcess:
@@ -160,7 +174,7 @@ class PrefillProcess:
         except OSError as error:
             self._bury(error)
             raise PrefillLost("the process that reads prompts has ended") from None
-        self._watched = float(self._control[BEAT]), time.monotonic()
+        self._watched = _Silence(float(self._control[BEAT]), 0.0, time.monotonic())
 
     def has_ended(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the end of the pass under way in the other process. Return whether the pass has
@@ -171,11 +185,12 @@ class PrefillProcess:
                 return True
         except OSError:
             return True
-        beat, since = self._watched
-        now = time.monotonic()
-        if float(self._control[BEAT]) != beat:
-            self._watched = float(self._control[BEAT]), now
-        return now - since > SILENT_S
+        beat, now = float(self._control[BEAT]), time.monotonic()
+        last = self._watched
+        passed = min(now - last.looked, max(seconds, MOST_LOOK_S))
+        silent = last.seconds + passed if beat == last.beat else 0.0
+        self._watched = _Silence(beat, silent, now)
+        return silent > SILENT_S
 
     def logits(self, rows: int) -> T:
         """Return the logits ``[rows, vocab]`` of the pass that the other process has ended.
@@ -201,7 +216,7 @@ class PrefillProcess:
                 process.wait(5)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(5)
+                process.wait(GONE_S)
 
     def _bury(self, error: Exception) -> None:
         """Make sure that the process is gone, so that it writes to no block any more; then start it again."""
@@ -209,7 +224,7 @@ class PrefillProcess:
         self._pipe.close()
         assert self._process is not None
         self._process.kill()
-        code = self._process.wait(5)
+        code = self._process.wait(GONE_S)
         why = str(error) if isinstance(error, PrefillLost) else f"exit code {code}"
         self._process = None
         if self._failures >= TRIES:

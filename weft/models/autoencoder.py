@@ -1,92 +1,24 @@
 """A convolutional autoencoder of images, behind which a diffusion transformer works (Rombach et al. 2022).
 
-Modules and parameters have the names of diffusers' ``AutoencoderKL``, so that its weights are read and written as they
-are. It is not trained with a diffusion transformer, and every rank has all of it.
+Modules and parameters have the names of diffusers' ``AutoencoderKL``, so that :mod:`weft.models.autoencoder_files`
+reads and writes its weights as they are. It is not trained with a diffusion transformer, and every rank has all of it.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveInt
 from torch import nn
 
-from weft.errors import UsageError, WeftError
-from weft.section import Section, validated
+from weft.models.autoencoder_sizes import AutoencoderSettings
 
 T = torch.Tensor
 
-#: The class that a configuration names, and the file of the weights.
-CLASS_NAME = "AutoencoderKL"
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 #: Added to the variance in norms.
 NORM_EPS = 1e-6
-#: Names of the products of attention in older files.
-OLD_NAMES = {"query.": "to_q.", "key.": "to_k.", "value.": "to_v.", "proj_attn.": "to_out.0."}  # fmt: skip
-#: Kinds of blocks that a configuration lists, one for each resolution.
-BLOCKS = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}  # fmt: skip
-#: Settings of diffusers' class that have no other value here, or only say what others have been trained with.
-FIXED = {"act_fn": "silu", "latents_mean": None, "latents_std": None}
-
-
-class AutoencoderSettings(Section):
-    """Sizes of an autoencoder, which maps images to smaller latents and back. The fields have the names of diffusers'
-    ``config.json``.
-    """
-
-    in_channels: PositiveInt = Field(
-        3, le=1 << 16, description="Number of values (channels) of a pixel of an image."
-    )
-    latent_channels: PositiveInt = Field(
-        4, le=1 << 16, description="Number of values (channels) of a latent."
-    )
-    block_out_channels: tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...] = Field(
-        (64,),
-        min_length=1,
-        description=(
-            "Number of channels at each resolution, the highest resolution first. Each resolution is "
-            "half the one before."
-        ),
-    )
-    layers_per_block: PositiveInt = Field(
-        1,
-        le=64,
-        description="Number of residual blocks at each resolution of the encoder; the decoder has one more.",
-    )
-    norm_num_groups: PositiveInt = Field(
-        32, description="Number of groups of channels in each group norm."
-    )
-    scaling_factor: float = Field(
-        0.18215,
-        gt=0,
-        allow_inf_nan=False,
-        description="Factor by which latents are multiplied, after 'shift_factor' was subtracted.",
-    )
-    shift_factor: float | None = Field(
-        None,
-        allow_inf_nan=False,
-        description="Number that is subtracted from latents before they are scaled; if not set: 0.",
-    )
-    use_quant_conv: bool = Field(
-        True, description="Whether a 1 x 1 convolution follows the encoder."
-    )
-    use_post_quant_conv: bool = Field(
-        True, description="Whether a 1 x 1 convolution precedes the decoder."
-    )
-    mid_block_add_attention: bool = Field(
-        True, description="Whether there is attention at the lowest resolution."
-    )
-
-    @property
-    def factor(self) -> int:
-        """Number of pixels, along each side of an image, that one latent stands for."""
-        return 2 ** (len(self.block_out_channels) - 1)
 
 
 class PixelResidual(nn.Module):
@@ -286,94 +218,3 @@ class Autoencoder(nn.Module):
             x = self.post_quant_conv(x)
         pixels: T = self.decoder(x)
         return pixels
-
-
-def autoencoder_settings(config: Mapping[str, Any]) -> AutoencoderSettings:
-    """Return the sizes of the autoencoder that diffusers' ``config`` describes.
-
-    Raises :class:`UsageError` if ``config`` describes another class or unknown blocks.
-    """
-    if (name := config.get("_class_name")) != CLASS_NAME:
-        raise UsageError(f"config.json is of {name}, and an autoencoder is {CLASS_NAME}")  # fmt: skip
-    if config.get("out_channels", config.get("in_channels")) != config.get("in_channels"):  # fmt: skip
-        raise UsageError("config.json has other out_channels than in_channels, which must be alike")  # fmt: skip
-    for key, block in BLOCKS.items():
-        kinds = config.get(key, ())
-        kinds = kinds if isinstance(kinds, list | tuple) else [kinds]
-        if strange := [kind for kind in kinds if kind != block]:
-            raise UsageError(
-                f"config.json has blocks {strange[0]!r} in {key}, and only {block} can be opened"
-            )
-    for key, value in FIXED.items():
-        if config.get(key, value) != value:
-            raise UsageError(f"config.json has {key} = {config[key]!r}, and only {value!r} can be opened")  # fmt: skip
-    fields = AutoencoderSettings.model_fields
-    known = {key: value for key, value in config.items() if key in fields}
-    settings = validated(AutoencoderSettings, known, "config.json")
-    if odd := [w for w in settings.block_out_channels if w % settings.norm_num_groups]:
-        raise UsageError(
-            f"config.json has {odd[0]} channels, which {settings.norm_num_groups} groups of a norm do not divide"
-        )
-    return settings
-
-
-def autoencoder_config(settings: AutoencoderSettings) -> dict[str, Any]:
-    """Return the configuration by which diffusers opens an autoencoder with these sizes."""
-    stages = len(settings.block_out_channels)
-    return {
-        "_class_name": CLASS_NAME, **settings.model_dump(mode="json"), "out_channels": settings.in_channels,
-        **{key: [block] * stages for key, block in BLOCKS.items()}, "act_fn": "silu",
-    }  # fmt: skip
-
-
-def open_autoencoder(folder: str | Path) -> Autoencoder:
-    """Open the autoencoder in ``folder``, which diffusers or :func:`save_autoencoder` has written.
-
-    Raises :class:`UsageError` if its configuration is not supported, and :class:`WeftError` if its files cannot be
-    read.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    place = Path(folder).expanduser()
-    try:
-        config = json.loads((place / "config.json").read_text())
-        tensors = load_file(place / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise WeftError(f"{place} cannot be read as an autoencoder of diffusers: {error}") from None  # fmt: skip
-    if not isinstance(config, dict):
-        raise WeftError(f"{place} cannot be read as an autoencoder of diffusers: config.json is no object")  # fmt: skip
-    # sizes that the weights do not have take no memory
-    with torch.device("meta"):
-        model = Autoencoder(autoencoder_settings(config))
-    wanted = model.state_dict()
-    values = {}
-    for name, tensor in tensors.items():
-        for old, new in OLD_NAMES.items():
-            name = name.replace(f"attentions.0.{old}", f"attentions.0.{new}")
-        # in the oldest files products are convolutions of one pixel
-        fits = name in wanted and wanted[name].numel() == tensor.numel()
-        values[name] = tensor.reshape(wanted[name].shape) if fits else tensor
-    wrong = sorted({*wanted} ^ {*values}) or [
-        name for name in wanted if wanted[name].shape != values[name].shape
-    ]
-    if wrong:
-        raise WeftError(f"{place}: its weights do not fit its config.json, the first is {wrong[0]}")  # fmt: skip
-    # copies, as the file may change
-    whole = {name: value.float().clone() for name, value in values.items()}
-    model.load_state_dict(whole, assign=True)
-    return model.eval().requires_grad_(False)
-
-
-def save_autoencoder(model: Autoencoder, out: Path) -> Path:
-    """Write ``model`` to the new folder ``out`` in the form that diffusers reads, and return the folder."""
-    from safetensors.torch import save_file
-
-    from weft.new_folder import new_folder
-
-    with new_folder(out) as folder:
-        text = json.dumps(autoencoder_config(model.settings), indent=2)
-        (folder / "config.json").write_text(text + "\n")
-        values = {n: v.contiguous().clone() for n, v in model.state_dict().items()}
-        save_file(values, folder / WEIGHTS, {"format": "pt"})
-    return out

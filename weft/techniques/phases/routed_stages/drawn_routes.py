@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+
+
+# every stage asks for the same ones for each microbatch, forward and backward
+@lru_cache(4096)
+def drawn_permutation(count: int, seed: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the numbers 0 to ``count - 1`` in a random order, which the numbers ``seed`` decide."""
+    return tuple(np.random.default_rng(seed).permutation(count).tolist())
 
 
 @dataclass(frozen=True)
@@ -25,8 +33,9 @@ class DrawnRoutes:
         """
         if stage == 0:
             return list(range(self.islands))
-        drawn = np.random.default_rng([self.seed, self.step, stage, microbatch])
-        return [int(island) for island in drawn.permutation(self.islands)]
+        return [
+            *drawn_permutation(self.islands, (self.seed, self.step, stage, microbatch))
+        ]
 
     def source(self, stage: int, island: int, microbatch: int) -> int:
         """Return the island from which ``stage`` of ``island`` gets its input of ``microbatch``, the output of the
