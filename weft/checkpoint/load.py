@@ -112,7 +112,8 @@ class StoredCheckpoint:
     def file(self, name: str, size: int, xxh3: str) -> bytes:
         """Read the small file ``name``, such as a manifest or the tokenizer, and verify it.
 
-        ``size`` and ``xxh3``: the bytes and the digest that the root file lists. Raises :class:`DamagedCheckpoint`.
+        ``size`` and ``xxh3``: the bytes and the digest that the root file lists. Raises :class:`DamagedCheckpoint` if
+        they differ from those of the file.
         """
         try:
             data = self.storage.read(name)
@@ -130,7 +131,8 @@ class StoredCheckpoint:
     def read_all(self, blocks: Iterable[StoredBlock]) -> Iterator[memoryview]:
         """Read and verify ``blocks``, and yield the bytes of each block in the order of ``blocks``.
 
-        Blocks that follow each other in a file are read together. Raises :class:`DamagedCheckpoint`.
+        Blocks that follow each other in a file are read together. Raises :class:`DamagedCheckpoint` for a block whose
+        bytes do not match its digest.
         """
         for group in _side_by_side(blocks, self.storage.granule):
             for _, data in self.read(group):
@@ -144,9 +146,9 @@ class StoredCheckpoint:
     ) -> Iterator[tuple[StoredBlock, memoryview]]:
         """Read and verify a group of blocks, and yield each block with its bytes.
 
-        ``group``: blocks that follow each other without a gap in one file; ``places``: for some of the
-        blocks, the memory to read each into; ``scratch``: one memory for the bytes of all other blocks, by default
-        newly allocated. Raises :class:`DamagedCheckpoint`.
+        ``group``: blocks that follow each other without a gap in one file; ``places``: for some of the blocks, the
+        memory to read each into; ``scratch``: one memory for the bytes of all other blocks, by default newly allocated.
+        Raises :class:`DamagedCheckpoint` for a block whose bytes do not match its digest.
         """
         first, size, at = group[0], sum(b.size for b in group), 0
         begun = time.perf_counter()

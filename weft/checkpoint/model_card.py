@@ -34,8 +34,8 @@ def write_model_card(checkpoint: str, folder: Path) -> None:
 
 
 def model_card(stored: StoredCheckpoint) -> str | None:
-    """Return the model card of a checkpoint as Markdown; None if the checkpoint does not record which data its run has
-    read.
+    """Return the model card of the checkpoint ``stored`` as Markdown; None if the checkpoint does not record which data
+    its run has read.
     """
     meta: dict[str, Any] = stored.meta
     progress, recipe = meta["progress"], meta["recipe"]

@@ -251,7 +251,7 @@ def load_parts(
     locals_: Mapping[str, Part],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill this rank's parts of tensors from a checkpoint. Collective over ``group`` (default: all ranks).
+    """Fill this rank's parts of tensors from ``checkpoint``. Collective over ``group`` (default: all ranks).
 
     ``locals_``: the parts, by the tensor's name in the checkpoint. From remote storage each replica reads a different
     share of a part and passes it on to the other replicas. An error of any rank is raised on all ranks.

@@ -231,9 +231,9 @@ def run_base(recipe: Recipe, shape: ModelShape) -> dict[str, Any] | None:
 def check_same_base(
     checkpoint: StoredCheckpoint, needed: Mapping[str, Any] | None
 ) -> None:
-    """Raise :class:`WeftError` if the checkpoint's adapter was trained with another base model than ``needed``.
+    """Raise :class:`WeftError` if the adapter in ``checkpoint`` was trained with another base model than ``needed``.
 
-    ``needed``: the description of a base model from :func:`run_base`.
+    ``needed``: the description of the run's base model from :func:`run_base`; None: the run trains no adapter.
     """
     stored = checkpoint.meta.get("base")
     if (

@@ -40,7 +40,7 @@ class StagedTiers(Protocol):
 
     @property
     def staging(self) -> Path | None:
-        """Folder for the copy of the state that a save makes; None: the copy is in main memory."""
+        """Folder for the file with the copy of the state that a save makes; None: the copy is in main memory."""
 
 
 class SavedState(Protocol):

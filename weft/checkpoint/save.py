@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class Saved:
     """Report of one rank about a save.
 
-    A rank reports once that it has written its own part. Rank 0 reports also about the commit, which completes the
-    whole save. ``rank``: rank that reports; ``step``: step of the checkpoint; ``where``: address of the checkpoint;
+    Every rank reports when it has written its own part. Rank 0 also reports on the commit, which completes the whole
+    save. ``rank``: rank that reports; ``step``: step of the checkpoint; ``where``: address of the checkpoint;
     ``report``: result of the work. Its ``committed`` is set only in the report of a commit that succeeded.
     """
 

@@ -70,7 +70,9 @@ class UnitUpdate(NamedTuple):
         return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
 
     def copied(self, room: T) -> "UnitUpdate":
-        """Return the same update with all its tensors copied into ``room``, a uint8 tensor on another device."""
+        """Return the same update with all its tensors copied into ``room``, a uint8 tensor of at least :attr:`size`
+        bytes on another device.
+        """
         start, places = 0, []
         for t in self.tensors:
             place = room[start : start + t.nbytes].view(t.dtype).view(t.shape)
@@ -98,7 +100,7 @@ class Lane:
         self.thread = ThreadPoolExecutor(1, "weft-update")
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Queue the callable ``work`` for the lane's thread."""
+        """Queue the callable ``work`` for the lane's thread, and return without waiting until it has run."""
         self.thread.submit(self._run, work)
 
     def _run(self, work: Callable[[], None]) -> None:

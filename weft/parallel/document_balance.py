@@ -327,7 +327,8 @@ def _shortened(documents: tuple[int, ...]) -> str:
 def check_document_plan(plan: Plan, lengths: np.ndarray, capacity: int) -> None:
     """Raise :class:`PlanError` unless every document is computed once, every pass fits, and no rank waits for ever.
 
-    ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass.
+    ``plan``: which ranks compute each document, in which passes. ``lengths``: tokens of each document; ``capacity``:
+    tokens that a rank can hold in a pass.
     """
     for rank, run in enumerate(plan):
         for p in run:

@@ -21,8 +21,8 @@ T = torch.Tensor
 class MissedUpdates:
     """The updates since all rows of a table were up to date, and how many of them each row has had.
 
-    ``rows``: number of rows of the table. ``rates``: learning rates of the updates; ``had``: for each row, how many it
-    has had.
+    ``rows``: number of rows of the table. ``rates``: learning rates of the updates; ``had``: for each row, the number
+    of these updates that it has had.
     """
 
     def __init__(self, rows: int) -> None:
@@ -46,7 +46,7 @@ class MissedUpdates:
         """Return the rows of ``held`` after the updates that they have missed; nothing else is changed.
 
         ``held``: the parameter with values and slots of the rows ``rows`` alone, in their order; its number of updates
-        is that of the whole table.
+        is that of the whole table. ``optimizer``: the update rule.
         """
         order = torch.argsort(self.had[rows])
         had = self.had[rows[order]]

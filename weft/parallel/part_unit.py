@@ -22,7 +22,7 @@ class PartUnit(TableUnit):
     gradients.
 
     The arguments are those of :class:`weft.parallel.units.TableUnit`, with one parameter. A subclass sets the attribute
-    ``held``.
+    ``held``, a list with the parameter as this rank holds it.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ class Turns(NamedTuple):
     """The gathered weights that stay in memory until their stage runs again, as :func:`turns` chooses them.
 
     A gather action brings the whole weights of a stage into memory. ``again``: the gather actions whose weights stay
-    until the next gather of the same stage in the step; each is given by its Python ``id()``. ``first``: the stages
-    that a step gathers first. Their weights stay from the end of a step to the next step.
+    until the next gather of the same stage in the step; each is given by its Python ``id()``. ``first``: indices of the
+    stages that a step gathers first. Their weights stay from the end of a step to the next step.
     """
 
     again: frozenset[int]
@@ -55,9 +55,9 @@ def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -
 
     A gather action brings the whole weights of a stage into memory. Its weights stay in three cases:
 
-    - At most one other stage is gathered before the same stage is gathered again.
-    - There is room for them in the ``room`` bytes set aside for others. Those that are needed again soonest come first.
-    - The stage is among the first that a step gathers. Its weights stay from the end of a step to the next step.
+    - At most one other stage is gathered before the same stage is gathered again. - They fit into ``room``, a number of
+    bytes set aside for further weights. Weights that are needed again soonest come first. - The stage is among the
+    first that a step gathers. Its weights stay from the end of a step to the next step.
 
     ``gathers``: a rank's gather actions in the order of execution; ``size_of``: function from a stage to the bytes of
     its weights.

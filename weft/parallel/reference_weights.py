@@ -18,7 +18,9 @@ REFERENCE = "reference"
 
 
 def add_reference(state: State) -> None:
-    """Add the slot of the reference model to every parameter that learns, with the parameter's present value."""
+    """Add a slot for the reference model to every parameter that learns, and copy the parameter's present value into
+    it.
+    """
     for h in state.learning:
         h.slots[REFERENCE] = h.part(h.local.detach().clone())
 

@@ -161,7 +161,8 @@ def _arrived(
 class ReplicaUnit(Unit):
     """A unit that every replica holds whole, whose gradients are summed over replicas during backward.
 
-    ``own``: the unit's parcels (gradients that are reduced in one message). ``parcels``: the parcels of all units.
+    ``own``: the unit's parcels (parameters whose gradients are summed in one message). ``parcels``: the parcels of all
+    units.
     """
 
     own: Sequence[Parcel]

@@ -63,7 +63,9 @@ class EmbeddingRows(PartUnit):
         self.reduced = {held.name: torch.empty(0)}
 
     def make_slots(self, optimizer: Updater, tiers: OnDevice) -> None:
-        """Make the optimizer's slots, whose rows come and go with those of the table."""
+        """Make the slots of ``optimizer`` for the table, and let them rest in ``tiers``. Their rows are read and
+        written together with the table's.
+        """
         if not self.learns:
             return
         (held,) = self.held

@@ -57,8 +57,8 @@ class WeightTile(TableUnit):
         )
 
     def rest(self) -> None:
-        """Forget the reduced gradients. Unlike in other units nothing is moved here, because :class:`TiledWeight` moves
-        all tiles.
+        """Drop the tile's reduced gradients. Unlike in other units nothing is moved here, because :class:`TiledWeight`
+        moves all tiles.
         """
         self.reduced = {}
 
@@ -173,7 +173,9 @@ class TiledWeight(PartUnit):
         return self._tiles
 
     def make_slots(self, optimizer: Updater, tiers: OnDevice) -> None:
-        """Make the optimizer's slots of every tile; the slots of one name rest side by side, like the tiles."""
+        """Make the slots of ``optimizer`` for every tile, and let them rest in ``tiers``. Slots of one name, such as
+        first moments, rest side by side, like the tiles.
+        """
         if not self.learns:
             return
         (held,) = self.held
@@ -215,8 +217,9 @@ class TiledWeight(PartUnit):
     def columns(self, tile: WeightTile, y: T) -> T:
         """Return the columns of a product's output ``y`` that are computed with the rows of ``tile``, as a view.
 
-        ``y`` is ``[tokens, size * share]``, where ``size`` ranks share the weight and each has ``share`` of its rows.
-        The result is ``[tokens, size, rows]``, where ``rows`` is the number of rows that the tile has of each rank.
+        ``y`` is ``[tokens, size * share]``, where ``size`` is the number of ranks that share the weight, and ``share``
+        the largest number of its rows on a rank. The result is ``[tokens, size, rows]``, where ``rows`` is the number
+        of rows that the tile has of each rank.
         """
         return y.unflatten(1, (self.size, self.share))[:, :, tile.first : tile.last]
 

@@ -31,7 +31,8 @@ def exchanged_rows(
 ) -> tuple[torch.Tensor, Any]:
     """Start an all-to-all exchange of ``rows``; return the buffer of received rows, and a work handle to wait for.
 
-    ``sent[i]`` rows go to rank ``i`` of ``group``, in order, and ``received[i]`` rows come from it.
+    The first ``sent[0]`` of ``rows`` go to rank 0 of ``group``, the next ``sent[1]`` to rank 1, and so on;
+    ``received[i]`` rows come from rank ``i``.
     """
     arriving = rows.new_empty(sum(received), *rows.shape[1:])
     work = dist.all_to_all_single(
@@ -51,7 +52,7 @@ class Full(NamedTuple):
         ``name``: the parameter's name.
         ``logical``: the same parameter as the one-device model has it, and the part that this rank computes with.
         ``parameter``: the PyTorch parameter.
-        ``placement``: which rows of it this rank holds as state.
+        ``placement``: which rows of the parameter this rank holds as state.
     """
 
     name: str

@@ -24,7 +24,7 @@ class OutputShard:
     """This rank's share of the vocabulary: its rows of output layer and embedding, cut over ``pp`` and ``tp``.
 
     It runs the passes of vocabulary parallelism (:mod:`weft.schedule.vocab`), in which every rank computes with its own
-    share. ``first`` (attribute): index in the vocabulary of the share's first row.
+    share of the vocabulary. ``first`` (attribute): index in the vocabulary of the share's first row.
     """
 
     def __init__(self, model: Transformer, mesh: Mesh) -> None:

@@ -34,8 +34,9 @@ class RewardTerm(Section):
         ge=0,
         le=1,
         description=(
-            "Size of the full penalty. With control.reward = 'product': the share of the reward that is lost, so "
-            "that 1 loses all of it; with 'sum': what is subtracted from the reward."
+            "Penalty if the absolute value of the penalised element (see 'index') is 'limit' or more; between 'free' "
+            "and 'limit' a proportional part of it. With control.reward = 'product': the share of the reward that "
+            "is lost (1: all of it); with 'sum': the number that is subtracted from the reward."
         ),
     )
     ends: bool = Field(

@@ -127,8 +127,8 @@ class Federated(FederatedTravel):
     fresh_after: PositiveInt = Field(
         5,
         description=(
-            "For fresh = 'inversion': a client's update counts as old if the server's model has changed at "
-            "least this many times since the client began its local steps."
+            "For fresh = 'inversion': a client's update is old if the server's model has changed at least this "
+            "many times since the client began its local steps."
         ),
     )
     patience: PositiveFloat = Field(

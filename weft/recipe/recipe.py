@@ -57,7 +57,10 @@ class Use(Section):
     )
     settings: dict[str, Any] = Field(
         {},
-        description="Keyword arguments with which the plugin is created, such as { rate = 0.1 }.",
+        description=(
+            "Keyword arguments for the plugin that 'name' chooses, such as { rate = 0.1 }. Empty: the plugin's own "
+            "defaults."
+        ),
     )
 
     @model_validator(mode="before")

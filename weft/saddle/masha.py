@@ -26,10 +26,10 @@ class MashaSettings(Section):
         ge=0,
         le=1,
         description=(
-            "Probability that, after an update, the present parameters become the reference point. Devices send "
-            "their gradients at the reference point whole, and at other points compressed differences from "
-            "these. 0: the probability with which whole and compressed messages have equally many bytes in the "
-            "long run."
+            "Probability that, after an update, the present parameters become the reference point. At a reference "
+            "point devices send whole gradients. At other points they send, compressed, how their gradients differ "
+            "from those at the reference point. 0: chosen automatically, so that in the long run all whole messages "
+            "together have as many bytes as all compressed ones."
         ),
     )
 

@@ -48,8 +48,8 @@ PLAIN = AnswerForm()
 
 
 class AnswerReader:
-    """Converts the tokens of one answer to reasoning, text and tool calls. ``asked``: the request, for its stop
-    strings. ``form``: says whether the answer may have reasoning and tool calls.
+    """Converts the tokens of one answer to reasoning, text and tool calls. ``asked``: the request, whose stop strings
+    end the answer. ``form``: says whether the answer may have reasoning and tool calls.
     """
 
     def __init__(
@@ -252,8 +252,8 @@ def replies_to(
 
 
 class EventStream(StreamingResponse):
-    """An HTTP response of server-sent events. ``chunks``: the text of the events. ``context``: the asynchronous context
-    manager of the answers, which is exited when the stream ends or the client disconnects.
+    """An HTTP response of server-sent events. ``chunks``: iterator over the texts of the events. ``context``: the
+    asynchronous context manager of the answers, which is exited when the stream ends or the client disconnects.
     """
 
     def __init__(self, chunks: AsyncIterator[str], context: Any) -> None:
@@ -272,7 +272,7 @@ class EventStream(StreamingResponse):
 
 
 async def entered(context: Any, field: str) -> AnswerEvents:
-    """Enter ``context``, the context manager of :meth:`Backend.answers`, and return its answers. Raises
+    """Enter ``context``, a context manager that :meth:`Backend.answers` has returned, and return its answers. Raises
     :class:`Refusal` for a request that cannot be answered, such as one with more tokens than the cache holds.
     ``field``: the request field that this error names.
     """

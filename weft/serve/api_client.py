@@ -34,7 +34,8 @@ class ApiUnreached(WeftError):
 class ApiClient:
     """Client of the server at ``url``, an address such as http://HOST:PORT with or without "/v1".
 
-    ``key``: API key; "": none. ``seconds``: limit of time for the beginning of an answer, and for each further piece.
+    ``key``: API key; "": none. ``seconds``: limit of time until a reply begins, and until each further piece of it
+    arrives.
     """
 
     url: str
@@ -66,8 +67,8 @@ class ApiClient:
             ) from None
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a request as :meth:`open` does, and return the parsed JSON of its reply. Raises :class:`ApiRefused`, and
-        :class:`ApiUnreached` also for a reply that is not JSON.
+        """Send a request as :meth:`open` does, with the same arguments, and return the parsed JSON of its reply. Raises
+        :class:`ApiRefused`, and :class:`ApiUnreached` also for a reply that is not JSON.
         """
         try:
             with self.open(path, body) as reply:

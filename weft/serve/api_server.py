@@ -45,7 +45,7 @@ class ServedBackend(Protocol):
         """The error that has ended the backend's work; None while it works."""
 
     def cut_answers(self) -> int:
-        """End all unfinished answers, and return their number."""
+        """End all unfinished answers at once, as at shutdown, and return their number."""
 
     def close(self) -> None:
         """End the work, and wait until the threads of the backend have ended."""
@@ -107,8 +107,8 @@ class ApiServer:
         ]
 
     def closed(self) -> None:
-        """End everything that the server itself has begun. It is called after the backend has ended; by default nothing
-        is done.
+        """End work that a subclass has started beside the backend, such as threads. It is called after the backend has
+        ended; in this class nothing is done.
         """
 
     def _weighing(self, app: Any) -> Any:
@@ -301,8 +301,8 @@ async def refused(request: Request, error: Exception) -> Response:
 
 
 def body_of(request: Request, refusal: Refusal) -> dict[str, Any]:
-    """Return the JSON body of a refusal, in Anthropic's form for paths of Anthropic's API and in OpenAI's form
-    otherwise.
+    """Return the JSON body of the error response for ``refusal``. It has Anthropic's form if the path of ``request`` is
+    of Anthropic's API, and OpenAI's form otherwise.
     """
     return error_of(refusal) if request.url.path.startswith(MESSAGES) else refusal.body
 

@@ -35,7 +35,8 @@ class BatchPlan:
         ``bound``: the highest possible rate in new tokens per second, reached with endlessly many prompts.
         ``seconds``: predicted seconds of the whole batch.
         ``tokens``: number of new tokens of all texts.
-        ``limits``: fractions of the time by cause: "mover" (waiting for experts), "products" and "attention".
+        ``limits``: fraction of the predicted time that each cause takes: "mover" (waiting for experts), "products" and
+            "attention".
     """
 
     limit: int
@@ -62,9 +63,9 @@ class BatchPlan:
 def rate_bound(
     costs: BatchCosts, lengths: np.ndarray, new: int, limit: int, budget: int
 ) -> float:
-    """Return the highest rate, in new tokens per second, that is possible with endlessly many such prompts. ``costs``:
-    costs of passes; ``lengths``: tokens of each prompt; ``new``: tokens to generate for each; ``limit``: largest number
-    of texts at a time; ``budget``: largest number of tokens of a pass.
+    """Return the highest rate, in new tokens per second, that is possible with endlessly many prompts of these lengths.
+    ``costs``: costs of passes; ``lengths``: tokens of each prompt; ``new``: tokens to generate for each; ``limit``:
+    largest number of texts at a time; ``budget``: largest number of tokens of a pass.
     """
     prompt = float(lengths.mean())
     # as many texts begin in a pass as end

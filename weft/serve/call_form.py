@@ -92,7 +92,7 @@ class ObjectCalls(_Written):
 
     @property
     def anchor(self) -> str:
-        """Text that stands before the first call; empty if calls have no text around them."""
+        """Text that marks the beginning of the first call in an answer; empty if calls have no text around them."""
         return self.opening
 
     def begins(self, text: str, names: Collection[str] | None) -> bool | None:
@@ -174,7 +174,7 @@ class NamedCalls(_Written):
 
     @property
     def anchor(self) -> str:
-        """Text that stands before the first call; empty if calls have no text around them."""
+        """Text that marks the beginning of the first call in an answer; empty if calls have no text around them."""
         tag = _TAG.match(self.opening)
         return tag[0] if tag else self.opening
 
@@ -286,7 +286,7 @@ def call_form(template: ChatTemplate) -> CallForm | None:
 
 
 def shows_tools(template: ChatTemplate) -> bool:
-    """Return whether ``template`` writes the tools that a request offers into the prompt."""
+    """Return whether the chat template ``template`` writes into the prompt which tools a request offers."""
     try:
         return (
             _NAME in template.render([{"role": "user", "content": "?"}], [_TOOL]).text

@@ -61,7 +61,7 @@ class EngineRow(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The engines of a server at ``time``, in seconds of ``time.monotonic``."""
+    """State of all engines of a server at one moment. ``time``: the moment, in seconds of ``time.monotonic``."""
 
     time: float
     engines: list[EngineRow]

@@ -77,7 +77,8 @@ def front_of(
     drain: float = 30,
     connections: int = 1024,
 ) -> Front:
-    """Return the HTTP front of ``server``: it checks connections and requests by ``rules`` before the server sees them.
+    """Return uvicorn's server for the application ``server``. It checks connections and requests by ``rules`` before
+    the application sees them.
 
     ``warn``: called with warnings. ``drain``: seconds that answers may continue at shutdown. ``connections``: largest
     number of connections at a time, which is lowered if the system allows fewer open files.

@@ -82,7 +82,7 @@ class WeftLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Return the token ids of the text ``string``. Names of special tokens in the text become these tokens, as chat
-        templates need.
+        templates need. ``add_special_tokens``: has no effect.
         """
         ids = [int(i) for i in self.own.encode(string, special=True)]
         opening = self.own.opening if add_special_tokens is not False else []

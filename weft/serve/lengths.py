@@ -47,8 +47,8 @@ def outside_strings(body: bytes) -> np.ndarray:
 
 
 class TokenLimit(NamedTuple):
-    """Largest number of tokens of a text. ``tokens``: this number. ``whose``: cause of the limit for an error line,
-    such as "the cache" or "the model's context".
+    """Largest number of tokens of a text. ``tokens``: the number. ``whose``: cause of the limit for an error line, such
+    as "the cache" or "the model's context".
     """
 
     tokens: int

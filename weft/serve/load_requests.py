@@ -78,7 +78,8 @@ def random_requests(
     """Return a list of ``count`` requests whose prompts are random token ids below 256; every vocabulary has these ids.
 
     ``prompt``, ``answer``: mean numbers of tokens. Lengths are drawn uniformly from these, plus or minus the share
-    ``ratio``. ``prefix``: number of ids with which all prompts begin.
+    ``ratio``. ``prefix``: number of ids at the beginning that all prompts have in common. ``seed``: seed of the random
+    numbers.
     """
     random = Random(seed)
 
@@ -100,7 +101,7 @@ def random_requests(
 
 def sharegpt_requests(count: int, seed: int) -> list[LoadRequest]:
     """Return ``count`` requests of random ids. The lengths of prompts and answers are log-normal with the means of
-    ShareGPT's conversations.
+    ShareGPT's conversations. ``seed``: seed of the random numbers.
     """
     random = Random(seed)
 
@@ -118,8 +119,8 @@ def sharegpt_requests(count: int, seed: int) -> list[LoadRequest]:
 
 
 def read_requests(path: Path, count: int, answer: int) -> list[LoadRequest]:
-    """Read the first ``count`` requests of a file of JSON lines. A line is an object with ``prompt`` and optionally
-    ``output_tokens``, the number of tokens to generate. Without ``output_tokens`` it is ``answer``.
+    """Read the first ``count`` requests of ``path``, a file of JSON lines. A line is an object with ``prompt`` and
+    optionally ``output_tokens``, the number of tokens to generate. Without ``output_tokens`` it is ``answer``.
     """
     try:
         rows = [
@@ -209,7 +210,7 @@ def arrival_pauses(
     second.
 
     Pauses are gamma distributed. ``burstiness``: shape of the distribution; with 1 the arrivals are a Poisson process,
-    below 1 they come in bursts.
+    below 1 they come in bursts. ``seed``: seed of the random numbers.
     """
     random = Random(seed)
     return [

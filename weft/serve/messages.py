@@ -69,8 +69,8 @@ def _message(message: Any, number: int) -> Message:
 
 
 def content_text(content: Any, name: str) -> str:
-    """Return the text of a message's content, which may consist of parts. Raises :class:`UsageError` for other content;
-    ``name`` is the content's name in the error.
+    """Return the text of ``content``, the content of a chat message: a text, or a list of parts with texts. Raises
+    :class:`UsageError` for other content; ``name`` is the content's name in the error.
     """
     if content is None or isinstance(content, str):
         return content or ""

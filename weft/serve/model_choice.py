@@ -152,7 +152,7 @@ def parsed_choice(where: Path, content: dict[str, Any]) -> ChoiceSettings:
 
 
 class ModelChoice:
-    """Chooses the model that answers a text, by ``settings``.
+    """Chooses the model that answers a text, by the rules and examples in ``settings``.
 
     ``base``: name of the base model. ``names``: names of all other models that are served. ``embedded``: returns the
     embedding ``[embed]`` of a text. Raises :class:`UsageError` for settings about models that are not served.

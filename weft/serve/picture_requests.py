@@ -11,8 +11,8 @@ MOST_STEPS, LONGEST_PROMPT = 1000, 32_000
 
 
 def read_picture_prompt(given: Any) -> str:
-    """Return the prompt of a request for images as text. ``given``: a text, or the number of a class. Raises ValueError
-    for any other value and for texts that are too long.
+    """Return the prompt of a request for images as text. ``given``: the value in the request: a text, or the number of
+    a class. Raises ValueError for any other value and for texts that are too long.
     """
     if isinstance(given, int) and not isinstance(given, bool):
         return str(given)

@@ -79,7 +79,7 @@ class PictureService:
                 self._take_out(done)
 
     def load(self) -> PictureLoad:
-        """Return how busy the engine is; may be called in any thread."""
+        """Return how many images the engine makes and how many wait; may be called in any thread."""
         engine = self.engine
         return PictureLoad(len(engine.running), len(engine.waiting), engine.evaluations)
 

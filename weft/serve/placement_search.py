@@ -71,7 +71,7 @@ class EnginePlacement:
 
     @property
     def groups(self) -> dict[str, EngineGroup]:
-        """The groups of engines by role: "any" for whole requests, "prefill" and "decode"."""
+        """The engines by their role: "any" for whole requests, "prefill" and "decode"."""
         every = {"any": self.mixed, "prefill": self.prefill, "decode": self.decode}
         return {role: group for role, group in every.items() if group is not None}
 

@@ -44,8 +44,8 @@ def split_load(
     """Split the load ``asked`` in two: its first ``first`` requests, by which steps are to be timed, and all other
     requests. The arrival times of the latter are shifted so that they begin at 0.
 
-    ``waits``: seconds before each request. ``open_tokenizer`` returns the tokenizer, and is called only if a prompt is
-    text.
+    ``waits``: seconds between each request and the one before. ``open_tokenizer`` returns the tokenizer, and is called
+    only if a prompt is text.
     """
     opened = cache(open_tokenizer)
     prompts = [

@@ -110,8 +110,8 @@ def shown_json(value: Any) -> str:
 
 
 class StreamOptions(RequestFields):
-    """Options of a streamed response. ``include_usage``: whether the stream ends with the numbers of tokens.
-    ``include_obfuscation``: accepted without effect. ``continuous_usage_stats``: must be false.
+    """Options of a streamed response. ``include_usage``: whether the stream ends with the numbers of tokens of prompt
+    and answer. ``include_obfuscation``: accepted without effect. ``continuous_usage_stats``: must be false.
     """
 
     include_usage: bool = False
@@ -518,7 +518,7 @@ class ChatRequest(SamplingRequest, Conversing):
 
     @property
     def offered(self) -> list[Tool]:
-        """List of the tools that the request lets the model call; empty if it may call none."""
+        """List of the tools that the request lets the model call; empty if the model may call none."""
         mode, names = self.tool_choice
         return (
             []

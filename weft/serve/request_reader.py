@@ -16,7 +16,7 @@ log = logging.getLogger("weft.serve")
 
 
 class RequestReader:
-    """Reads the JSON of requests. The name of a field that has no effect is logged when it comes for the first time."""
+    """Parses the JSON bodies of requests. When a field without effect comes for the first time, its name is logged."""
 
     def __init__(self) -> None:
         self.logged: set[str] = set()

@@ -20,8 +20,8 @@ class ResidentModels:
 
     ``thread``: the engine that computes the models. ``openings``: for each model's name, a function that opens the
     model, and returns it with the hash of its weights. A request that names a model without such a function does not
-    wait. ``residency``: decides which models are in memory. ``most``: the largest number of requests that wait; further
-    ones are refused.
+    wait. ``residency``: decides which models are in memory. ``most``: the largest number of waiting requests; further
+    requests are refused.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ def placement_of(
 
 
 def counts_of(placement: EnginePlacement) -> RoleCounts:
-    """Return the numbers of engines by role in ``placement``."""
+    """Return how many engines of ``placement`` only read prompts, and how many only write."""
     prefill, decode = placement.prefill, placement.decode
     return RoleCounts(
         prefill.engines if prefill else 0, decode.engines if decode else 0

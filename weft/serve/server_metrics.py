@@ -91,14 +91,14 @@ class RequestMetrics:
         )
 
     def counter(self, name: str, said: str, labels: tuple[str, ...] = ()) -> Counter:
-        """Return a new counter called ``weft_NAME`` in the registry. ``said``: its description; ``labels``: names of
-        its labels.
+        """Return a new counter in the registry. Its name is ``weft_`` followed by ``name``. ``said``: its description;
+        ``labels``: names of its labels.
         """
         return Counter(f"weft_{name}", said, labels, registry=self.registry)
 
     def timed(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
-        """Return a new histogram called ``weft_NAME_seconds`` in the registry. ``said``: its description; ``buckets``:
-        upper bounds of its buckets in seconds.
+        """Return a new histogram in the registry. Its name is ``name`` between ``weft_`` and ``_seconds``. ``said``:
+        its description; ``buckets``: upper bounds of its buckets in seconds.
         """
         return Histogram(
             f"weft_{name}_seconds", said, buckets=buckets, registry=self.registry
@@ -156,7 +156,9 @@ class AnswerTimer:
         metrics.prompt.inc(prompt)
 
     def record(self, event: TokenEvent, generation: AnswerState) -> None:
-        """Record the time of an event of ``generation``: a token, the end of its text, or both."""
+        """Record that ``event`` has come now: a token of an answer, the answer's end, or both. ``generation``: the
+        state of this answer.
+        """
         metrics, now = self.metrics, time.perf_counter()
         if event.token is not None:
             metrics.written.inc()

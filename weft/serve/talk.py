@@ -200,5 +200,5 @@ def model_speaker(
 
 
 def key_of_environment() -> str:
-    """Return the API key in the environment variable ``OPENAI_API_KEY``, or ""."""
+    """Return the API key in the environment variable ``OPENAI_API_KEY``, or "" if it is not set."""
     return os.environ.get("OPENAI_API_KEY", "")

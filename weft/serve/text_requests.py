@@ -49,7 +49,8 @@ class FinishedText(NamedTuple):
 def finished_texts(
     engine: Engine, tokenizer: Tokenizer, asks: Iterable[TextRequest], most: int = 0
 ) -> Iterator[FinishedText]:
-    """Generate the texts that ``asks`` describe, many at the same time, and yield each as soon as it has ended.
+    """Generate the texts that ``asks`` describe with ``engine``, many at the same time, and yield each as soon as it
+    has ended.
 
     ``most``: largest number of texts that are begun and have not ended; 0: all are begun at once. No request is taken
     from ``asks`` before it can begin.
@@ -101,7 +102,8 @@ def write_texts(
     asks: Sequence[TextRequest],
     done: Callable[[], object] = lambda: None,
 ) -> list[str]:
-    """Generate the texts that ``asks`` describe, all at the same time, and return a list of them in the same order.
+    """Generate the texts that ``asks`` describe with ``engine``, all at the same time, and return a list of them in the
+    same order.
 
     ``done``: called each time a text ends.
     """

@@ -32,7 +32,7 @@ PROGRESS_S = 10.0
 
 
 class PromptFile(NamedTuple):
-    """Prompts to continue together, and how.
+    """A file of prompts to continue as one batch, with the model and the settings for it.
 
     Attributes:
         ``file``: the file of prompts (:func:`prompts_of_file`).

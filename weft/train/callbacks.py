@@ -52,7 +52,9 @@ class Running:
         return self.mesh.speaks
 
     def say(self, text: str) -> None:
-        """Print ``text`` and record it as an event of the run. Does nothing on ranks other than the main rank."""
+        """Print the line ``text``, and record it as an event of the run in ``metrics.jsonl``. Does nothing on ranks
+        other than the main rank.
+        """
         self.recorder.event(text)
 
     def log(self, kind: str, **values: Any) -> None:

@@ -225,7 +225,9 @@ class RunDocuments:
         return {}
 
     def names(self, corpus: Corpus, source: int) -> DocumentNames | None:
-        """Return the names of the documents of one source of ``corpus``; None if they have none."""
+        """Return the names of the documents of the source with the index ``source`` in ``corpus``; None if they have
+        none.
+        """
         key = id(corpus.opened[source][1])
         if key not in self._names:
             self._names[key] = names_of_documents(*corpus.opened[source])

@@ -114,7 +114,8 @@ def joint_log_probabilities(
     average: Average,
     log_weights: T | None = None,
 ) -> T:
-    """Return the ensemble's log-probabilities of the next token, ``[rows, vocab]``, for the tokens ``rows``.
+    """Return the ensemble's log-probabilities of the next token, ``[rows, vocab]``, for the tokens with the indices
+    ``rows``.
 
     ``outputs``: outputs of each member for the same batch. ``average``: whether probabilities or logits are averaged.
     ``log_weights``: logarithms of the members' weights for all tokens, ``[tokens, members]``, with which probabilities

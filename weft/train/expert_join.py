@@ -78,8 +78,8 @@ def evidence_before(next_logs: T, documents: T) -> T:
     it.
 
     The result is ``[tokens, experts]``, the evidence for an :class:`ExpertRouter`; it is 0 at the first token of a
-    document. ``next_logs``: at each token, the log-probability that each expert gives to the next token, ``[tokens,
-    experts]``. ``documents``: index of the document of each token, ascending.
+    document, which no token precedes to predict it. ``next_logs``: at each token, the log-probability that each expert
+    gives to the next token, ``[tokens, experts]``. ``documents``: index of the document of each token, ascending.
     """
     logs = next_logs.to(wide(next_logs.dtype))
     last = torch.ones_like(documents, dtype=torch.bool)

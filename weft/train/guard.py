@@ -53,11 +53,16 @@ class Guard:
         return open_run(recipe, self.out, self.resume, lease, size)
 
     def signals(self) -> AbstractContextManager[list[int]]:
-        """Return a context manager that yields the list of signals received so far that ask the run to end."""
+        """Return a context manager that yields a list of signal numbers. Each signal that asks the run to end is added
+        to it.
+        """
         return noted_signals(stop_signals())
 
     def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
-        """Load into ``state`` the checkpoint from which the run continues; a new run loads none. Collective."""
+        """Load into ``state`` the checkpoint from which the run continues; a new run loads none. Collective.
+
+        Returns the steps and samples at which the run continues, and lines to print.
+        """
         return resume_run(run, job, state, mesh)
 
     def build(

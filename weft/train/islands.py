@@ -113,7 +113,9 @@ class Apart(PhaseFiller):
             keep_values("answer", self.fragments[f], answer)
 
     def conclude(self) -> None:
-        """Replace the islands' parameters by their mean, unless they are equal anyway."""
+        """Replace the islands' parameters by their mean at the end of the run, unless all islands have the same ones
+        anyway.
+        """
         whole = self.how.fragments == 1 and not self.how.delay
         equal = whole and "anchor" in self.method.shared
         equal = equal and begins(self.steps, 0, self.how)
@@ -215,7 +217,8 @@ class Apart(PhaseFiller):
         )
 
     def keep_exchanged(self, f: int, result: Exchanged) -> tuple[T, int]:
-        """Store the slots of fragment ``f`` that the exchange with the result ``result`` has changed.
+        """Store the slots of fragment ``f`` (a subset of the parameters) that an exchange has changed. ``result``: what
+        the exchange has returned.
 
         Returns the exchange's mean (flat) and the number of islands that took part.
         """

@@ -265,7 +265,8 @@ class Loop:
         return True
 
     def regroups(self) -> bool:
-        """Return whether the run only pauses because ranks leave or join. Collective.
+        """Return whether the loop ends only because ranks leave or join, so that the run goes on with new process
+        groups. Collective.
 
         Returns False if anything else has asked the run to end, and in a run of several islands.
         """

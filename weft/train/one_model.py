@@ -20,11 +20,11 @@ T = torch.Tensor
 def end_with_mean(context: StepContext, how: Sync, number: int, step: int) -> str:
     """Replace the parameters of this island, and their moving averages, by the mean over all islands that are present.
 
-    All present islands must call this function after the same step. What a method keeps of its own island's parameters
-    (``SyncMethod.following``) moves as far as they do, so that a run that is continued starts from the mean. Returns a
-    line to print, which says how far apart the islands were. ``context``: model, state and mesh of the run. ``how``:
-    the recipe's section ``[sync]``. ``number``: index of the exchange; larger than those of the run before. ``step``:
-    the number of steps so far.
+    All present islands must call this function after the same step. Slots of the synchronisation method that must
+    follow the parameters (``SyncMethod.following``) get the same change added, so that a continued run starts from the
+    mean. Returns a line to print, which says how far apart the islands were. ``context``: model, state and mesh of the
+    run. ``how``: the recipe's section ``[sync]``. ``number``: index of the exchange; larger than those of the run
+    before. ``step``: the number of steps so far.
     """
     state, presence = context.state, context.presence
     assert presence is not None

@@ -47,8 +47,9 @@ def resume_newest(
 ) -> tuple[StoredCheckpoint, V]:
     """Load the newest whole checkpoint of ``run``, and let the run save after it. Collective.
 
-    The arguments are those of :func:`weft.checkpoint.store.load_newest`. Returns the checkpoint and the result of
-    ``load``.
+    ``load``: function that reads the state from a checkpoint. ``say``: prints a line. ``check``: raises an error for a
+    checkpoint of another model. All are passed to :func:`weft.checkpoint.store.load_newest`. Returns the checkpoint and
+    the result of ``load``.
     """
     checkpoint, loaded = load_newest(run.sources, load, say, check, mesh.step_group)
     for level in run.levels:

@@ -70,8 +70,9 @@ class ProgressRun:
     ) -> StoredCheckpoint | None:  # fmt: skip
         """Load tensors and progress of the newest whole checkpoint. Collective. A new run loads nothing.
 
-        ``saved``: the tensors' parts, by name; the other arguments are those of :func:`check_facts`. Returns the
-        checkpoint; None for a new run. Raises :class:`WeftError` if this recipe cannot continue from it.
+        ``saved``: this rank's parts of the tensors to fill, by name. ``section``, ``facts``, ``other``: arguments of
+        :func:`check_facts`. Returns the checkpoint; None for a new run. Raises :class:`WeftError` if this recipe cannot
+        continue from it.
         """
         if self.stored.fresh:
             return None

@@ -29,7 +29,10 @@ def slot_bytes(settings: Optimizer, width: int) -> float:
 
 
 class Assignment(NamedTuple):
-    """How a parameter is updated: its update rule, the factor ``lr`` of the learning rate, and its weight decay."""
+    """How a parameter is updated.
+
+    ``rule``: its update rule. ``lr``: factor by which the learning rate is multiplied. ``decay``: its weight decay.
+    """
 
     rule: UpdateRule
     lr: float

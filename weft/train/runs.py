@@ -203,10 +203,11 @@ def open_for_island(
 
 
 def counterpart_checkpoint(run: Run, name: str, island_store: dist.Store) -> str:
-    """Return the checkpoint from which the island ``name`` resumes: its own at the first island's step.
+    """Return the address of the checkpoint from which the island ``name`` resumes.
 
-    It is looked for where this run saves, and beside the first island's, which may be of a run in another folder. An
-    island that has none resumes from the first island's.
+    This is the island's own checkpoint of the step at which the first island resumes. It is searched in the storage
+    where this run saves, and beside the first island's checkpoint, which may belong to a run in another folder. If the
+    island has none, the result is the first island's checkpoint. ``island_store``: key-value store of all islands.
     """
     first = open_storage(island_store.get("weft/resumed").decode())
     beside, _, _ = str(first).rpartition("/")

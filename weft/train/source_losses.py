@@ -113,8 +113,8 @@ def losses_by_source(
 ) -> dict[str, float | None]:  # fmt: skip
     """Return the mean validation loss of each data source, by the source's name. Collective.
 
-    ``samples``: indices of the validation samples to use. The value of a source without labels in these is None.
-    ``corpus``: the opened data, from whose validation samples the rows come.
+    ``samples``: indices of the validation samples to use. The value of a source without labels in these samples is
+    None. ``corpus``: the opened data, from whose validation samples the rows come.
     """
     order = corpus.validation
     assert order is not None

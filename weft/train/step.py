@@ -564,10 +564,10 @@ def shares_of_sums(
     """Return this rank's shares of a step's sums, from which :func:`step_result` reads the result once they are
     summed.
 
-    The shares are a float64 vector ``[6]``: the mean loss, the squared gradient norm, the number of ranks that ask
-    to stop, real tokens, samples, and the sum of the samples' hashes. With experts the vector is ``[9 + experts]``:
-    after the six numbers come three counts of bytes sent for experts, one per kind, and then the number of tokens
-    routed to each expert.
+    The shares are a float64 vector ``[6]``: the mean loss, the squared gradient norm, the number of ranks that ask to
+    stop, real tokens, samples, and the sum of the samples' hashes. With experts the vector is ``[9 + experts]``: after
+    the six numbers come three counts of bytes sent for experts (by kind, :data:`weft.models.router.SENT`), and then the
+    number of tokens routed to each expert.
 
     ``given``: the step's input on this rank. ``loss``, ``square``: this rank's shares of the mean loss and of the
     squared gradient norm. ``context``: the model, state and mesh of the run.
@@ -680,7 +680,7 @@ def train_step(
 def reduced_gradients(
     model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Run a plain step up to clipping and update, which are left out.
+    """Run the passes of a plain step and sum their gradients; the state is not updated.
 
     Returns this rank's reduced gradients by name, and the step's sums (:func:`shares_of_sums`) over all ranks.
     """

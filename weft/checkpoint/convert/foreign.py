@@ -32,7 +32,7 @@ class Foreign:
         ``sources``: source of each parameter's values, by Weft's name of the parameter.
         ``moments``: sources of the optimizer's moments, by moment (``exp_avg``) and then by parameter; empty if none is
             stored.
-        ``step``: number of updates made so far.
+        ``step``: number of updates that the model has had.
         ``files``: contents of files beside the weights, such as the tokenizer's, by name.
         ``length``: number of tokens of a training sequence (``data.seq_len``), if a Weft run has trained the model from
             random weights; otherwise None.

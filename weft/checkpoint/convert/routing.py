@@ -149,8 +149,8 @@ def with_experts(
 ) -> dict[str, T]:
     """Return the parameters ``values`` (by name) with only the given experts of some layers, in the given order.
 
-    ``experts``: for each layer that is changed, the numbers of the experts to keep. The same rows of the router are
-    selected.
+    ``experts``: for each layer that is changed, the numbers of the experts to keep. Of the router's weight the rows of
+    the same experts are selected.
     """
     reordered = dict(values)
     for layer, ids in experts.items():

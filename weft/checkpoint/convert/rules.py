@@ -41,7 +41,8 @@ class Shard:
 class RowsCopy:
     """Copy of rows of one stored shard to a region of the logical tensor (the whole tensor as Weft's model has it).
 
-    ``shard``: number of the shard; ``lo`` and ``hi``: first row, and end of the rows; ``to``: index of the region.
+    ``shard``: index of the shard; ``lo``, ``hi``: range of its rows, ``hi`` excluded; ``to``: slices that select the
+    region in the logical tensor.
     """
 
     shard: int

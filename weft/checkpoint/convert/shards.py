@@ -139,7 +139,7 @@ def _line(error: Exception) -> str:
 class Inert:
     """Placeholder for an object in a ``torch.save`` file whose class does not belong to PyTorch.
 
-    It holds the object's stored state, and none of its code runs.
+    It holds the object's stored state. No code of the object's class runs.
     """
 
     def __init__(self, *args: Any) -> None:

@@ -49,9 +49,9 @@ def exchange_heads(
     becomes ``[batch, ranks * seq, own heads, head_dim]``. The exchange is a PyTorch operator so that selective
     recomputation can keep its result.
 
-    ``group``: name of the process group; ``ranges``: the heads of every rank, flat (:func:`head_ranges`); ``index``:
-    this rank's position in the group. Several ranks may have the same head, as with few key/value heads. On the way
-    back, the gradients that these ranks send for the head are added up.
+    ``x``: the tensor to exchange; ``group``: name of the process group; ``ranges``: the heads of every rank, flat
+    (:func:`head_ranges`); ``index``: this rank's position in the group. Several ranks may have the same head, as with
+    few key/value heads. On the way back, the gradients that these ranks send for the head are added up.
     """
     cuts = list(zip(ranges[::2], ranges[1::2], strict=True))
     batch, seq, _, dim = x.shape

@@ -163,7 +163,9 @@ class TileTable:
         return dict(moves)
 
     def only(self, needed: Callable[[Tile], bool]) -> "TileTable":
-        """Return a table of those tiles for which ``needed`` returns True, and of the transfers for these tiles."""
+        """Return a table with only those tiles for which ``needed`` returns True, and with only the transfers that
+        these tiles need.
+        """
         return replace(self, tiles=tuple(t for t in self.tiles if needed(t)))
 
 

@@ -69,8 +69,8 @@ def largest_load(loads: Sequence[np.ndarray], owners: Owners) -> float:
 def random_owners(experts: Sequence[int], ranks: int, seed: int = 0) -> Owners:
     """Assign the experts of each layer to random ranks; the numbers of experts on two ranks differ by one at most.
 
-    ``experts``: the number of experts of each layer; ``seed``: seed of the random numbers. Returns the rank of every
-    expert, for each layer.
+    ``experts``: the number of experts of each layer; ``ranks``: number of ranks; ``seed``: seed of the random numbers.
+    Returns the rank of every expert, for each layer.
     """
     rng = np.random.default_rng(seed)
     split = (np.array_split(np.arange(count), ranks) for count in experts)

@@ -50,7 +50,7 @@ def count_pieces(layout: Layout, tokens: T, choice: Choice) -> int:
 def connect_mixture(
     mixture: Mixture, way: Callable[[ExpertRanks], Dispatcher], sent: Counter[str]
 ) -> ExpertRanks:
-    """Give a mixture of experts the dispatcher that ``way`` makes, and return the mixture's :class:`ExpertRanks`.
+    """Give the layer ``mixture`` the dispatcher that ``way`` makes, and return the ranks that hold the layer's experts.
 
     ``way``: function from the ranks that hold the experts to a dispatcher among them; ``sent``: counter to which the
     bytes that this rank sends are added, by kind of data.

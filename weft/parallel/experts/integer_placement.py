@@ -191,7 +191,8 @@ def _gains(
 def balanced_owners(load: np.ndarray, ranks: int) -> np.ndarray:
     """Return the rank of each expert of a layer such that the most loaded rank has as little load as possible.
 
-    ``load``: number of tokens routed to each expert. The ranks' numbers of experts differ by one at most.
+    ``load``: number of tokens routed to each expert; ``ranks``: number of ranks. The ranks' numbers of experts differ
+    by one at most.
     """
     experts = len(load)
     # the last variable is the load of the most loaded rank

@@ -34,8 +34,9 @@ def exchanged(
     """Start an all-to-all of rows between members; return a function that waits for the received rows.
 
     The first ``sent[0]`` of ``rows`` go to member 0, the next ``sent[1]`` to member 1, and so on; ``received[i]`` rows
-    come from member ``i``. In backward the gradients travel back. ``what``: the kind of data for counting bytes:
-    ``tokens``, ``copies`` (lent weights) or ``moves`` (experts that change their owner).
+    come from member ``i``. ``members``: the ranks that exchange. In backward the gradients travel back. ``what``: the
+    kind of data for counting bytes: ``tokens``, ``copies`` (lent weights) or ``moves`` (experts that change their
+    owner).
     """
     there, back = (
         partial(start_exchange, sent=out, received=into, members=members, what=what)
