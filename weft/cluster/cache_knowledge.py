@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 
 class CacheKnowledge:
-    """What the router knows of an engine's cache of ``blocks`` blocks: how much is used, and which keys it has.
+    """What the router knows of an engine's cache of ``blocks`` blocks: how much is used, and which blocks it has. A
+    block's key is the hash of its tokens and of all tokens before them.
 
     Attributes:
         ``submitted``: number of texts that the router has sent to the engine.
@@ -59,7 +60,9 @@ class CacheKnowledge:
             self._prefixes.popitem(last=False)
 
     def known(self, keys: Iterable[bytes]) -> int:
-        """Return how many of ``keys``, from the first one on without a gap, the engine's cache probably has."""
+        """Return how many blocks of a text the engine's cache probably has, from the first one on without a gap.
+        ``keys``: keys of the text's blocks, in order.
+        """
         count = 0
         for key in keys if self._prefixes else ():
             if key not in self._prefixes:

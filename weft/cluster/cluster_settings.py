@@ -10,7 +10,9 @@ from weft.section import Section, validated
 
 
 class ClusterLimits(Section):
-    """Limits of the router of a cluster of engines: patience, headroom and balancing."""
+    """Limits of the router of a cluster of engines: how long answers wait for an engine, how much of a cache stays free
+    for urgent answers, and whether answers move between engines.
+    """
 
     patience: PositiveFloat = Field(
         60.0,

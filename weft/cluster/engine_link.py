@@ -139,9 +139,9 @@ class EngineLink:
         )
 
     def tries(self, flight: Flight) -> bool:
-        """Return whether the engine may get ``flight``, an answer that may be suspected of making engines crash. An
-        engine has at most :data:`SUSPECTS` suspected answers at a time. An accused answer (:attr:`Flight.accused`) gets
-        only an engine without any other suspect.
+        """Return whether the engine may get the answer ``flight``, even if that answer is suspected of making engines
+        crash. An engine has at most :data:`SUSPECTS` suspected answers at a time. An accused answer
+        (:attr:`Flight.accused`) gets only an engine without any other suspect.
         """
         if not flight.suspected:
             return True

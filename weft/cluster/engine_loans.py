@@ -90,7 +90,7 @@ class EngineLoans:
             self._steps.append(((1.0, len(running), keys, borrows), seconds))
 
     def beat(self) -> dict[str, Any]:
-        """Return the fields ``keys``, ``longest`` and ``seconds`` of the next
+        """Return by name the fields ``keys``, ``longest`` and ``seconds`` of the engine's next sign of life, a
         :class:`weft.cluster.cluster_messages.EngineBeat`.
         """
         running = list(self.engine.scheduler.running)

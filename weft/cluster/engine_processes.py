@@ -136,7 +136,8 @@ class EngineProcesses:
 
 def gpus_of_engines(engines: int, ranks: int, gpus: Sequence[str]) -> list[str]:
     """Return for each engine a text with the GPUs of its ranks, separated by commas. The ranks of all engines get the
-    GPUs in turn. ``gpus``: names of all GPUs; without any, the list is empty.
+    GPUs in turn. ``engines``: number of engines. ``ranks``: number of ranks of each. ``gpus``: names of all GPUs;
+    without any, the list is empty.
     """
     if not gpus:
         return []

@@ -203,9 +203,9 @@ class EngineRouter:
         key: str = "",
         weights: int = 0,
     ) -> AsyncIterator["RoutedAnswers"]:
-        """Return a context in which ``requests`` are answered, as :meth:`weft.generate.backend.Backend.answers` does.
-        ``weights``: version of the oldest weights that may write the answers; only engines with these or newer weights
-        get them.
+        """Return a context in which ``requests`` are answered, as :meth:`weft.generate.backend.Backend.answers` does;
+        ``session`` and ``key`` are arguments of that method. ``weights``: version of the oldest weights that may write
+        the answers; only engines with these or newer weights get them.
         """
         if self._cut:
             raise ServerEnding("the server ends; ask again later")

@@ -8,8 +8,8 @@ PULSE_S = 0.2
 
 
 class Pulse:
-    """Measures the longest time during which a thread of this process could not run although the process computed. A
-    process that is stopped from outside computes nothing meanwhile, so that its stops do not count.
+    """Measures the longest time during which a thread of this process could not run although the process computed.
+    Times in which the process was stopped from outside do not count, because it computed nothing then.
     """
 
     def __init__(self) -> None:

@@ -26,9 +26,9 @@ class RoleCounts(NamedTuple):
 
 
 class RecentRequest(NamedTuple):
-    """A request that has come lately. ``time``: when, in seconds of the monotonic clock. ``prompt``: token ids of its
-    prompt. ``tokens``: number of tokens of its answer. Before the answer ends, this is an estimate: the mean of other
-    answers, or the tokens so far if these are more.
+    """A request that has come lately. ``time``: when it came, in seconds of the monotonic clock. ``prompt``: token ids
+    of its prompt. ``tokens``: number of tokens of its answer. Before the answer ends, this is an estimate: the mean of
+    other answers, or the tokens so far if these are more.
     """
 
     time: float

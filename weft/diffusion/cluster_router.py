@@ -114,7 +114,10 @@ class RouterScores(NamedTuple):
 
 
 class TrainedClusterRouter(NamedTuple):
-    """A trained router, and ``scores``: how well it tells clusters apart on images that it was not trained on."""
+    """A trained router.
+
+    ``router``: the network. ``scores``: how well it tells clusters apart on images that it was not trained on.
+    """
 
     router: ClusterRouter
     scores: RouterScores
@@ -194,7 +197,7 @@ def _scored(
 
 
 def write_router(file: Path, trained: TrainedClusterRouter, identity: str) -> None:
-    """Write a router to ``file`` (safetensors) atomically.
+    """Write the router ``trained`` and its scores to ``file`` (safetensors) atomically.
 
     ``identity``: digest of the data and settings of its training, by which a caller sees whether it must be trained
     again.
@@ -212,7 +215,7 @@ def write_router(file: Path, trained: TrainedClusterRouter, identity: str) -> No
 
 
 class StoredRouter(NamedTuple):
-    """A router that was read from a file, and ``scores``: how well it tells clusters apart on images that it was not
+    """A router that was read from a file. ``scores``: how well it tells clusters apart on images that it was not
     trained on.
 
     ``identity``: text that identifies the router's training (see :func:`write_router`).
@@ -224,7 +227,9 @@ class StoredRouter(NamedTuple):
 
 
 def open_router(file: Path, device: str = "cpu") -> StoredRouter:
-    """Read a router from ``file``, which :func:`write_router` wrote. Raises :class:`WeftError` for any other file."""
+    """Read a router from ``file``, which :func:`write_router` wrote, onto ``device``. Raises :class:`WeftError` for any
+    other file.
+    """
     try:
         with safe_open(file, "pt") as stored:
             about = stored.metadata()

@@ -67,7 +67,9 @@ class CoordinatedNoise:
 
 
 def block_seed(seed: int, sample: int, block: int) -> int:
-    """Return the seed of the noise of ``block`` of ``sample``. It is the same on every rank."""
+    """Return the seed of the noise of one block of frames, which is the same on every rank. ``seed``: seed of all
+    samples. ``sample``, ``block``: numbers of the sample and of its block.
+    """
     from hashlib import blake2b
 
     said = f"{seed} {sample} {block}".encode()

@@ -30,7 +30,7 @@ T = torch.Tensor
 class DenoisingBlock:
     """One transformer block of a diffusion model as a callable, whose attention can be replaced for a call.
 
-    Samplers that spread a sample over ranks use it. ``block``: the model's block.
+    Samplers that spread a sample over ranks use it to attend to keys of other ranks. ``block``: the model's block.
     """
 
     def __init__(self, block: DiffusionBlock) -> None:

@@ -36,7 +36,7 @@ class HalvesOverRanks:
     """This rank's half of classifier-free guidance, when the ranks of the default process group form two equal groups.
 
     The first half of the ranks computes with conditions. Rank ``r`` of one group has the same tokens, layers and steps
-    as rank ``r`` of the other. So both exchange predictions in the same order, and continue with equal latents.
+    as rank ``r`` of the other group. So both exchange predictions in the same order, and continue with equal latents.
 
     ``device``: device of predictions; ``timeout``: seconds that a rank waits for the other's prediction.
 

@@ -159,7 +159,8 @@ def prepare_images(recipe: Recipe) -> ImageJob:
 
 
 def bucket_notes(pictures: PictureSet, settings: DiffusionSettings) -> tuple[str, ...]:
-    """Return a line for the user that says how many images have each size; no line if all images have one size.
+    """Return a line for the user that says how many of ``pictures`` have each size; no line if all have one size.
+    ``settings``: settings of the model.
 
     Raises :class:`UsageError` for a size that is no multiple of the patch size.
     """
@@ -190,7 +191,8 @@ def encoder_file(pictures: PictureSet) -> Mapping[str, bytes]:
 
 
 def caption_notes(pictures: PictureSet, settings: DiffusionSettings) -> tuple[str, ...]:
-    """Return lines for the user if some captions of ``pictures`` are longer than the model reads.
+    """Return lines for the user if some captions of ``pictures`` are longer than the model with these ``settings``
+    reads.
 
     Raises :class:`UsageError` if the model reads texts and the images have none, or if its settings allow no words.
     """

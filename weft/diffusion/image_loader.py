@@ -56,7 +56,7 @@ class PictureOrder(Order):
 
 
 def drawn_times(settings: DiffusionSettings, numbers: np.random.Generator) -> float:
-    """Draw the time, between 0 (noise) and 1 (image), at which a training sample is noised.
+    """Return a random time, between 0 (noise) and 1 (image), at which a training sample is noised.
 
     ``settings.times``: distribution of the time. ``numbers``: random generator.
     """
@@ -85,7 +85,8 @@ def drawn_pictures(
     pictures: PictureSet, order: PictureOrder, settings: DiffusionSettings, seed: int, samples: range,
     count: int,
 ) -> DrawnPictures:  # fmt: skip
-    """Return the images with the numbers ``samples`` of ``order``, with blank rows at the end up to ``count`` rows.
+    """Return those of ``pictures`` that are the samples ``samples`` of ``order``, with blank rows at the end up to
+    ``count`` rows.
 
     ``settings``: settings of the model that is trained on them. ``seed``: seed of noise, times and dropped conditions.
     """
@@ -146,9 +147,7 @@ class ImageLoader(Loader):
         return cls(**given, pictures=pictures, settings=settings, seed=seed)
 
     def questions(self) -> dict[str, AskedQuestions]:
-        """Return functions that evaluate the model during training, by name: the one that samples and scores images, if
-        any.
-        """
+        """Return the evaluations that this loader brings, by name: that of sampled images, or none."""
         return dict(self.asked)
 
     def _assemble(self, ranges: list[range], place: int, count: int) -> Batch:

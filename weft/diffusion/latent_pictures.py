@@ -28,7 +28,7 @@ DIVERGENCE, BATCH = 1e-6, 64
 
 
 def autoencoder_digest(folder: str | Path) -> str:
-    """Return a digest of the weights in ``folder``."""
+    """Return a digest of the weights of the autoencoder in ``folder``, as hexadecimal text."""
     content = (Path(folder).expanduser() / WEIGHTS).read_bytes()
     return xxhash.xxh3_128(content).hexdigest()
 

@@ -26,7 +26,7 @@ class Amounts(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The image and the noise of which a noised image consists."""
+    """The clean image and the noise of which a noised image is mixed, each in the shape of the noised image."""
 
     image: T
     noise: T

@@ -109,8 +109,8 @@ def asked_conditions(
 ) -> T:
     """Return the condition of each of ``count`` samples that a user asks for.
 
-    The result is class numbers, int64 ``[count]``, where the number of classes stands for no class; or captions, int64
-    ``[count, words, pieces]``.
+    ``settings``: settings of the model. The result is class numbers, int64 ``[count]``, where the number of classes
+    stands for no class; or captions, int64 ``[count, words, pieces]``.
 
     ``classes``: names or numbers of classes, separated by commas, to be used in turn; "none": no class; "": all classes
     in turn. ``names``: names of the classes. ``prompts``: captions, to be used in turn; empty: no caption. Raises
@@ -329,8 +329,8 @@ class TableSampling:
     def over_ranks(self) -> T | None:
         """Return all samples, ``[samples, channels, (frames,) height, width]``, on the first rank; None on the others.
 
-        All ranks of the table call it. With ``split``, the ranks of two tables call it, and the first table has the
-        conditions.
+        All ranks of the table call it. With ``split``, two groups of ranks call it, each with the ranks of one table;
+        the first group computes with conditions.
         """
         from weft.diffusion.sampling_ranks import run_over_ranks
 

@@ -140,7 +140,8 @@ class PictureEngine:
 
 
 def prompt_condition(denoiser: Denoiser, prompt: str) -> T:
-    """Return the condition of an image that ``prompt`` describes: the number of a class, or a caption.
+    """Return the condition by which ``denoiser`` makes an image that ``prompt`` describes: the number of a class, or a
+    caption.
 
     ``prompt``: name or number of a class, or "" or "none" for no class; any text for a model that reads texts. Raises
     :class:`UsageError` for a class that is not known, and for a text that is too long.

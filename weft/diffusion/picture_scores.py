@@ -28,7 +28,9 @@ class PictureScores(NamedTuple):
 
 
 def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
-    """Return the Frechet distance of two sets of vectors ``[n, values]``, taken as Gaussian (Dowson & Landau 1982)."""
+    """Return the Frechet distance of the sets of vectors ``first`` and ``second``, each ``[n, values]``, taken as
+    Gaussian (Dowson & Landau 1982).
+    """
     means = first.mean(0), second.mean(0)
     a, b = (np.cov(x, rowvar=False) for x in (first, second))
     # the trace of the root of a b is the sum of the roots of the eigenvalues of root(a) b root(a)

@@ -118,7 +118,7 @@ def begun_picture(
 def advance_pictures(
     pictures: Sequence[Picture], predict: Predict, dropped: T | int = 0
 ) -> None:
-    """Evaluate the model once for all ``pictures``, which may be at different steps, and advance each.
+    """Evaluate the model ``predict`` once for all ``pictures``, which may be at different steps, and advance each.
 
     ``dropped``: the condition that stands for none, for pictures with guidance.
     """

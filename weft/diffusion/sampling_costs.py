@@ -70,8 +70,8 @@ class SamplingDevice:
 
 
 def denoised_tokens(runnable: RunnableTable, row: DenoisingRow) -> int:
-    """Return the number of tokens that one rank computes in ``row``, an entry of the sampling table; tokens of other
-    blocks that are computed along count too.
+    """Return the number of tokens that one rank computes in ``row``, an entry of the sampling table ``runnable``;
+    further tokens of other blocks that the row computes count too.
     """
     blocks = runnable.source.blocks
     joined = runnable.actions.joined(row)
@@ -81,7 +81,7 @@ def denoised_tokens(runnable: RunnableTable, row: DenoisingRow) -> int:
 
 
 def seen_tokens(runnable: RunnableTable, row: DenoisingRow) -> float:
-    """Return the mean number of keys to which a token attends in ``row``, an entry of the sampling table."""
+    """Return the mean number of keys to which a token attends in ``row``, an entry of the sampling table ``runnable``."""
     source = runnable.source
     if source.window is None:
         return float(sum(key.end - key.first for key in row.keys))
@@ -93,7 +93,9 @@ def seen_tokens(runnable: RunnableTable, row: DenoisingRow) -> float:
 def value_bytes(
     runnable: RunnableTable, sizes: DenoiserSizes
 ) -> Callable[[Value], float]:
-    """Return a function that gives the bytes of each value of a table: keys and values, latents, or hidden states."""
+    """Return a function that gives the bytes of each value (tensor between computations) of the sampling table
+    ``runnable``: keys and values, latents, or hidden states. ``sizes``: sizes of the denoiser and its batch.
+    """
     actions = runnable.actions
 
     @cache
@@ -112,8 +114,8 @@ def value_bytes(
 
 
 def bytes_between(runnable: RunnableTable, sizes: DenoiserSizes) -> dict[tuple[int, int], float]:  # fmt: skip
-    """Return how many bytes each rank sends to each other rank while the whole sampling table runs, by the pair
-    (sender, receiver).
+    """Return how many bytes each rank sends to each other rank while the sampling table ``runnable`` runs, by the pair
+    (sender, receiver). ``sizes``: sizes of the denoiser and its batch.
     """
     of, total = value_bytes(runnable, sizes), dict[tuple[int, int], float]()
     for action in runnable.lowered:
@@ -126,10 +128,11 @@ def bytes_between(runnable: RunnableTable, sizes: DenoiserSizes) -> dict[tuple[i
 def simulated_sampling(
     runnable: RunnableTable, sizes: DenoiserSizes, device: SamplingDevice
 ) -> Simulation:
-    """Simulate a sampling table: the times of computations and transfers, and the memory of values.
+    """Simulate the sampling table ``runnable``: the times of computations and transfers, and the memory of values.
 
     If a rank sends a value to several ranks, the copies share its link. Transfers overlap with computation. Memory is
-    in bytes, without weights.
+    in bytes, without weights. ``sizes``: sizes of the denoiser and its batch. ``device``: speeds of the device and its
+    link.
     """
     actions = runnable.actions
     of = value_bytes(runnable, sizes)

@@ -126,7 +126,7 @@ def exchange_seconds(sampling: TableSampling, device: SamplingDevice) -> float:
     guidance.
 
     In each step a rank needs them before it can update its latents. The ranks of a half send at the same time, each its
-    own predictions.
+    own predictions. ``sampling``: the samples and the table. ``device``: speed of the link between ranks.
     """
     last = [r for r in sampling.runnable.source.rows if r.layers.end == sampling.runnable.source.layers]  # fmt: skip
     senders = len({row.rank for row in last})

@@ -23,11 +23,12 @@ def run_over_ranks(
     timeout: float = 600,
     group: dist.ProcessGroup | None = None,
 ) -> SamplingRun:
-    """Run this rank's part of a sampling table; all ranks of ``group``, or of the default one, call it.
+    """Run this rank's part of the sampling table ``runnable``; all ranks of ``group``, or of the default one, call it.
 
     Every transfer is a send and a receive between two ranks, in the order of the table. There are no collectives, in
-    which a rank could wait for another that never gets there. ``timeout``: seconds that a rank waits for a value.
-    Raises :class:`weft.net.lost.PeerLost`, which names a rank that does not deliver.
+    which a rank could wait for another that never gets there. ``denoiser``, ``sampler``: the model and the sampler of
+    this rank. ``source``: gives the noise, and gets finished samples. ``timeout``: seconds that a rank waits for a
+    value. Raises :class:`weft.net.lost.PeerLost`, which names a rank that does not deliver.
     """
     if runnable.source.ranks == 1:
         return run_sampling(runnable, 0, denoiser, sampler, source)

@@ -47,7 +47,7 @@ class Solver(Protocol):
 
 
 def sample_times(process: NoiseProcess, steps: int) -> tuple[float, ...]:
-    """Return ``steps + 1`` rising times from noise to image.
+    """Return the ``steps + 1`` times between which a sampler takes its steps, rising from 0 (noise) to 1 (image).
 
     For a flow they are evenly spaced. Otherwise they are the times of rounded noise levels, evenly spaced from the last
     level to the first, and at last the time of the image itself. That is what diffusers does with
@@ -63,7 +63,9 @@ def sample_times(process: NoiseProcess, steps: int) -> tuple[float, ...]:
 
 
 class AmountsAt(NamedTuple):
-    """Coefficients of image and noise in a noised image at one time, as Python numbers."""
+    """A noised image at one time is ``signal`` times the image plus ``noise`` times Gaussian noise; both are Python
+    numbers.
+    """
 
     signal: float
     noise: float
@@ -80,13 +82,15 @@ class AmountsAt(NamedTuple):
 
 
 def amounts_at(process: NoiseProcess, time: float) -> AmountsAt:
-    """Return the coefficients of image and noise at ``time``."""
+    """Return the coefficients of image and noise at ``time`` of the noise process ``process``."""
     signal, noise = process.amounts(torch.tensor(time, dtype=torch.float64))
     return AmountsAt(signal.item(), noise.item())
 
 
 def predicted_image(process: NoiseProcess, query: Query, predicted: T) -> T:
-    """Return the clean image that the prediction ``predicted`` for ``query`` implies."""
+    """Return the clean image that the model's prediction ``predicted`` for ``query`` implies. ``process``: the model's
+    noise process.
+    """
     x = query.noised
     time = torch.full((len(x),), query.time, dtype=torch.float64, device=x.device)
     return process.parts(x, predicted, time).image

@@ -48,7 +48,9 @@ class MemoryWire:
         """Do nothing, because values arrive without being requested."""
 
     def take(self, value: Value, source: int, purpose: str) -> torch.Tensor:
-        """Wait for ``value`` from rank ``source``. Raises :class:`WeftError` if another rank has failed."""
+        """Wait for ``value`` from rank ``source``, and return it. ``purpose``: what the value is for, in words for the
+        error. Raises :class:`WeftError` if another rank has failed.
+        """
         while True:
             try:
                 arrived, payload = self.queues[source, self.rank].get(timeout=LOOK_S)
@@ -71,9 +73,11 @@ def run_as_threads(
     sampler: TokenSampler,
     source: SampleSource,
 ) -> list[SamplingRun]:
-    """Run all ranks of a sampling table as threads of this process, and return the measurements of each.
+    """Run all ranks of the sampling table ``runnable`` as threads of this process, and return the measurements of each
+    rank.
 
-    ``denoiser``: returns a new denoiser for each rank, all with the same weights. Raises the first error of a rank.
+    ``denoiser``: returns a new denoiser for each rank, all with the same weights. ``sampler``: updates the latents.
+    ``source``: gives the noise, and gets finished samples. Raises the first error of a rank.
     """
     ranks = runnable.source.ranks
     queues: dict[tuple[int, int], SimpleQueue[tuple[Value, Any]]] = defaultdict(

@@ -136,8 +136,8 @@ class SavedStorage:
 class SavedView(NamedTuple):
     """Description of a tensor that autograd has saved, from which the tensor is rebuilt in backward.
 
-    ``stored``: storage that holds its elements; ``dtype``, ``size``, ``stride`` and ``offset``: as in
-    :func:`torch.as_strided`.
+    ``stored``: storage that holds its elements; ``dtype``: type of the elements; ``size``, ``stride``, ``offset``:
+    shape, strides and first element, as in :func:`torch.as_strided`.
     """
 
     stored: SavedStorage

@@ -13,7 +13,8 @@ class TierError(WeftError):
 
 
 def nameless_file(folder: Path, name: str) -> int:
-    """Create a file without a name in ``folder``, and return its descriptor. A missing folder is created.
+    """Create a file without a name in ``folder``, which vanishes when it is closed, and return its descriptor. A
+    missing folder is created.
 
     ``name``: what error messages call the folder. Raises :class:`TierError` if the folder cannot be used.
     """

@@ -24,7 +24,7 @@ def random_bits(positions: T, seed: int) -> T:
 
 
 def normal(positions: T, seed: int, dtype: torch.dtype) -> T:
-    """Draw a value from the standard normal distribution for each element number (Box and Muller 1958).
+    """Return a random value from the standard normal distribution for each element number (Box and Muller 1958).
 
     ``positions``: the element numbers, int64. The values are a function of position and ``seed`` alone. They are
     computed in at least float32, and rounded to ``dtype``.

@@ -89,8 +89,8 @@ class Blocks:
 def encoded(x: T, scale: T, values: T) -> T:
     """Return, for each element of ``x``, the code (uint8) that stands for the value nearest to ``x / scale``.
 
-    ``scale``: the scale of each element of ``x``; where it is 0, ``x`` must be 0, too. ``values``: for each code, the
-    value that it stands for, ascending.
+    ``scale``: the scale of each element of ``x``; where the scale is 0, ``x`` must be 0, too. ``values``: for each
+    code, the value that it stands for, ascending.
     """
     values = values.to(x.device, x.dtype)
     middles = (values[1:] + values[:-1]) / 2

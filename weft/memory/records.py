@@ -32,7 +32,7 @@ class HostCopy:
 
     @property
     def done(self) -> bool:
-        """Whether the copy has ended."""
+        """Whether the copy has ended; this property does not wait."""
         return self._there.query()
 
     def cancel(self) -> bool:

@@ -200,7 +200,7 @@ class RestingGroup:
 
     @property
     def has_left(self) -> bool:
-        """Whether no write of the tensors is under way."""
+        """Whether the tensors are completely written back: no write of them is under way."""
         return self.leaving is None or self.leaving.done
 
     def let_go(self) -> None:

@@ -79,7 +79,9 @@ class RestingWeight:
     widened: int | None
 
     def view(self, memory: T, offset: int, dtype: torch.dtype) -> T:
-        """Return the weight as a view of ``memory`` (uint8), where it begins at the byte ``offset``."""
+        """Return the weight as a view of ``memory`` (uint8), where it begins at the byte ``offset``. ``dtype``: data
+        type of its elements there.
+        """
         shape = self.logical.local_shape
         size = prod(shape) * dtype.itemsize
         return memory[offset : offset + size].view(dtype).view(shape)
@@ -303,6 +305,6 @@ def _aligned(size: int) -> int:
 
 
 def spread_evenly(numbers: list[int], count: int) -> list[int]:
-    """Return ``count`` entries of ``numbers``, spaced as evenly over the list as possible."""
+    """Return ``count`` entries of the list ``numbers``, whose positions in the list are spaced as evenly as possible."""
     total = len(numbers)
     return [n for i, n in enumerate(numbers) if (i + 1) * count // total > i * count // total]  # fmt: skip

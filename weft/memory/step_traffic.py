@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 class StepTraffic(NamedTuple):
     """Bytes read from and written to files in one step.
 
-    ``forward``: during the forward half of the step; ``backward``: during the backward half.
+    ``forward``: bytes moved during the forward half of the step; ``backward``: bytes moved during the backward half.
     """
 
     forward: float

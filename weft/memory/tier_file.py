@@ -294,7 +294,7 @@ class Region:
 
     @property
     def compared(self) -> bool:
-        """Whether there are checksums of what was written, with which reads are compared."""
+        """Whether reads are compared with checksums, because checksums of the written bytes are known."""
         return bool(self.sums)
 
     def store(self, data: T, start: int) -> None:
@@ -421,7 +421,7 @@ class TierFile:
         return Region(self, start, room, mapped, piece=piece)
 
     def keep(self, path: Path) -> bool:
-        """Give the file the name ``path`` in its folder, once all that was written is on the disk.
+        """Give the file the path ``path``, which must be in its folder, once all that was written is on the disk.
 
         Until then the file has no name, so a process that ends earlier leaves nothing behind. Returns whether a file
         called ``path`` exists afterwards: this file, or one that another process has made with the same content. The

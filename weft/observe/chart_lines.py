@@ -44,7 +44,9 @@ class Chart(NamedTuple):
 
 
 def values_by_step(records: list[Record], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps of all records that have a number in the field ``name``, and the values of this field."""
+    """Return the steps of all ``records`` that have a number in the field ``name``, and the values of this field, in
+    the order of the records.
+    """
     points = [
         (r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))
     ]
@@ -96,7 +98,7 @@ def style(
 def line(
     records: Records, chart: Chart, series: Series, label: str, dash: str
 ) -> list[Record]:
-    """Draw the line ``series`` of a chart, and return its Plotly traces (curves).
+    """Return the Plotly traces (curves) of ``series``, one line of ``chart``.
 
     A long noisy line has two traces: the values, drawn faintly, and their running mean, drawn boldly. ``records``: the
     records of a run, by kind. ``label``: name of the line in the legend. ``dash``: Plotly's dash style.

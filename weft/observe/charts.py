@@ -206,10 +206,11 @@ def checkpoint_charts(records: Records) -> list[Record]:
 
 
 def step_times(runs: Sequence[RecordedRun]) -> list[Record]:
-    """Draw a bar chart of the time of profiled steps, stacked by what the time is spent on.
+    """Return a bar chart of the time of profiled steps, stacked by what the time is spent on, as a list of Plotly
+    figures.
 
-    Returns a list with the chart, which is empty without profiled steps. With one run there is a bar for each of its
-    last sixty profiled steps. With several runs there is a bar for the mean step of each run.
+    The list has one figure, or none without profiled steps. With one run there is a bar for each of its last sixty
+    profiled steps. With several runs there is a bar for the mean step of each run.
     """
     split = runs[0].records.get("split", [])[-60:]
     bars = [(str(r["step"]), r) for r in split]

@@ -114,7 +114,7 @@ def examine(run: Path) -> Examination:
 
 
 def status_of_rank(trace: Trace, process: str, now: int) -> RankStatus:
-    """Return the state of one rank from its trace.
+    """Return the state of the rank that has written ``trace``.
 
     ``process``: running, stopped or gone; ``now``: present time in nanoseconds of the monotonic clock.
     """

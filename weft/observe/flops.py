@@ -20,7 +20,8 @@ PEAKS: dict[str, tuple[float, float]] = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the dense peak of one device in flop/s for products of type ``dtype``, from :data:`PEAKS`.
+    """Return the dense peak of ``device`` in flop/s for matrix products of type ``dtype``, from the table
+    :data:`PEAKS`.
 
     For a GPU that the table lacks, the peak is measured by a matrix product. Returns None for a CPU, whose measured
     peak changes from one moment to the next with the load of the machine.
@@ -41,7 +42,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def measured_flops(
     device: torch.device, dtype: torch.dtype, seconds: float = 0.2, size: int = 1024
 ) -> float:
-    """Measure the best rate in flop/s of products of two square matrices of type ``dtype`` with ``size`` rows.
+    """Return the best measured rate of ``device``, in flop/s, for products of two square matrices of type ``dtype``
+    with ``size`` rows.
 
     The measurement takes about ``seconds``.
     """

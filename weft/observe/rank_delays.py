@@ -108,7 +108,9 @@ class Verdict:
 
 
 def digest_trace(trace: Trace, window: int = WINDOW) -> Digest:
-    """Return a summary of the last ``window`` finished steps in a rank's trace, for the comparison with other ranks."""
+    """Return a summary of the last ``window`` finished steps in ``trace``, the trace of one rank, for the comparison
+    with other ranks.
+    """
     steps = dict[int, StepTimes]()
     done = trace.steps[trace.steps["leave"] > 0][-window:]
     inside = trace.calls[np.isin(trace.calls["step"], done["sequence"])]
@@ -351,9 +353,10 @@ def steady_matrix(
     that is slow and takes about the same time each time has a slow link. A pair whose times vary is uncertain, as a
     late process may be the cause.
 
-    Returns the matrix ``[sender, receiver]`` and the number of measurements. A cell holds seconds for a message of
-    :data:`PROBE` bytes, the time of a larger one divided by its enlargement. Cells of pairs that are still uncertain
-    after the last repetition are ``nan``.
+    ``group``: the ranks. ``device``: the device whose memory holds the messages. Returns the matrix ``[sender,
+    receiver]`` and the number of measurements. A cell holds seconds for a message of :data:`PROBE` bytes, the time of a
+    larger one divided by its enlargement. Cells of pairs that are still uncertain after the last repetition are
+    ``nan``.
     """
     rounds, parts, again = (
         rounds_of(group.size()),

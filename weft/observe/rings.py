@@ -154,7 +154,9 @@ def process_of(trace: Trace) -> str:
 
 
 def collective_text(trace: Trace, record: Any) -> str:
-    """Describe the ``record`` of a collective in words, such as ``all_reduce 812 of dp (weft/train/step.py:164)``."""
+    """Return a text that describes ``record``, the record of a collective in ``trace``, such as ``all_reduce 812 of dp
+    (weft/train/step.py:164)``.
+    """
     group, peer = trace.groups[record["group"]], int(record["peer"])
     kind = KINDS[record["kind"]]
     way = {"send": f" to rank {peer}", "recv": f" from rank {peer}"}.get(kind, "")
@@ -183,7 +185,7 @@ def held_in(trace: Trace) -> Any:
 
 
 def standing(trace: Trace, now: int) -> str:
-    """Describe in words the collective that a rank is in, or the last one that it left.
+    """Return a text on the collective in which the rank of ``trace`` waits, or on the last one that it left.
 
     The text is the end of a sentence whose subject is the rank, such as "left all_reduce 812 ...". ``now``: present
     time in nanoseconds of the monotonic clock.

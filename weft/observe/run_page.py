@@ -92,7 +92,7 @@ def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
 
 
 def page_of(run: RecordedRun, folder: Path) -> str:
-    """Return the HTML page about one run, which is in ``folder``."""
+    """Return the HTML page about ``run``. ``folder``: the run's folder."""
     facts = run_facts(run)
     events = [
         (f"step {e['step']:,}", e.get("message", ""))
@@ -119,9 +119,9 @@ def page_of(run: RecordedRun, folder: Path) -> str:
 
 
 def unfinished_in_words(run: RecordedRun, folder: Path | None = None) -> str:
-    """Return a sentence about how far an unfinished run came, or an empty text for a finished run.
+    """Return a sentence about how far ``run`` came if it is unfinished; an empty text for a finished run.
 
-    ``folder``: the run's folder, from which the run can be continued.
+    ``folder``: the run's folder, for a hint how to continue it; None: without the hint.
     """
     planned = planned_steps(run)
     done = max((row["step"] for row in run.records.get("train", [])), default=0)

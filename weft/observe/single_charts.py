@@ -20,10 +20,10 @@ COLUMNS = 200
 
 
 def repetitions_of_samples(records: Records) -> list[Record]:
-    """Draw a bar chart of a stream: for each number of repetitions, how many samples were repeated that often.
+    """Return a bar chart of a stream's samples as a list of Plotly figures: for each number of repetitions, how many
+    samples were repeated that often.
 
-    Returns a list with the chart; it is empty without records of the kind ``repetitions``. ``records``: the records of
-    a run, by kind.
+    The list is empty without records of the kind ``repetitions``. ``records``: the records of a run, by kind.
     """
     if not (kept := records.get("repetitions")):
         return []
@@ -38,10 +38,11 @@ def repetitions_of_samples(records: Records) -> list[Record]:
 
 
 def level_rates(records: Records, runs: Sequence[RecordedRun]) -> list[Record]:
-    """Draw the pass rate of each level of difficulty of each task that has a curriculum.
+    """Return charts, as Plotly figures, of the pass rate of each level of difficulty: one chart for each task with a
+    curriculum.
 
-    Returns a list of the charts; it is empty without records of the kind ``levels``. ``records``: the records of a run,
-    by kind. ``runs``: a list with this run alone, which marks its restarts.
+    The list is empty without records of the kind ``levels``. ``records``: the records of a run, by kind. ``runs``: a
+    list with this run alone, which marks its restarts.
     """
     shown = list[Record]()
     rows = records.get("levels", [])
@@ -71,9 +72,10 @@ def level_rates(records: Records, runs: Sequence[RecordedRun]) -> list[Record]:
 
 
 def expert_loads(records: list[Record]) -> list[Record]:
-    """Draw a heat map of how often tokens were routed to each expert, relative to the mean over its layer.
+    """Return a heat map, as a list of Plotly figures, of how often tokens were routed to each expert, relative to the
+    mean over its layer.
 
-    Returns a list with the chart, which is empty without records. ``records``: the records of kind ``experts``.
+    The list is empty without records. ``records``: the records of kind ``experts``.
     """
     shown = records[:: max(1, len(records) // COLUMNS)]
     layers = list(shown[0]["loads"]) if shown else []
@@ -112,11 +114,12 @@ def expert_loads(records: list[Record]) -> list[Record]:
 
 
 def saved_activations(records: list[Record]) -> list[Record]:
-    """Draw the predicted seconds of a pass (y) against the bytes of activations that blocks save for backward (x).
+    """Return a chart, as a list of Plotly figures, of the predicted seconds of a pass (y) against the bytes of
+    activations that blocks save for backward (x).
 
     There is a line for offloading and one for recomputation. A point of a line is for a number of blocks whose
     activations are offloaded, or recomputed. ``records``: the records of kind ``activations``; the last one is drawn.
-    Returns a list with the chart; it is empty if there are no records.
+    The list is empty if there are no records.
     """
     if not records:
         return []
@@ -141,10 +144,9 @@ def saved_activations(records: list[Record]) -> list[Record]:
 
 
 def membership(records: Records) -> list[Record]:
-    """Draw the loss and the number of ranks over time.
+    """Return a chart of the loss and the number of ranks over time, as a list of Plotly figures.
 
-    Returns a list with the chart. The list is empty unless ranks have left or joined the run. ``records``: the records
-    of a run, by kind.
+    The list is empty unless ranks have left or joined the run. ``records``: the records of a run, by kind.
     """
     views, trained = records.get("view", []), records.get("train", [])
     if len(views) < 2 or not trained:

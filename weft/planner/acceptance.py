@@ -17,8 +17,8 @@ def under_rules(
     """Return ``searched`` with a function that says why ``weft train`` would refuse one of its plans.
 
     ``recipe_of``: returns the recipe under the layout of a plan; it may raise :class:`ValueError` for a layout that the
-    recipe refuses. ``shape``: the recipe's model, complete as far as it is known. The answer is computed once for plans
-    that differ in the sequences of a pass alone.
+    recipe refuses. ``shape``: the recipe's model, complete as far as it is known. Plans that differ only in the number
+    of sequences of a pass share one result of this function.
     """
     known: dict[tuple[float, ...], str] = {}
     names = [name for name in CHOSEN if name != "micro_batch"]

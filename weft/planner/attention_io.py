@@ -32,7 +32,7 @@ class AttentionTraffic(NamedTuple):
 
 
 def query_block(fast: Num, head: Num) -> Num:
-    """Return the largest number of query rows per block of fused attention for which fast memory has room.
+    """Return the largest number of query rows per block of fused attention that fit in fast memory.
 
     ``fast``: bytes of fast memory of one multiprocessor. ``head``: width of a head. Fast memory holds equally many rows
     of queries, keys, values and results.
@@ -43,8 +43,8 @@ def query_block(fast: Num, head: Num) -> Num:
 def fused_bytes(tokens: Num, head: Num, block: Num) -> Num:
     """Return the bytes that one head of fused attention moves in forward with a causal mask.
 
-    ``tokens``: length of the sequence. ``block``: query rows of a block; keys and values are read once for each block,
-    up to the block's last row.
+    ``tokens``: length of the sequence. ``head``: width of a head. ``block``: query rows of a block; keys and values are
+    read once for each block, up to the block's last row.
     """
     blocks = np.ceil(tokens / block)
     rows = np.minimum(block * blocks * (blocks + 1) / 2, tokens * blocks)

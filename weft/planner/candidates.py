@@ -251,11 +251,11 @@ def variants(
     variant is made only where it may help. A secondary partition may help where ZeRO-3 gathers across slow links and
     memory is left. State away from the device may help where device memory is not enough.
 
-    ``fits``: which plans fit in memory. ``cheap``: for each kind, which plans are worth a variant: those that might
-    become the fastest if the variation cost no time. ``wanted``: values that the user demands, by field of
-    :class:`Plan`. Demanded variants are made even where they do not help. ``places``: the places to try for state
-    (host, file), as indices into :data:`weft.recipe.PLACES`. ``tied``: whether the output layer is the table of
-    embeddings.
+    ``machine``: the cluster. ``fits``: which plans fit in memory. ``cheap``: for each kind, which plans are worth a
+    variant: those that might become the fastest if the variation cost no time. ``wanted``: values that the user
+    demands, by field of :class:`Plan`. Demanded variants are made even where they do not help. ``places``: the places
+    to try for state (host, file), as indices into :data:`weft.recipe.PLACES`. ``tied``: whether the output layer is the
+    table of embeddings.
     """
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.

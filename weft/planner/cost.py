@@ -231,8 +231,8 @@ def axis_link(
     members in a domain, but never more than that of a fast link. Links between sites are counted in the same way.
 
     Inside a domain the latency is a fixed time, however many ranks take part. The latency across domains and sites
-    grows with their number in a ring, and with the logarithm of their number in a tree. ``engine``: constants of the
-    training program, such as the share of the nominal bandwidth that it reaches.
+    grows with their number in a ring, and with the logarithm of their number in a tree. ``machine``: the cluster.
+    ``engine``: constants of the training program, such as the share of the nominal bandwidth that it reaches.
     """
     inside = np.clip(machine.domain // stride, 1, size)
     local = np.clip(machine.site // stride, 1, size)
@@ -453,7 +453,7 @@ class Roofline:
         return np.where(self.engine.flash > 0, fused, split)
 
     def keys(self) -> Num:
-        """Return the number of keys that a rank's attention kernel sees at a time.
+        """Return the number of keys that one call of a rank's attention kernel reads.
 
         With context parallelism in a ring, a kernel works on the keys of one rank.
         """
@@ -599,7 +599,8 @@ def passes(
 
 
 def stream_cut(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
-    """Return over how many tp ranks the residual stream's tokens are cut, as a mean over the layers.
+    """Return over how many tp ranks the tokens of the residual stream are cut under ``plan``, as a mean over the
+    layers.
 
     It is 1 in ladder layers, whose ranks hold all tokens, and in programs that do not cut norm regions. ``engine``:
     constants of the training program, which tell whether it cuts norm regions.
@@ -609,7 +610,7 @@ def stream_cut(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
 
 
 def expert_cut(plan: Plan, engine: EngineConstants) -> Num:
-    """Return the number of tp ranks over which the hidden width of each expert is cut.
+    """Return the number of tp ranks over which ``plan`` cuts the hidden width of each expert.
 
     It is 1 where whole experts are spread over the tp ranks instead. ``engine``: constants of the training program,
     which tell whether it ever cuts an expert (:attr:`EngineConstants.whole`).
@@ -636,9 +637,10 @@ def gradients(
     The communication is that of gradients and of sharded parameters, without the part that compute hides. The
     optimizer's seconds are those of the update of the parameters.
 
-    ``cover``: seconds of compute in the whole step; with ZeRO-3, compute hides at most so many seconds. ``turn``:
-    seconds of compute in one microbatch; without ZeRO-3, compute hides at most so many. ``copies``: number of copies of
-    every parameter that the pipeline holds: 2 for DualPipe, else 1.
+    ``machine``: the cluster; ``plan``: the layout; ``engine``: constants of the training program. ``cover``: seconds of
+    compute in the whole step; with ZeRO-3, compute hides at most so many seconds. ``turn``: seconds of compute in one
+    microbatch; without ZeRO-3, compute hides at most so many. ``copies``: number of copies of every parameter that the
+    pipeline holds: 2 for DualPipe, else 1.
     """
     tp, cp = plan.tp, plan.cp
     replicas = plan.data * cp
@@ -724,7 +726,7 @@ def by_schedule(plan: Plan, form: Callable[[ScheduleBuilder], Num]) -> Num:
 
 
 def copies(plan: Plan) -> Num:
-    """Return how many copies of every parameter the pipeline of a plan holds.
+    """Return how many copies of every parameter the pipeline of ``plan`` holds.
 
     They are 2 for schedules that run microbatches in both directions (DualPipe), else 1.
     """
@@ -732,7 +734,7 @@ def copies(plan: Plan) -> Num:
 
 
 def rest(plan: Plan, engine: EngineConstants, known: Num) -> Num:
-    """Return the seconds per step that no formula explains: a constant, and the wait for stragglers.
+    """Return the seconds per step under ``plan`` that no formula explains: a constant, and the wait for stragglers.
 
     ``known``: the seconds that formulas explain. The wait for stragglers is a share of ``known``. This share is 0 for
     up to 8 ranks, and grows with each doubling of the ranks beyond 8. ``engine``: has the constant (``step``) and the
@@ -773,7 +775,7 @@ class StageLayers(NamedTuple):
 
 
 def stage_layers(shape: Shape, plan: Plan, engine: EngineConstants) -> StageLayers:
-    """Return the numbers of layers in the stages of the pipeline of a plan.
+    """Return the numbers of layers in the pipeline stages of ``plan``.
 
     ``engine``: tells whether the program cuts pipelines by work or by number of layers.
     """

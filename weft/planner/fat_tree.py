@@ -17,7 +17,8 @@ PARTS = 4
 
 @cache
 def fullest_link(flows: int, links: int) -> float:
-    """Return the mean number of flows on the fullest of ``links`` links, if each flow is hashed to one at random.
+    """Return the mean number of flows on the fullest of ``links`` links, if each of ``flows`` flows (data streams) is
+    hashed to one of them at random.
 
     The result is exact: for each ``m``, the probability that no link has more than ``m`` flows is computed.
     """

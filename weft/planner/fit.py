@@ -229,7 +229,8 @@ def predict(
 
 
 def constants(rows: Sequence[Measurement]) -> dict[str, float]:
-    """Return the GiB of memory that no formula explains, by the training program's name (``framework`` of a run).
+    """Return the GiB of memory per device that no formula explains, by the training program's name (``framework`` of a
+    run).
 
     For each run in ``rows`` the measured memory minus the memory by the formulas is computed. The median over a
     program's runs counts; a negative median counts as 0.

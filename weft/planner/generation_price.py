@@ -87,7 +87,7 @@ def streamed_bytes(shape: Shape, machine: Machine) -> Num:
 
 
 def room(shape: Shape, machine: Machine) -> Num:
-    """Return how many tokens' keys and values fit in the host's memory beside the weights.
+    """Return for how many tokens the keys and values fit in the host's memory beside the weights.
 
     The result is 0 if the weights alone do not fit.
     """
@@ -115,9 +115,9 @@ def generation_passes(
     The link brings weights that do not fit on the device from the host. The device computes matrix products, and the
     attention of prompts. The host computes the attention of new tokens.
 
-    ``read``: number of prompt tokens in the pass. ``scored``: sum of the squared lengths of their prompts. ``written``:
-    number of new tokens that the pass generates. ``attended``: number of tokens that a new token attends to, summed
-    over the new tokens.
+    ``machine``: the device and its host. ``read``: number of prompt tokens in the pass. ``scored``: sum of the squared
+    lengths of their prompts. ``written``: number of new tokens that the pass generates. ``attended``: number of tokens
+    that a new token attends to, summed over the new tokens.
     """
     inside = 2 * shape.layers * shape.heads * shape.score_dim / machine.peak16
     flops = 2 * shape.active_parameters / (machine.peak * machine.clock)

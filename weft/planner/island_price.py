@@ -95,11 +95,11 @@ def islands_of(
 ) -> Islands | None:
     """Plan one island per site: the best layout inside a site, and the costs of exchanges between the sites.
 
-    A step has ``batch`` sequences of ``seq`` tokens, which the islands share equally. ``bits``: width of the operands
-    of matrix products. ``pins``: the user's demands on the layout. ``ruled``: adds to a search which plans the user's
-    recipe refuses. Returns None if the cluster has only one site, if
-    its devices cannot be divided into whole sites, if the sites cannot share the batch equally, or if no layout fits a
-    site.
+    ``cluster``: the sites. ``engine``: constants of the training program. A step has ``batch`` sequences of ``seq``
+    tokens, which the islands share equally. ``bits``: width of the operands of matrix products. ``pins``: the user's
+    demands on the layout. ``ruled``: adds to a search which plans the user's recipe refuses. Returns None if the
+    cluster has only one site, if its devices cannot be divided into whole sites, if the sites cannot share the batch
+    equally, or if no layout fits a site.
     """
     site = cluster.site
     if (
@@ -122,7 +122,7 @@ def islands_of(
 
 
 def words() -> list[str]:
-    """Return the names of all compressors, as recipes write them, that plans try for the exchange between islands."""
+    """Return the names of all compressors that plans try for the exchange between islands, as recipes write them."""
     techniques: list[Any] = [
         technique.implementation for technique in declared("compressor")
     ]
@@ -145,9 +145,9 @@ def agreement(
 ) -> AgreementCost:
     """Return the cost of averaging for ``count`` islands that exchange parameters every ``every`` steps.
 
-    ``inside``: the layout of each island. ``compress``: the compressor of the exchange, by its name in a recipe. With
-    ``every = 0``, islands exchange as often as they can without spending more than 5 % of the time (:data:`EXPOSED`) on
-    exchanges.
+    ``cluster``: the cluster, with the bandwidth between its sites. ``inside``: the layout of each island. ``compress``:
+    the compressor of the exchange, by its name in a recipe. With ``every = 0``, islands exchange as often as they can
+    without spending more than 5 % of the time (:data:`EXPOSED`) on exchanges.
     """
     assert cluster.between is not None
     # each agrees on a part

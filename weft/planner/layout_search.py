@@ -153,8 +153,8 @@ class SearchResult:
         return float(self.memory.total[i]) / 2**30
 
     def takes(self, i: int) -> bool:
-        """Return whether ``weft train`` accepts the layout with index ``i`` together with the other settings of the
-        user's recipe.
+        """Return whether ``weft train`` accepts the layout with the index ``i`` in :attr:`plans` together with the
+        other settings of the user's recipe.
         """
         return not self.refusal(self.plan(i))
 

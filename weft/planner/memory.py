@@ -48,7 +48,8 @@ class RankMemory:
 
 
 def in_flight(plan: Plan, position: Num) -> Num:
-    """Return the largest number of microbatches whose activations pipeline rank ``position`` holds at once.
+    """Return the largest number of microbatches whose activations the pipeline rank with the index ``position`` holds
+    at once under ``plan``.
 
     Where a rank has several stages, a microbatch may be held by some of them only. It then counts as a fraction, such
     as 0.5 if half of the stages hold it. If the weights rest in a file, the result is the number of all microbatches,
@@ -67,7 +68,8 @@ def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num,
     """Return ``(kept, alive)``: bytes of activations of one layer and one microbatch.
 
     ``kept`` is what the layer keeps for backward, on the device or elsewhere. :func:`held_bytes` returns only the part
-    that stays on the device. ``alive`` is what exists while the layer is computed.
+    that stays on the device. ``alive`` is what exists while the layer is computed. ``plan``: the layout. ``engine``:
+    constants of the training program.
     """
     tokens = plan.micro_batch * plan.seq / plan.cp
     cut = stream_cut(shape, plan, engine)
@@ -103,13 +105,15 @@ def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num,
 def held_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
     """Return the bytes of activations of one layer and microbatch that stay on the device for backward.
 
-    Activations that the plan keeps on the host or in files are left out.
+    Activations that ``plan`` keeps on the host or in files are left out. ``engine``: constants of the training program.
     """
     return layer_bytes(shape, plan, engine)[0] * (plan.activations == 0)
 
 
 def logit_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
-    """Return the bytes of one microbatch's logits, of the loss's intermediates, and of the output layer's gradient."""
+    """Return the bytes of one microbatch's logits, of the loss's intermediates, and of the output layer's gradient.
+    ``plan``: the layout. ``engine``: constants of the training program.
+    """
     tokens = np.minimum(plan.micro_batch * plan.seq / plan.cp, engine.chunk)
     return (engine.vocab * tokens + engine.table * shape.embed) * shape.vocab / plan.tp
 
@@ -123,7 +127,8 @@ def rank_memory(
     activations: Num,
     logits: Num = 0.0,
 ) -> RankMemory:
-    """Return the memory of a rank with ``layers`` layers and ``tables`` vocabulary tables (embedding, output layer).
+    """Return the memory under ``plan`` of a rank with ``layers`` layers and ``tables`` vocabulary tables (embedding,
+    output layer).
 
     ``activations``: bytes of activations at the peak, of which ``logits`` bytes belong to the loss. The loss may
     compute the output layer's gradient at once (``engine.table``). The logits are then freed before backward needs its
@@ -213,7 +218,8 @@ def rank_memory(
 
 
 def peak_memory(shape: Shape, plan: Plan, engine: EngineConstants) -> RankMemory:
-    """Return the memory of the fullest pipeline rank, which is assumed to be the first, the second or the last.
+    """Return the memory of the fullest pipeline rank of ``plan``, which is assumed to be the first, the second or the
+    last.
 
     ``engine``: constants of the training program, such as bytes of gradient per parameter.
     """

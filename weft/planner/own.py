@@ -33,7 +33,7 @@ NEWEST = 200
 def read_own(path: Path) -> list[Measurement]:
     """Read the measured runs that Weft has appended to the CSV file ``path``, oldest first.
 
-    Truncated lines and lines of other programs are left out.
+    Truncated lines and lines of other training programs are left out.
     """
     rows = []
     with path.open(newline="", encoding="utf-8") as file:

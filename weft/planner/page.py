@@ -167,7 +167,9 @@ def alternatives_among(finals: Sequence[Final]) -> list[Alternative]:
 
 
 def remarks(final: Final, first: Final) -> str:
-    """Return a text that says in which settings the layout ``final`` differs from ``first``, the fastest one."""
+    """Return a text for the page that says in which settings the layout ``final`` differs from ``first``, the fastest
+    layout.
+    """
     lines = [] if final is first else [layout_verdict(first, final)]
     if final.simulation is not None and abs(final.seconds / final.closed - 1) > 0.02:
         lines.append(

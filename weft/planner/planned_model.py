@@ -84,7 +84,8 @@ def load_model(
     name: str,
     named: Callable[[str], ModelShape] = lambda name: shape_from_config(Path(name)),
 ) -> PlannedModel:
-    """Load a model from a built-in name, a Weft recipe (``.toml``), or a Hugging Face ``config.json`` (or its folder).
+    """Load the model that ``name`` names: by a built-in name, a Weft recipe (``.toml``), or a Hugging Face
+    ``config.json`` (or its folder).
 
     ``named``: returns the shape of any other model that ``model.from`` can name, such as a GGUF file or a model of the
     hub.
@@ -154,8 +155,8 @@ def swept_values(
 ) -> Iterator[tuple[dict[str, str], Shape]]:
     """Yield ``(values, shape)`` for every combination of the field values in ``asked``, such as ``experts=64,128``.
 
-    ``values``: the values by field. ``shape``: that of ``model`` with these values. ``vocab``: the number of entries of
-    the tokenizer.
+    ``values``: the values by field. ``shape``: that of ``model`` with these values. ``vocab``: size of the tokenizer's
+    vocabulary.
     """
     ways: dict[str, list[str]] = {}
     for text in asked:

@@ -74,7 +74,8 @@ def _with_setting(
 
 
 def changed_lines(model: PlannedModel, tree: dict[str, Any]) -> list[str]:
-    """Return a line for each setting of the owner's recipe that ``tree``, the planned recipe, has changed or left out.
+    """Return a line for each setting of the user's recipe (kept in ``model``) that ``tree``, the planned recipe, has
+    changed or left out.
 
     Settings of ``[layout]`` that every plan chooses have no line.
     """

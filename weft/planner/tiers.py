@@ -72,7 +72,7 @@ def planned_time(
 ) -> Cost:
     """Return the time of one step of ``plan``, including the cost of state and activations on the host or in files.
 
-    ``engine``: constants that say how well the training program uses the machine.
+    ``machine``: the cluster. ``engine``: constants that say how well the training program uses it.
     """
     cost = step_time(shape, machine, plan, engine)
     if not np.any(plan.moves):
@@ -95,7 +95,8 @@ def with_tiers(
     """Return ``cost`` plus the seconds that are lost if state and activations rest on the host or in files.
 
     Where the host updates the parameters, the device's seconds of the optimizer are replaced by those of the host.
-    ``cost``: the seconds of a step in which everything rests on the device. ``plan``: the layout, with the places.
+    ``cost``: the seconds of a step in which everything rests on the device. ``machine``: the cluster. ``engine``:
+    constants of the training program. ``plan``: the layout, with the places where state and activations rest.
     ``microbatch``: seconds of one microbatch of the plan (:func:`weft.planner.cost.passes`). ``layers``: number of
     layers of the plan's fullest rank.
     """

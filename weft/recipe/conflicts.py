@@ -143,7 +143,7 @@ class AskedRecipe(AskedStep):
 
     @property
     def chunks(self) -> int:
-        """Number of pipeline stages that a rank holds: ``layout.virtual``, or the schedule's own number."""
+        """Number of pipeline stages that a rank holds: ``layout.virtual``, or the number that the schedule fixes."""
         return int(self.layout.virtual or self.builder.chunks)
 
     @property

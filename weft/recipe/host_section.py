@@ -51,7 +51,9 @@ class HostSection(Section):
 
     @classmethod
     def more_settings(cls, values: Mapping[str, Any]) -> tuple[type[Section], ...]:
-        """Return classes of further settings that the section has with these ``values``; in most sections none."""
+        """Return section classes whose fields this section also has if its settings are ``values``; in most sections
+        there are none.
+        """
         return ()
 
     @classmethod
@@ -138,7 +140,8 @@ def unused_settings(
 ) -> list[str]:
     """Return a line for each setting in ``values`` that belongs only to techniques that ``values`` do not name.
 
-    ``name``: the section's name for these lines. Settings at their default values are not reported.
+    ``name``: the section's name for these lines. ``section``: its class. Settings at their default values are not
+    reported.
     """
     lines = []
     for key, value in section.split(values)[1].items():

@@ -190,8 +190,8 @@ class Optimizer(HostSection):
 
     @property
     def update_rule(self) -> Any:
-        """Class of the update rule that ``kind`` names. If moments are not kept in float32, it is the rule that
-        ``state`` names.
+        """Class of the update rule that ``kind`` names. If ``state`` names another form of the moments than float32, it
+        is the rule that keeps them in that form.
         """
         if self.state == "float32":
             return find("optimizer", self.kind).implementation

@@ -340,7 +340,7 @@ class Recipe(Section):
         )
 
     def batch_layout(self, layout: Layout) -> Layout:
-        """Return ``layout`` with ``dp`` set to the number of different shares of a batch.
+        """Return ``layout`` with ``dp`` set to the number of parts into which ranks divide a batch.
 
         With ``optimizer.pairs`` every two data parallel ranks get the same sequences, so that ``dp`` is halved.
         Otherwise the result is ``layout`` itself.

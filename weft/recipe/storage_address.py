@@ -9,7 +9,7 @@ from weft.errors import UsageError
 class StorageAddress(NamedTuple):
     """An address of checkpoints: a folder, a prefix in an S3 bucket, or a path shared by peers.
 
-    ``kind``: which of the three. ``path``: the folder, prefix or path. ``bucket``: the S3 bucket, else empty.
+    ``kind``: which of the three it is. ``path``: the folder, prefix or path. ``bucket``: the S3 bucket, else empty.
     """
 
     kind: Literal["folder", "s3", "peer"]

@@ -10,7 +10,7 @@ from weft.errors import UsageError, WeftError
 
 
 def read_toml(path: Path, name: str = "") -> dict[str, Any]:
-    """Read a TOML file in UTF-8, with or without a byte order mark, as a nested dictionary.
+    """Read the TOML file ``path`` in UTF-8, with or without a byte order mark, as a nested dictionary.
 
     ``name``: what error lines call the file, by default its path.
     """

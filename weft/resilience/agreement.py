@@ -41,7 +41,7 @@ class Agreement:
     """State of one member in the protocol by which members agree on the next view (the set of members of the run).
 
     The caller passes every received message to :meth:`hear`, and calls :meth:`step` after each message and at regular
-    intervals. ``me``: this member; ``clock``: function that returns seconds.
+    intervals. ``me``: description of this member; ``clock``: function that returns the time in seconds.
 
     Attributes:
         ``census``: what this member knows of the others.
@@ -128,7 +128,8 @@ class Agreement:
 
     @property
     def held(self) -> bool:
-        """Whether this member waits for a moment before it proposes again, so that :meth:`step` must be called soon.
+        """Whether this member waits before it proposes the next view again, so that the caller must call :meth:`step`
+        soon.
 
         The wait has a random length. It begins when another member has refused a proposal, so that two proposing
         members do not refuse each other for ever.
@@ -143,7 +144,8 @@ class Agreement:
     # Messages to others, and from them.
 
     def stand(self) -> Message:
-        """Return the message by which this member tells the others its state.
+        """Return the message by which this member tells the others its state: what it asks for, and whom it considers
+        lost.
 
         Its type, the key ``"t"``, is ``stand``.
         """

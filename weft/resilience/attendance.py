@@ -146,14 +146,14 @@ class Attendance:
     def partners(self, number: int, draw: Draw) -> list[int]:
         """Return the numbers of the islands with which this rank's island exchanges updates in one exchange.
 
-        ``number``: number of the exchange; ``draw(islands)``: chooses the partners among the islands that
+        ``number``: number of the exchange; ``draw(islands)``: chooses the partners among ``islands``, the numbers that
         :meth:`population` returns. Partners that are lost by now are left out.
         """
         here = {stay.island for stay in self.present if stay.covers(number)}
         return [island for island in draw(self.population(number)) if island in here]
 
     def newcomers(self, number: int) -> list[int]:
-        """Return the islands that join after one exchange and get their state from this rank's island.
+        """Return the numbers of the islands that join after one exchange and get their state from this rank's island.
 
         ``number``: number of the exchange. The list is empty if another island hands over its state.
         """

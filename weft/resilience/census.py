@@ -46,7 +46,8 @@ class OtherMember:
 
     @property
     def accused(self) -> list[tuple[Address, str, bool]]:
-        """Members that this member considers lost, as ``(address, reason, proved)``.
+        """Members that this member considers lost, each as ``(address, reason, proved)``; the address is ``(host,
+        port)``.
 
         ``proved``: whether the lost member is certainly gone, and not just silent.
         """
@@ -65,7 +66,7 @@ class Census:
         ``me``: this member.
         ``view``: last committed view; None for a newcomer.
         ``peers``: the other processes, by address.
-        ``lost``: losses of members of the present view, by address.
+        ``lost``: members of the present view that are lost: for each, by address, the reason of the loss.
         ``leaving``: whether this member is about to leave the run.
         ``why``: reason why the present view can do no further step; "" while it can.
         ``breaks``: reasons why a view could do no further step, oldest first. The agent's thread removes a reason when

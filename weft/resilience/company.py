@@ -21,7 +21,7 @@ ATTEMPTS = 8
 
 
 class Handover(NamedTuple):
-    """When an island has received its model state from another island.
+    """Moment of the training at which an island has received its model state from another island.
 
     ``round``: number of the round after which the state was taken; ``tokens``: tokens that the run had counted by then.
     """
@@ -33,7 +33,7 @@ class Handover(NamedTuple):
 class Company(Presence):
     """Decides which islands take part in each exchange, in a run whose islands come and go.
 
-    ``party``: agrees with the other ranks on the run's present members, and so knows which islands are present.
+    ``party``: this rank's part in the agreement on the run's members, which knows the islands that are present.
     """
 
     def __init__(self, party: IslandParty) -> None:

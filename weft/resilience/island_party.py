@@ -76,7 +76,7 @@ class IslandParty:
         self._follow(Life(LifeMove.STAY, of_island=True))
 
     def come(self) -> None:
-        """Ask the members of the run to let this rank in. Returns when it has been let in."""
+        """Ask the members of the run to let this rank in. Return when it has been let in."""
         self._follow(Life(LifeMove.JOIN, of_island=True))
         with self.changed:
             self.changed.wait_for(lambda: self.view or self.fatal)
@@ -170,7 +170,9 @@ class IslandParty:
     # --- the end ---
 
     def all_ended(self) -> bool:
-        """Return whether all other members have finished the run, are lost, or have not yet been able to take part."""
+        """Return whether this rank need wait for no other member: each has finished the run, is lost, or could not take
+        part yet.
+        """
         with self.changed:
             if self.view is None:
                 return False

@@ -75,7 +75,9 @@ def layer_ranks(job: Job, layout: Layout) -> list[int]:
 
 
 def layer_moves(job: Job, before: Layout, after: Layout) -> list[LayerMove]:
-    """Return the layers that change their rank when the layout ``before`` is replaced by ``after``, with both ranks."""
+    """Return a list of the layers that change their rank when the layout ``before`` is replaced by ``after``, each with
+    its old and new rank.
+    """
     pairs = zip(layer_ranks(job, before), layer_ranks(job, after), strict=False)
     return [
         LayerMove(layer, source, target)

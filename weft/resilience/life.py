@@ -31,7 +31,7 @@ class LifeMove(Enum):
     """Next action of a rank in a run whose set of members (view) may change.
 
     ``JOIN``: ask members of the run to be let in. ``AGREE``: agree with the others on the next view. ``STAY``: take
-    part in the present view. ``END``: end.
+    part in the present view. ``END``: end this rank's part in the run.
     """
 
     JOIN = "ask members of the run to be let in"

@@ -35,8 +35,8 @@ class Recovery:
         ``progress``: progress of the run at that state.
         ``gives``: for each new rank, the segments that it sends to the others. A segment is given as a pair: the old
             rank whose state was copied, and the segment's number.
-        ``helpers``: pairs of a new rank and a lost old rank. The new rank has a copy of the parts that only the old
-            rank held, and sends them.
+        ``helpers``: pairs of a new rank and a lost old rank. The new rank sends the parts of the state that only the
+            old rank held, from its copy of them.
         ``differing``: new ranks whose copies differ from those of most ranks that held the same parts. These copies are
             not used.
     """

@@ -60,7 +60,8 @@ class KeptModel:
     parcels: Parcels
 
     def fits(self, recipe: Recipe, mesh: Mesh) -> bool:
-        """Return whether this rank holds the same part of the model on ``mesh``, with the same groups inside a replica.
+        """Return whether the kept model can be used on ``mesh``: this rank holds the same part of the model there, with
+        the same groups inside a replica.
 
         ``recipe``: the recipe of the new view.
         """

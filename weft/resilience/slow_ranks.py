@@ -44,7 +44,9 @@ class SlowRanks:
     _digests: object = None  # what was judged last
 
     def speeds(self, members: Sequence[Member]) -> tuple[float, ...]:
-        """Return the compute speed of each member in ``members``, relative to a member that is not slow (1)."""
+        """Return the compute speed of each member in ``members``, in their order; a member that is not slow has speed
+        1.
+        """
         return tuple(1 / self.factors.get(member.number, 1.0) for member in members)
 
     def shares(

@@ -185,7 +185,7 @@ class SnapshotCopy:
         ``rows``: for each tensor name, the numbers of the rows that this rank holds. Only tensors of experts that were
             moved between ranks are listed.
         ``digests``: digest of each segment, by number.
-        ``starts``: byte of ``memory`` at which each segment begins, by number.
+        ``starts``: byte of ``memory`` at which each segment begins, by the segment's number.
         ``memory``: bytes of the copy.
     """
 

@@ -43,7 +43,8 @@ def slower_times(matrix: np.ndarray) -> np.ndarray:
 
 
 def slowest_link(times: np.ndarray, order: Sequence[int]) -> float:
-    """Return the seconds of a message between the slowest neighbours in the ring ``order``.
+    """Return the seconds of a message between the slowest neighbours of a ring. ``order``: the ranks in the order of
+    the ring.
 
     ``times``: seconds between every two ranks, as :func:`slower_times` returns them.
     """

@@ -86,7 +86,7 @@ class MemberLoss:
 
 @dataclass(frozen=True)
 class Lost:
-    """Member of the previous view that is not in the new view.
+    """Member of the previous view (set of members) that is not in the new view.
 
     ``member``: the member; ``rank``: its rank in the previous view; ``why``: the reason in words.
     """

@@ -91,7 +91,7 @@ def boxes(simulation: Simulation) -> list[Timed]:
 
 
 def mix(a: str, b: str, share: float) -> str:
-    """Mix two colours ``#rrggbb``; ``share``: the part of ``b`` in the result, from 0 to 1.
+    """Return a mixture of two colours ``#rrggbb``; ``share``: the part of ``b`` in the result, from 0 to 1.
 
     ``a``, ``b``: the two colours.
     """
@@ -166,7 +166,7 @@ def ticks(end: float) -> list[float]:
 
 
 def summary_line(simulation: Simulation, unit: str = "") -> str:
-    """Return ranks, microbatches, bubble and makespan of a simulation in one line.
+    """Return one line with the ranks, microbatches, bubble and makespan of ``simulation``.
 
     ``unit``: name of the unit of time.
     """
@@ -225,7 +225,8 @@ def svg(
     memory: str = MEMORY,
     page: bool = False,
 ) -> str:
-    """Draw the simulation as SVG: for each rank a lane of boxes, one per action, and below it a curve of its memory.
+    """Return a picture of ``simulation`` as SVG: for each rank a lane of boxes, one per action, and below it a curve of
+    its memory.
 
     ``title``: title of the picture; "": the schedule's name. ``unit``: name of the unit of time. ``memory``: words for
     the unit in which memory is counted. ``note``: text beside the title. ``page``: whether the picture is to be put
@@ -296,7 +297,7 @@ def html(
     unit: str = "",
     memory: str = MEMORY,
 ) -> str:
-    """Return an HTML page with a picture of the simulation that works offline.
+    """Return an HTML page with a picture of ``simulation``; the page works offline.
 
     The page can zoom, shows an action's values when the mouse is over it, and marks the path of a microbatch.
     ``title``: title of the page; "": the schedule's name. ``note``: line under the title. ``unit``: name of the unit of
@@ -326,7 +327,8 @@ def html(
 
 
 def perfetto(simulation: Simulation, microseconds: float = 1000.0) -> dict[str, Any]:
-    """Return a Chrome trace (ui.perfetto.dev): a track and a memory counter for each rank, an arrow for each transfer.
+    """Return ``simulation`` as a Chrome trace (ui.perfetto.dev): a track and a memory counter for each rank, an arrow
+    for each transfer.
 
     ``microseconds``: the length of the simulation's unit of time.
     """

@@ -7,7 +7,7 @@ from weft.schedule.simulate import Simulation
 
 
 def text_timeline(simulation: Simulation, width: int, colour: bool) -> list[Text]:
-    """Return a text picture of the simulation: a line for each rank that shows its actions along the time.
+    """Return a text picture of ``simulation``: a line for each rank that shows its actions along the time.
 
     An action is shown by the number of its microbatch, or by the last digit if there is no room. ``colour``: whether
     colours tell kinds of action apart. One more line then says which kind has which colour. Without colours each action

@@ -40,7 +40,7 @@ def by_kind(times: ModelTimes) -> Callable[[Action], float]:
 
 
 def uniform_costs(table: Table, times: Times = EQUAL) -> Costs:
-    """Return costs for simulating a table whose stages all take equally long.
+    """Return costs for simulating ``table`` if all its stages take equally long.
 
     ``times``: times of one microbatch on a rank. With ``v`` stages per rank each stage takes ``1 / v`` of them. Memory
     is counted in units of what a rank saves for one microbatch. A stage saves ``1 / v`` of a unit, from its forward to

@@ -169,7 +169,7 @@ def fed_back(
 
 
 def seed_of(compressor: Compressor, number: int, island: int) -> int:
-    """Return the seed of the compressor's random choices for ``island`` in exchange ``number``.
+    """Return the seed of the random choices of ``compressor`` for ``island`` in the exchange with the index ``number``.
 
     Islands have different seeds if the compressor's errors are random, so that errors of different islands cancel.
     """

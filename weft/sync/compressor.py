@@ -110,7 +110,8 @@ class Compressor:
         return sum(prod(size) * kind.itemsize for size, kind in specs)
 
     def error(self, shape: Sequence[int]) -> float:
-        """Return a bound ``e`` on the relative squared error of compression, for all tensors ``x`` of this ``shape``.
+        """Return an upper bound ``e`` of the relative squared error of compression, for all tensors ``x`` of this
+        ``shape``.
 
         The bound means ``E|C(x) - x|^2 <= e |x|^2``. ``C(x)`` is ``x`` compressed and decompressed, and ``E`` is the
         mean over seeds. The result is the least bound that is known.

@@ -59,7 +59,7 @@ def alternatives_of(default: Compressor, shape: Sequence[int]) -> list[Compresso
 
 
 def squared_error(compressor: Compressor, x: T, seed: int = 0) -> float:
-    """Return the squared error of compressing ``x`` once, with the random choices of ``seed``.
+    """Return the squared error of compressing ``x`` once by ``compressor``, with the random choices of ``seed``.
 
     For a compressor with a warm start it is the error in the second round.
     """

@@ -53,7 +53,7 @@ class Presence:
         return work(draw(range(self.streams.islands)), str(number))
 
     def newcomers(self, number: int) -> Sequence[int]:
-        """Return the islands that join after exchange ``number``, and get their state from this island.
+        """Return the numbers of the islands that join after exchange ``number`` and get their state from this island.
 
         In this class the result is empty, as no island joins.
         """

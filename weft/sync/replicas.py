@@ -33,8 +33,7 @@ class Replicas:
     device: torch.device | str = "cpu"
 
     def each(self, size: int) -> int:
-        """Return the largest number of elements that one of these ranks exchanges, for a tensor of ``size``
-        elements.
+        """Return the largest number of elements of a tensor of ``size`` elements that one of these ranks exchanges.
 
         It is a multiple of the block of elements that compressors scale together.
         """
@@ -49,7 +48,9 @@ class Replicas:
         return slice(min(self.index * each, size), min((self.index + 1) * each, size))
 
     def whole(self, part: T, size: int) -> T:
-        """Gather the whole tensor of ``size`` elements from the slice (:meth:`part`) of every rank. Collective."""
+        """Gather the whole tensor of ``size`` elements from the slices of all ranks, and return it. Collective.
+        ``part``: this rank's slice of the tensor (:meth:`part`).
+        """
         if self.group is None:
             return part
         padded = torch.zeros(self.each(size), dtype=part.dtype, device=self.device)

@@ -27,7 +27,7 @@ def fragment_of(name: str, count: int) -> int:
 
 
 def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[int]:
-    """Return the islands with which ``island`` exchanges in exchange ``number``, itself included.
+    """Return the numbers of the islands with which ``island`` exchanges in exchange ``number``, itself included.
 
     ``among``: the islands that are present; ``how``: the recipe's section ``[sync]``. ``number``: the number of the
     exchange since the run began. If islands exchange in random pairs, the pairs follow from this number, so that all

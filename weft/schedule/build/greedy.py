@@ -71,9 +71,9 @@ def zero_bubble(
 ) -> list[Order]:
     """Return each rank's order of actions in the automatic zero-bubble schedule (Qi et al. 2023, 2401.10241).
 
-    ``name``: the schedule's name in errors; ``times``: times of one microbatch on a rank; ``limit``: memory of a rank,
-    as a number of microbatches' saved activations; ``tape``: share of a microbatch's saved activations that a postponed
-    weight gradient needs.
+    ``name``: the schedule's name in errors; ``ranks``, ``microbatches``: numbers of ranks, and of microbatches in a
+    step; ``times``: times of one microbatch on a rank; ``limit``: memory of a rank, as a number of microbatches' saved
+    activations; ``tape``: share of a microbatch's saved activations that a postponed weight gradient needs.
     """
     took = {"F": times.forward, "I": times.backward_input, "W": times.backward_weight}
     costs = Costs(

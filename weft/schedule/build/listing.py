@@ -155,7 +155,7 @@ class Listing:
     def safe(self, m: int, where: list[int], step: int) -> bool:
         """Return whether the ranks' memory lets all begun microbatches finish.
 
-        The answer is yes if they can finish one after the other in some order (banker's rule). ``step``: how many
+        The result is True if they can finish one after the other in some order (banker's rule). ``step``: how many
         passes of microbatch ``m`` are taken as started. A pass is a forward or backward at one stage. ``where``: the
         rank of every stage on the path of ``m``. For all other microbatches the passes that they have really started
         count.

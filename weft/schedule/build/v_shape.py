@@ -45,9 +45,9 @@ def repeat(
 ) -> list[Order]:
     """Return the order of actions of each rank in a schedule where every microbatch follows ``pattern``.
 
-    Weight gradients run in times in which ranks would be idle, if these times are long enough. The idle times come
-    from a simulation. If passes take unequally long, several answers to "how long is long enough" are tried
-    (:data:`PATIENCE`), and the fastest order is returned.
+    Weight gradients run in times in which ranks would be idle, if these times are long enough. A simulation tells the
+    idle times. If passes take unequally long, several least lengths of an idle time are tried (:data:`PATIENCE`), and
+    the fastest order is returned.
 
     ``times``: times of one microbatch on a rank. ``ranks``, ``microbatches``: numbers of ranks, and of microbatches
     in a step.

@@ -4,7 +4,8 @@ from weft.schedule.actions import Order
 
 
 def vertical(stages: int, microbatches: int) -> Order:
-    """Return the order of actions of one rank that holds all stages and runs them one after the other.
+    """Return the order of actions of one rank that holds all ``stages`` stages and runs them one after the other, each
+    for ``microbatches`` microbatches.
 
     Each stage runs for all microbatches before the next stage begins. So its parameters are fetched only twice in a
     step: once for forward and once for backward. The last stage runs the backward of a microbatch right after its
