@@ -50,10 +50,14 @@ class Callback:
         """React to the start of a run. Called once, before the first step."""
 
     def after_step(self, run: Any, result: Any) -> None:
-        """React to a training step, after its update. ``result``: loss, gradient norm and other values of the step."""
+        """React to a training step, after its update. ``run``: the run in progress. ``result``: loss, gradient norm and
+        other values of the step.
+        """
 
     def after_evaluation(self, run: Any, values: Mapping[str, float]) -> None:
-        """React to an evaluation, after it. ``values``: the measured values by name."""
+        """React to an evaluation that has just ended. ``run``: the run in progress. ``values``: the measured values by
+        name.
+        """
 
     def end(self, run: Any) -> None:
         """React to the end of a run. Called once, after the last checkpoint is saved."""

@@ -237,7 +237,9 @@ def _own_module(kind: str, name: str) -> str:
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of all techniques of a kind: Weft's own, then those of loaded plugins."""
+    """Return the names of all techniques of ``kind`` (a key of :data:`KINDS`): Weft's own, then those of loaded
+    plugins.
+    """
     own = _own_names(kind)
     return [*own, *(name for of, name in _REGISTERED if of == kind and name not in own)]
 
@@ -253,7 +255,8 @@ def setting_values(setting: str) -> list[str]:
 
 
 def find(kind: str, name: str, setting: str = "") -> Registered:
-    """Return the technique of this kind and name, importing its file if necessary.
+    """Return the technique called ``name`` of the kind ``kind`` (a key of :data:`KINDS`), importing its file if
+    necessary.
 
     ``setting``: the setting that names the technique, by default the setting of its kind. Raises :class:`UsageError` if
     there is no such technique, or if its file cannot be imported.

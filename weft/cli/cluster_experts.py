@@ -47,10 +47,12 @@ def cluster_names(clusters: int) -> list[str]:
 def divide_images(
     recipe: Path, overrides: Sequence[str], experts: Sequence[str], clusters: int, features: Path | None, out: Path,
 ) -> DividedPictures:  # fmt: skip
-    """Divide the images of a recipe among experts, or read from the folder ``out`` how they were divided before.
+    """Divide the images of the recipe file ``recipe`` among experts, or read from the folder ``out`` how they were
+    divided before.
 
-    Nothing is written. ``experts``: values of ``--expert``, which may change the recipe of some clusters. ``features``:
-    file with a vector for each image. Raises :class:`UsageError` for experts whose predictions could not be combined.
+    Nothing is written. ``overrides``: changes to the recipe, as texts ``section.key=value``. ``experts``: values of
+    ``--expert``, which may change the recipe of some clusters. ``features``: file with a vector for each image. Raises
+    :class:`UsageError` for experts whose predictions could not be combined.
     """
     from weft.curation.picture_clusters import divided_pictures
     from weft.diffusion.image_job import ImageJob
@@ -166,7 +168,9 @@ def _check_left(
 
 
 def write_division(divided: DividedPictures, out: Path) -> None:
-    """Write into the folder ``out`` how images are divided, unless the folder has that file already."""
+    """Write the division ``divided`` of images among experts into a file in the folder ``out``, unless the folder has
+    that file already.
+    """
     from weft.data.picture_part import write_clusters
 
     if not (out / CLUSTERS).exists():
@@ -178,7 +182,8 @@ def write_division(divided: DividedPictures, out: Path) -> None:
 def join_images(
     divided: DividedPictures, out: Path, top: int, lost: Sequence[str], steps: int
 ) -> None:
-    """Train the router, unless ``out`` has one already, and write the set of experts in the folder ``out``.
+    """Train the router of the experts of ``divided``, unless ``out`` has one already, and write the set of experts into
+    the folder ``out``.
 
     ``top``: number of experts that are computed for an image in a step; 0: all. ``lost``: names of experts that are
     left out. ``steps``: number of the router's training steps.

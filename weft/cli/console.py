@@ -29,9 +29,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def grid(columns: Iterable[str], left: Collection[str], wrap: bool = False) -> Table:
-    """Return an empty table without lines, to which the caller adds rows.
+    """Return an empty table with the columns named ``columns`` and without lines between cells, to which the caller
+    adds rows.
 
-    Columns named in ``left`` are left-aligned, the others, which hold numbers, right-aligned. ``wrap``: whether long
+    Columns named in ``left`` are left-aligned; all others are for numbers and right-aligned. ``wrap``: whether long
     cells are wrapped.
     """
     table = Table(header_style="bold", box=None, padding=(0, 2, 0, 0))

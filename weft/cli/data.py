@@ -600,7 +600,7 @@ def autoencoder_command(
 def whole_numbers(option: str, text: str) -> list[int]:
     """Return the numbers above 0 in ``text``, with commas between; none in an empty text.
 
-    Raises :class:`UsageError` for other text.
+    Raises :class:`UsageError`, which names the command's option ``option``, for other text.
     """
     words = [word.strip() for word in text.split(",")] if text else []
     if not all(word.isdecimal() and len(word) < 6 and int(word) for word in words):

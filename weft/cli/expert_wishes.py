@@ -49,7 +49,8 @@ def read_expert(text: str) -> NamedOverrides:
 
 
 def read_wish(recipe: Path, text: str, overrides: list[str]) -> ExpertWish:
-    """Read one value of the option ``--expert``, and load the expert's recipe.
+    """Read ``text``, one value of the option ``--expert``, and load the expert's recipe from the common recipe
+    ``recipe``.
 
     ``overrides``: overrides that all experts share. Raises :class:`UsageError` for a value or a recipe that is wrong.
     """
@@ -68,7 +69,7 @@ def read_wish(recipe: Path, text: str, overrides: list[str]) -> ExpertWish:
 def check_texts(
     wishes: list[ExpertWish], only: list[str], prior: list[float] | None
 ) -> None:
-    """Check, before any expert of texts is trained, that they can be combined.
+    """Check, before any of the language models in ``wishes`` is trained, that they can be combined.
 
     ``only``: names of the experts to train now. ``prior``: weight of each expert; None: equal weights. Raises
     :class:`UsageError` if they cannot be combined.

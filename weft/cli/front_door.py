@@ -43,7 +43,7 @@ class FrontDoor:
         gate_rules(self.host, self.allowed_hosts, self.cors)
 
     def listening(self) -> Socket:
-        """Return a socket that listens on the address. Raises :class:`UsageError` if that is not possible."""
+        """Return a socket that listens at ``host`` and ``port``. Raises :class:`UsageError` if that is not possible."""
         try:
             return listen(self.host, self.port)
         except OSError as error:

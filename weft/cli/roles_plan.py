@@ -12,7 +12,7 @@ def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
     """Print how to divide ranks between generation and training, by the times of the run in the folder ``run``.
 
     ``ranks``: number of ranks to divide; None: as many as the run had, at least 2. ``top``: number of divisions to
-    print. Returns the exit code.
+    print. ``as_json``: print JSON instead of a table. Returns the exit code.
     """
     from weft.observe.run_metrics import read_metrics
     from weft.planner.rl_roles import phase_times, role_plans, writers_waited

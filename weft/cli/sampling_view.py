@@ -23,7 +23,8 @@ def plan_sampling(
     """Print all sampling tables for the model of ``run``, the fastest first. Returns the exit code.
 
     ``steps``: denoising steps. ``cluster``: cluster file or preset; None: devices like this machine over 1 Gbit/s.
-    ``ranks``: number of devices. ``guidance``: scale of guidance, which may also be spread over two halves of them.
+    ``ranks``: number of devices. ``guidance``: scale of classifier-free guidance; 1: none. With guidance, tables that
+    divide it between two halves of the devices are listed too. ``as_json``: print JSON instead of a table.
     """
     from weft.diffusion.denoiser import open_denoiser
     from weft.diffusion.parallel_sample import asked_conditions

@@ -45,7 +45,7 @@ def plan_thinking(
 
     ``words``: names of models, separated by commas. ``cluster``: a cluster file or preset; the times of steps are
     estimated from the data sheet of one of its devices. None: steps are timed on this machine. ``asked``: the
-    requirements.
+    requirements. ``as_json``: print JSON instead of a table.
     """
     from weft.planner.thinking_price import rank_thinking
 

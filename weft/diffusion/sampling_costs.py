@@ -81,7 +81,9 @@ def denoised_tokens(runnable: RunnableTable, row: DenoisingRow) -> int:
 
 
 def seen_tokens(runnable: RunnableTable, row: DenoisingRow) -> float:
-    """Return the mean number of keys to which a token attends in ``row``, an entry of the sampling table ``runnable``."""
+    """Return the mean number of keys to which a token attends in ``row``, an entry of the sampling table
+    ``runnable``.
+    """
     source = runnable.source
     if source.window is None:
         return float(sum(key.end - key.first for key in row.keys))

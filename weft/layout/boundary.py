@@ -114,7 +114,8 @@ def share_of_sum(x: T, mesh: Mesh, **types: Kind) -> T:
 
 
 def step_sum(x: T, mesh: Mesh) -> T:
-    """Sum ``x`` over all ranks of this island by an all-reduce, and return the sum.
+    """Sum ``x`` over all ranks of this island (all ranks of the run, if there are no islands) by an all-reduce, and
+    return the sum.
 
     On each rank ``x`` is a summand: its type is P (partial) over all axes.
     """

@@ -11,7 +11,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def extents(box: Box) -> tuple[int, ...]:
-    """Return the sizes of a box: the shape of an array of its elements."""
+    """Return the number of indices of ``box`` in each dimension: the shape of an array of its elements."""
     return tuple(hi - lo for lo, hi in box)
 
 

@@ -382,8 +382,8 @@ class Layout(Section):
         """Return whether the experts of a layer can be divided among groups of ``count`` neighbouring data ranks.
 
         The data ranks are those of ``dp``, ``shard`` and ``cp``. They must be divisible into such groups, so ``count``
-        must divide ``dp * shard * cp``. The ``shard * cp`` ranks that share one state must also fit: ``count`` must
-        divide their number, or be a multiple of it.
+        must divide ``dp * shard * cp``. Also ``count`` must divide ``shard * cp``, the number of ranks that share one
+        state, or be a multiple of it.
         """
         state, data = self.size("shard", "cp"), self.size("dp", "shard", "cp")
         return data % count == 0 and (state % count == 0 or count % state == 0)
@@ -417,7 +417,9 @@ class Layout(Section):
 
     @property
     def head_ranks(self) -> int:
-        """Number of neighbouring ``cp`` ranks among which attention divides the heads instead of the tokens."""
+        """Number of neighbouring ``cp`` ranks among which attention divides the heads instead of the tokens (Ulysses);
+        1: none.
+        """
         return self.cp if self.context == "ulysses" else min(self.ulysses, self.cp)
 
     @classmethod

@@ -12,7 +12,8 @@ T = torch.Tensor
 
 
 def gather_vocab(logits: T, sizes: Sequence[int], mesh: Mesh) -> T:
-    """Gather whole logits ``[batch, seq, vocab]`` from the vocabulary shares of the ``tp`` ranks.
+    """Return whole logits ``[batch, seq, vocab]``, gathered from the ranks of ``tp``. ``logits``: this rank's share,
+    ``[batch, seq, entries]``.
 
     With ``mesh.sums`` only the first rank gets them, and every other rank its own share. ``sizes``: the number of
     entries of each rank's share; they may differ.

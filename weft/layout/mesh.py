@@ -92,9 +92,9 @@ class Mesh:
         """Return the mesh of ``layout`` over the default process group, which must have been initialised.
 
         With several islands the default process group is replaced: it then has the ranks of this rank's island only.
-        Shares of ``tp`` that are ``"auto"`` are measured. ``needed``: bytes of all weights, for these shares; 0: memory
-        does not matter.
-        Raises :class:`UsageError` if the number of ranks is not that of the layout.
+        ``device``: device on which this rank computes. Shares of ``tp`` that are ``"auto"`` are measured. ``needed``:
+        bytes of all weights, for these shares; 0: memory does not matter. Raises :class:`UsageError` if the number of
+        ranks is not that of the layout.
         """
         device = torch.device(device)
         if not dist.is_initialized():

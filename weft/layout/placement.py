@@ -33,7 +33,7 @@ class Placement:
 
     @property
     def counted(self) -> bool:
-        """Whether this rank counts its elements in the norm of the gradients.
+        """Whether this rank adds its elements to the norm of the gradients.
 
         Of the ranks that hold the same elements, only the first counts them.
         """
@@ -77,7 +77,9 @@ class Place:
         return self.coordinates[axis]
 
     def along(self, *axes: str) -> int:
-        """Return the coordinate along several axes as one index, in which the last of ``axes`` varies fastest."""
+        """Return this rank's coordinates along ``axes`` combined to one index, in which the last of ``axes`` varies
+        fastest.
+        """
         index = 0
         for axis in axes:
             index = index * self.layout.size(axis) + self.rank(axis)

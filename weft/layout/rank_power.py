@@ -175,9 +175,9 @@ def with_measured_shares(layout: Layout, device: torch.device, needed: float) ->
     """Return ``layout`` with measured shares of ``tp`` in place of ``"auto"``. Collective over the default process
     group.
 
-    The shares follow from the memory and speed of the ranks' devices. ``needed``: bytes of the weights that the
-    ranks of ``tp`` hold together; 0: memory does not matter. A simulated group, whose ranks have no devices, gets
-    equal shares.
+    The shares follow from the memory and speed of the ranks' devices. ``device``: this rank's device. ``needed``: bytes
+    of the weights that the ranks of ``tp`` hold together; 0: memory does not matter. A simulated group, whose ranks
+    have no devices, gets equal shares.
     """
     if limit() is None:
         return layout.model_copy(update={"tp_shares": ()})
@@ -194,16 +194,17 @@ def with_measured_shares(layout: Layout, device: torch.device, needed: float) ->
 
 
 def by_place(layout: Layout) -> list[list[int]]:
-    """Return a list with, for each coordinate along ``tp``, the world ranks at that coordinate."""
+    """Return, for each coordinate along ``tp`` from 0 on, the list of the world ranks at that coordinate."""
     table = np.moveaxis(rank_table(layout), -1, 0)
     return [place.flatten().tolist() for place in table]
 
 
 def measured_line(layout: Layout, device: torch.device, heads: int) -> str:
-    """Return :func:`power_line` for the measured speeds of the ranks' devices. Collective over all ranks.
+    """Return a line for the user on how attention heads are divided among the ranks, by the measured speeds of their
+    devices (:func:`power_line`). Collective over all ranks.
 
     The measurement is the one from which the shares of ``layout`` were chosen, if there is one, else a new one.
-    ``heads``: number of attention heads.
+    ``device``: this rank's device. ``heads``: number of attention heads.
     """
     assert not isinstance(layout.tp_shares, str)
     powers = _CHOSEN_BY.pop(layout.tp_shares, None) or measure_ranks(device)

@@ -38,7 +38,7 @@ class MeasuredSum(NamedTuple):
     """Measured seconds of an all-reduce of one message size, by each kind of all-reduce.
 
     ``tokens``: number of tokens whose vectors the message holds. ``size``: bytes of the message on each rank.
-    ``seconds``: by the name of the kind.
+    ``seconds``: seconds of one sum, by the name of the kind of all-reduce.
     """
 
     tokens: int
@@ -112,7 +112,8 @@ class TokenSums:
         return min(self.measured, key=apart).fastest
 
     def gather(self, part: T, sizes: Sequence[int]) -> T:
-        """Return the parts of all ranks, joined along the last dimension, on the first rank; ``part`` on all others.
+        """Join the parts of all ranks along the last dimension. Returns the whole on the first rank, and ``part``
+        itself on all others.
 
         ``sizes``: size of each rank's part along the last dimension.
         """

@@ -37,7 +37,7 @@ class TokenMoves(NamedTuple):
 
 @lru_cache
 def moves(sizes: tuple[int, ...], ranks: int, rank: int, back: bool) -> TokenMoves:
-    """Return the exchange that gives each rank an equal share of every part of a row.
+    """Return the exchange of tokens after which each rank holds an equal share of every part of a row.
 
     Before it, each rank holds one contiguous range of the row.
 

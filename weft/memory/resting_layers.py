@@ -305,6 +305,8 @@ def _aligned(size: int) -> int:
 
 
 def spread_evenly(numbers: list[int], count: int) -> list[int]:
-    """Return ``count`` entries of the list ``numbers``, whose positions in the list are spaced as evenly as possible."""
+    """Return ``count`` entries of the list ``numbers``, at positions that are spread over the list as evenly as
+    possible.
+    """
     total = len(numbers)
     return [n for i, n in enumerate(numbers) if (i + 1) * count // total > i * count // total]  # fmt: skip

@@ -23,7 +23,8 @@ TRY_AGAIN = {408, 409, 425, 429, *range(500, 600)}
 class HttpProblem(Exception):
     """Error of a request over HTTP that brought no file: the server refused it, or the connection failed.
 
-    ``again``: whether the same request may succeed later. ``status``: the server's status code, 0 without an answer.
+    ``again``: whether the same request may succeed later. ``status``: the server's status code; 0: the server has not
+    answered.
     """
 
     def __init__(self, reason: str, again: bool, status: int = 0) -> None:
@@ -49,7 +50,7 @@ def shown_address(address: str) -> str:
 
 
 def http_file(address: str, headers: Mapping[str, str] | None = None) -> HttpFile:
-    """Ask a server for the size and mark of a file, by a HEAD request.
+    """Ask a server for the size and mark of the file at the web address ``address``, by a HEAD request.
 
     If the server refuses HEAD, as for addresses that are signed for GET alone, the first byte is requested instead.
     ``headers``: further headers of the request. Raises :class:`HttpProblem`.
@@ -110,8 +111,8 @@ def http_bytes(
 
 
 def http_json(address: str, headers: Mapping[str, str] | None = None) -> bytes:
-    """Return the body of the answer to a GET request for JSON, as bytes that are not parsed. Raises
-    :class:`HttpProblem`.
+    """Return the body of the answer to a GET request for JSON, as bytes that are not parsed. ``address``: the web
+    address. Raises :class:`HttpProblem`.
 
     ``headers``: further headers of the request.
     """

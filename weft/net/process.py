@@ -28,7 +28,7 @@ Sight = Literal["gone", "stopped", "works", "idle"]
 
 
 class ProcessSight(NamedTuple):
-    """State of a process at one look.
+    """State of a process at one moment.
 
     ``state``: "gone", "stopped", "works" (the process has used a processor since the last look, or waits for one) or
     "idle". ``ticks``: processor time of the process so far, in clock ticks.

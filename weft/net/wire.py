@@ -82,7 +82,7 @@ class CipherMissing(UsageError, WireBroken):
 
 
 def key_of(secret: str) -> bytes:
-    """Derive a channel's key from the channel's secret.
+    """Return a channel's key, which is derived from the channel's secret.
 
     If the environment variable ``WEFT_SECRET`` is set, the key depends on its value, too.
     """
@@ -465,7 +465,7 @@ class SealedConnection:
         return read_steps(self.socket, self.session.decode(place), limit, self.stall)
 
     def poll(self, limit: float = 0.0) -> bool:
-        """Return whether a frame begins, or the connection ends, within ``limit`` seconds."""
+        """Wait for at most ``limit`` seconds; return whether a frame has begun, or the connection has ended."""
         return await_ready(self.socket, limit)
 
     def drain(self, limit: float) -> None:

@@ -45,7 +45,9 @@ def shared_from(said: Any) -> Shared | None:
 
 
 def is_inside(path: str) -> bool:
-    """Return whether the relative path ``path`` of another peer stays inside the folder to which it is appended."""
+    """Return whether the relative path ``path``, which another peer has sent, stays inside the folder to which it is
+    appended.
+    """
     pure = PurePosixPath(path)
     return (
         not pure.is_absolute()

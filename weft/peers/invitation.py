@@ -47,7 +47,7 @@ class Invitation:
         return self._keyed("relay").hex()
 
     def proof(self, prover: str, to: str) -> bytes:
-        """Return a proof that one peer knows the secret; only one other peer accepts the proof.
+        """Return a proof that one peer knows the secret, as bytes; only the peer ``to`` accepts it.
 
         ``prover``: public key of the peer that knows the secret; ``to``: public key of the peer that accepts the proof.
         """

@@ -63,7 +63,7 @@ class ConnectedPeer(NamedTuple):
         ``id``: public key of the peer.
         ``name``: name that the peer has given itself.
         ``direct``: address to which packets go; None if they go over the relay.
-        ``milliseconds``: duration of a round trip.
+        ``milliseconds``: duration of a round trip to the peer.
     """
 
     id: str

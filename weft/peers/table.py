@@ -31,7 +31,8 @@ class Entry(NamedTuple):
 
     @property
     def rank(self) -> tuple[Stamp, str]:
-        """Rank of this entry among entries for the same key of the table. The entry with the greatest rank is kept.
+        """Sort key of this entry among entries for the same key of the table. The entry with the greatest sort key is
+        kept.
 
         The stamp decides. Values are compared only if a writer has used a stamp twice.
         """

@@ -62,7 +62,7 @@ def public_key(private: bytes) -> str:
 async def bind(
     protocol: bytes, relay: str, key: bytes | None = None, address: str | None = None
 ) -> Any:
-    """Return an iroh endpoint (the listener of a peer) that uses the given relay, and contacts no other server.
+    """Return an iroh endpoint (the listener of a peer) that uses the relay at ``relay``, and contacts no other server.
 
     ``protocol``: name of the protocol that it speaks; ``relay``: URL of the relay; ``key``: private key, 32 bytes, by
     default a new one; ``address``: ``IP:port`` at which it listens; None: all addresses, any free port. Raises

@@ -27,8 +27,8 @@ class Do:
     core.
 
     Attributes:
-        ``kind``: ``work`` (no communication), ``meet`` (a collective), ``post`` (the sending of a message) or ``take``
-            (the receiving of a message).
+        ``kind``: ``work`` (no communication), ``meet`` (a collective), ``post`` (sends a message) or ``take`` (receives
+            a message).
         ``key``: identifies the collective or the message, and is the same on all ranks that take part.
         ``members``: the ranks of a collective.
         ``cause``: the part of the step to which the time counts, a field of :class:`weft.planner.cost.Cost`.

@@ -63,7 +63,9 @@ class Setting:
         return curve(points, size) / 2, max(0.0, curve(points, size, 2))
 
     def resident(self, layout: Layout, peak: float) -> float:
-        """Return the peak resident bytes of a rank under ``layout``, whose tensors take at most ``peak`` bytes."""
+        """Return the peak resident bytes of a rank's process under ``layout``. ``peak``: largest number of bytes of the
+        rank's tensors.
+        """
         uses = {
             "functional": layout.tp * layout.cp,
             "sharded": layout.dp * layout.shard,

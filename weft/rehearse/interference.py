@@ -166,7 +166,9 @@ def judged(windows: Array, after: int) -> dict[str, float]:
 
 
 def shared_words(windows: Sequence[Sequence[float]]) -> str:
-    """Describe the slowdown to expect on this machine from its probed ``windows``; empty if these are too few."""
+    """Return a text on the slowdown to expect on this machine, from the probes in ``windows``, ``[window, probe]``;
+    empty if these are too few.
+    """
     if len(windows) < LEAST:
         return ""
     table = np.array(windows, dtype=float)

@@ -50,7 +50,7 @@ class Ledger:
                 weakref.finalize(storage, self._drop, storage._cdata)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Correct the count of ``storage``, which is counted already, to its present size."""
+        """Count ``storage``, which is counted already, with its present size from now on."""
         size = storage.nbytes()
         self.level += size - self.known[storage._cdata]
         self.known[storage._cdata] = size

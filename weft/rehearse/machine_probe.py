@@ -58,13 +58,15 @@ def time_call(call: Callable[[], Any]) -> float:
 
 
 def triad() -> float:
-    """Measure bytes per second of ``a = b + s * c`` on arrays larger than any cache (McCalpin's STREAM)."""
+    """Return the bandwidth of the memory in bytes per second, as measured by ``a = b + s * c`` on arrays larger than
+    any cache (McCalpin's STREAM).
+    """
     a, b, c = torch.ones(3, 2**23).unbind()
     return 3 * 4 * 2**23 / time_call(lambda: torch.add(b, c, alpha=3.0, out=a))
 
 
 def peaks() -> dict[str, float]:
-    """Measure the FLOP/s of a large square matrix product as in training, by name of its number format."""
+    """Return the measured FLOP/s of a large square matrix product as in training, by name of its number format."""
     rates = {}
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.rand(768, 768).to(dtype)
@@ -219,7 +221,8 @@ def probe_machine(quick: bool) -> dict[str, Any]:
 
 
 def setting(ranks: int, quick: bool) -> dict[str, Any]:
-    """Start ``ranks`` processes that measure at the same time, and return the measurements of rank 0.
+    """Start ``ranks`` processes that measure this machine at the same time, and return the measurements of rank 0 by
+    name.
 
     ``quick``: take fewer measurements.
     """

@@ -26,7 +26,7 @@ CHAINS = ("pp",)
 class Traffic:
     """Traffic along one axis of the layout in a step: the messages that each rank sends to one neighbour.
 
-    ``bytes``: bytes of all messages. ``messages``: number of messages.
+    ``bytes``: bytes of all these messages of a rank. ``messages``: their number.
     """
 
     bytes: float

@@ -95,7 +95,8 @@ def measure_pieces(
     device: torch.device,
     passes: dict[Adapter | None, dict[str, Piece]],
 ) -> tuple[Piece, Piece]:
-    """Measure one block of the model, and its ends with the whole vocabulary, under the recipe's training method.
+    """Measure one block of the model, and its ends with the whole vocabulary, on ``device`` under the recipe's training
+    method. Returns both measurements in this order.
 
     The ends are embedding, last norm and output layer with the loss. ``passes``: a cache of measured forward and
     backward passes by adapter, which this call fills. Methods that differ only in their optimizers share it.

@@ -105,8 +105,8 @@ def launch(
 class RanksEnded(NamedTuple):
     """End of a launch.
 
-    ``code``: exit code of the launch; ``cause``: failure that caused the end, or None; ``unsaid``: lines of text about
-    a received signal, which the ranks could not print themselves.
+    ``code``: exit code of the launch; ``cause``: failure that caused the end, or None; ``unsaid``: lines for the user
+    about a received signal that the ranks could not print themselves.
     """
 
     code: int

@@ -188,7 +188,7 @@ class StopRequests:
 
     @property
     def code(self) -> int:
-        """Exit code of this process after a signal has asked it to end: 128 + the signal's number."""
+        """Exit code with which this process ends because a signal has asked it to: 128 + the signal's number."""
         return 128 + (self.asked or signal.SIGINT)
 
     def words(self, run: Path | None) -> str:

@@ -78,7 +78,7 @@ class TrialResult:
     def rank(self) -> float:
         """Key by which the results of a sweep are sorted: the lowest validation loss.
 
-        Without validation it is the loss of the last step, and without a loss infinity.
+        Without validation it is the loss of the last step; without any loss it is infinite.
         """
         value = self.loss if self.validation is None else self.validation
         return math.inf if value is None or math.isnan(value) else value

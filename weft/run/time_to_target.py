@@ -164,8 +164,8 @@ def target_runs(
     """Return all runs of a comparison, study by study, so that a slow phase of the machine affects all entrants
     alike.
 
-    ``workloads``: names of the workloads; ``seeds``: the seed of each study; ``folder``: the folder in which every
-    run has a folder of its own.
+    ``workloads``: names of the workloads; ``entrants``: what is compared; ``seeds``: the seed of each study;
+    ``folder``: the folder in which every run has a folder of its own.
     """
     return [
         TargetRun(

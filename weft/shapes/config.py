@@ -310,10 +310,11 @@ def _windows(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
 
 
 def layer_types(layers: int, full_every: int) -> list[str]:
-    """Return Hugging Face's ``layer_types``: for each layer, whether its attention is full or has a window.
+    """Return Hugging Face's ``layer_types`` for a model with ``layers`` layers: for each layer, whether its attention
+    is full or has a window.
 
-    ``full_every``: every how many layers one has full attention, for example 6 for the 6th, 12th and 18th. With 0 none
-    has.
+    ``full_every``: distance between two layers with full attention: with 6 these are the 6th, the 12th, the 18th and so
+    on. 0: no layer has full attention.
     """
     kinds = [SLIDING] * layers
     if full_every:

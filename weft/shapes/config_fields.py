@@ -54,7 +54,7 @@ class ConfigFields(dict[str, Any]):
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:
-    """Read the object in a JSON file.
+    """Return the object in the JSON file ``path``.
 
     Raises :class:`WeftError` if the file cannot be read or has no object; ``hint``: advice at the end of the message.
     """

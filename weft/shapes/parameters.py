@@ -393,8 +393,8 @@ class ParameterRows:
     def stored(self, path: str, out: Dim, into: Dim, step: int) -> None:
         """Add the rows of a weight ``[out, in]`` that is stored in four bits.
 
-        Its elements are packed along the dimension that no mesh axis cuts. ``step``: index in the order of the
-        forward pass.
+        Its elements are packed along the dimension that no mesh axis cuts. ``path``: the weight's name; ``out``,
+        ``into``: its two dimensions. ``step``: index in the order of the forward pass.
         """
         rows, along = (into, out) if is_turned(out) else (out, into)
         blocks = Dim("blocks", -(-along.size // BLOCK))

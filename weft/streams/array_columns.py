@@ -17,8 +17,8 @@ ROW_TYPE = np.dtype("<f4")
 
 @dataclass(frozen=True)
 class ArrayColumns:
-    """Names and shapes of a sample's arrays. A row has the values of all arrays of a sample in this order. ``shapes``:
-    shape of each array by its name.
+    """Names and shapes of a sample's arrays. A row is a flat vector with the values of all arrays of one sample, in the
+    order of ``shapes``. ``shapes``: shape of each array by its name.
     """
 
     shapes: Mapping[str, tuple[int, ...]]

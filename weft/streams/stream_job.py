@@ -34,8 +34,8 @@ PROOF = 512
 
 
 class HeldOut:
-    """Samples for validation. ``rows``: the samples, float32 ``[samples, width]``; None until simulators have made
-    them, which happens before training begins.
+    """Samples for validation. ``rows``: the samples, float32 ``[samples, width]``; None: simulators have not made them
+    yet. They make them before training begins.
     """
 
     def __init__(self) -> None:

@@ -43,8 +43,8 @@ def array_batches(
     rows: np.ndarray, columns: ArrayColumns, recipe: Recipe, mesh: Mesh, position: int
 ) -> list[Batch]:
     """Return the batches of this rank, one per pass, for a step's samples ``rows``, float32 ``[samples, width]``. The
-    ranks get equal shares of the samples in order; shares of the last ranks may be padded. ``position``: number of the
-    first sample.
+    ranks get equal shares of the samples in order; shares of the last ranks may be padded. ``columns``: arrays of a
+    sample. ``position``: index of the first sample in the training order.
     """
     layout = recipe.batch_layout(mesh.layout)
     per_pass, passes = recipe.rows_per_pass(mesh.layout)

@@ -155,7 +155,8 @@ def measured_loader(
     """Return the loader of a run whose mixture follows measured losses. Collective.
 
     ``loader``: loader of the training samples of ``corpus``. ``built``: the model that is trained, and its state.
-    ``kept``: JSON values that checkpoints keep, in which the mixture keeps its decisions.
+    ``recorder``: writes the run's records. ``kept``: JSON values that checkpoints keep, in which the mixture keeps its
+    decisions.
     """
     order = corpus.train
     leg = order.legs[-1]

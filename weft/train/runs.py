@@ -147,8 +147,8 @@ def open_run(
 ) -> Run:
     """Choose and lease the folder of a run and the storage of its checkpoints.
 
-    ``out``: the folder to create. ``resume``: the run or checkpoint to continue. ``size``: estimated bytes of a
-    checkpoint.
+    ``out``: the folder to create. ``resume``: the run or checkpoint to continue. ``lease``: the lease that is taken, so
+    that no other run writes there. ``size``: estimated bytes of a checkpoint.
     """
     while True:
         folder, sources = _choose(recipe, out, resume)

@@ -297,7 +297,8 @@ def as_flat(
     device: torch.device,
     work: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Concatenate the gradients ``names`` into one flat tensor on ``device``, and apply the function ``work`` to it.
+    """Concatenate the gradients named ``names`` of ``grads`` into one flat tensor on ``device``, and apply the function
+    ``work`` to it.
 
     Returns the function's result, split by name into tensors of the gradients' shapes.
     """
@@ -615,7 +616,8 @@ class Step:
     ) -> list[StepResult]:
         """Take a step. Returns the results, of this step or earlier ones, that have become final, oldest first.
 
-        ``stop``: whether this rank asks to end the run; the step's result says whether any rank does.
+        ``batches``: this rank's microbatches. ``lr``: the learning rate. ``stop``: whether this rank asks to end the
+        run; the step's result says whether any rank does.
         """
         given = StepInput(batches, lr, self.clip, stop)
         shares = self.gradients.gradients(given, self.agree)
@@ -671,7 +673,8 @@ def train_step(
 ) -> StepResult:
     """Take one step without techniques (:class:`PlainStep`), and return its result.
 
-    ``clip``: largest global gradient norm; 0: no limit. ``stop``: whether this rank asks to end the run.
+    ``batches``: this rank's microbatches. ``lr``: the learning rate. ``clip``: largest global gradient norm; 0: no
+    limit. ``stop``: whether this rank asks to end the run.
     """
     plain = plain_step(StepContext(model, state, mesh), clip)
     return plain.take(batches, lr, stop)[0]

@@ -217,7 +217,8 @@ def open_folders(job: Job, mesh: Mesh, guard: Guard, lease: Lease) -> Run:
 
 
 def build_state(job: Job, mesh: Mesh, run: Run, recorder: Recorder) -> Built:
-    """Build the model and its state. Collective.
+    """Build the model and its state. Collective. ``run``: the run's folder and storages. ``recorder``: writes the run's
+    records.
 
     A new run from ``model.from`` starts with the values of that model; with an adapter, a resumed run reads its base
     again.

@@ -37,7 +37,7 @@ class Encoding(Protocol):
         """Return the two moments of the parameter ``held``, decoded to the precision of the state."""
 
     def store(self, held: Held, moments: Sequence[T]) -> None:
-        """Encode and store the two moments of the parameter ``held``.
+        """Encode and store ``moments``, the two moments of the parameter ``held``.
 
         ``held.updates``, the number of the parameter's updates, includes the update from which these moments come.
         """

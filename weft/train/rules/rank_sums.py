@@ -132,7 +132,9 @@ class RankSums:
 
 
 def like(held: Held, dtype: torch.dtype | None = None) -> Part:
-    """Return a slot of zeros (a tensor to keep for the parameter ``held``), shaped and cut like the parameter."""
+    """Return a slot of zeros (a tensor to keep for the parameter ``held``), shaped and cut like the parameter.
+    ``dtype``: its type; None: that of the parameter.
+    """
     return held.part(torch.zeros_like(held.local, dtype=dtype))
 
 
