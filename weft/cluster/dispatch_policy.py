@@ -61,8 +61,8 @@ DispatchPolicy = Callable[[Sequence[EngineView], DispatchRequest], str]
 
 def freest(engines: Sequence[EngineView], request: DispatchRequest) -> str:
     """Return the name of the engine with the most free cache blocks per answer, by virtual usage (Llumnix, Sun et al.
-    2024, 2406.03243). ``request`` is not used. Of equals, the engine with the fewest answers is chosen, then the first
-    by name.
+    2024, 2406.03243). ``engines``: the engines that can take the request. ``request`` is not used. Of equals, the
+    engine with the fewest answers is chosen, then the first by name.
     """
     return min(engines, key=lambda e: (-e.freeness, e.answers, e.name)).name
 

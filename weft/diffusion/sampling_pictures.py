@@ -56,7 +56,9 @@ def sampled_sizes(sampling: TableSampling) -> DenoiserSizes:
 
 
 def draw_table(sampling: TableSampling, path: Path) -> None:
-    """Draw the table of ``sampling`` into ``path``: an interactive page if its name ends with ``.html``, else SVG."""
+    """Draw the sampling table of ``sampling`` into the file ``path``: an interactive page if the name ends with
+    ``.html``, else SVG.
+    """
     simulation = simulated_sampling(
         sampling.runnable, sampled_sizes(sampling), SamplingDevice(DRAWN_FLOPS)
     )

@@ -48,9 +48,10 @@ class TokenDenoiser(Protocol):
         """
 
     def layer(self, index: int, hidden: T, prepared: Any, attend: Attend) -> T:
-        """Return the output of layer ``index`` for ``hidden``.
+        """Return the output of layer ``index`` for the input ``hidden`` ``[samples, tokens, width]``.
 
-        The layer calls ``attend`` once, for its self-attention.
+        The layer calls ``attend`` once, for its self-attention. ``prepared``: shared inputs of these tokens, from
+        :meth:`prepare`.
         """
 
     def final(self, hidden: T, prepared: Any) -> T:
@@ -115,7 +116,8 @@ def value_specs(
     runnable: RunnableTable, denoiser: TokenDenoiser, source: SampleSource
 ) -> Callable[[Value], Specs]:
     """Return a function that gives shape and dtype of every value (a tensor that ranks send each other), for the
-    receiver.
+    receiver. ``runnable``: the sampling table; ``denoiser``: the model; ``source``: gives sizes and type of the
+    samples.
     """
     actions, blocks = runnable.actions, runnable.source.blocks
     rows = source.batch * denoiser.copies
@@ -137,7 +139,9 @@ def value_specs(
 
 
 def mix_of(table: SamplingTable, source: SampleSource) -> TileMix | None:
-    """Return the object that joins and guides the tiles of ``table``; None if the table has no tiles."""
+    """Return the object that joins and guides the tiles of ``table``; None if the table has no tiles. ``source``: gives
+    the size of tokens and patches.
+    """
     if table.tiles is None:
         return None
     from weft.diffusion.tile_mix import TileMix
@@ -399,8 +403,9 @@ def run_sampling(
 ) -> SamplingRun:
     """Run the part of ``rank`` in a sampling table. Every rank of the table calls it with its own number.
 
-    ``wire``: sends and receives values, with :func:`value_specs` as its spec; None if the table has one rank. Raises
-    :class:`weft.net.lost.PeerLost` naming a rank that does not deliver in time.
+    ``runnable``: the table; ``denoiser``, ``sampler``: the model and the sampler; ``source``: gives the noise, and gets
+    finished samples. ``wire``: sends and receives values, with :func:`value_specs` as its spec; None if the table has
+    one rank. Raises :class:`weft.net.lost.PeerLost` naming a rank that does not deliver in time.
     """
     with torch.no_grad():
         return _Walk(runnable, rank, denoiser, sampler, source, wire).all()

@@ -49,9 +49,9 @@ class Solver(Protocol):
 def sample_times(process: NoiseProcess, steps: int) -> tuple[float, ...]:
     """Return the ``steps + 1`` times between which a sampler takes its steps, rising from 0 (noise) to 1 (image).
 
-    For a flow they are evenly spaced. Otherwise they are the times of rounded noise levels, evenly spaced from the last
-    level to the first, and at last the time of the image itself. That is what diffusers does with
-    ``timestep_spacing="linspace"``. Raises :class:`UsageError` if ``steps`` is below 1.
+    ``process``: the model's noise process. For a flow they are evenly spaced. Otherwise they are the times of rounded
+    noise levels, evenly spaced from the last level to the first, and at last the time of the image itself. That is what
+    diffusers does with ``timestep_spacing="linspace"``. Raises :class:`UsageError` if ``steps`` is below 1.
     """
     if steps < 1:
         raise UsageError(f"--steps = {steps} is not possible; make at least one")

@@ -92,7 +92,8 @@ class Place:
         whole: bool = False,
         everywhere: bool = False,
     ) -> Logical:
-        """Describe the parameter with dimensions ``dims``, and the part of it that this rank computes with.
+        """Return a description of the parameter with the dimensions ``dims``, and of the part that this rank computes
+        with.
 
         ``std``: standard deviation of the initial values; None: all ones. ``whole``: no axis cuts the parameter for
         computing, although its dimensions allow it. An example is a router: every rank of ``ep`` computes with all of

@@ -100,8 +100,8 @@ class BufferPool:
         ``pinned``: whether buffers are pinned for copies to and from CUDA devices.
         ``bytes``: bytes of all buffers, in use or not.
         ``most``: the peak of ``bytes``.
-        ``when_short``: function that the pool calls when memory runs out; it returns buffers that are still being
-            written to the pool.
+        ``when_short``: function that the pool calls when memory runs out. It waits for buffers whose content is still
+            being written to a file, and gives them back to the pool.
     """
 
     def __init__(self, pinned: bool = False) -> None:

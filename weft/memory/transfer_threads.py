@@ -22,7 +22,8 @@ class Threads:
     def submit(self, move: Callable[[], None], urgent: bool = True) -> Future[None]:
         """Queue a transfer, and return its future.
 
-        ``move``: function that makes the transfer; ``urgent``: whether it runs before all that are not urgent.
+        ``move``: function that makes the transfer; ``urgent``: whether it runs before all queued transfers that are not
+        urgent.
         """
         future: Future[None] = Future()
         (self._urgent if urgent else self._others).append((move, future))

@@ -345,8 +345,8 @@ def measure_links(
 def steady_matrix(
     group: dist.ProcessGroup, device: torch.device
 ) -> tuple[np.ndarray[Any, Any], int]:
-    """Measure the seconds of a message between each two ranks, and repeat slow pairs to find out whether the link or a
-    late process is the cause. Collective.
+    """Measure the seconds of a message between each two ranks. Slow pairs are measured again, to find out whether the
+    link or a late process is the cause. Collective.
 
     In the first measurement many pairs send at once. Pairs that are slow in it are measured again, with messages
     enlarged to take about :data:`LONG` seconds: one pair after another or, if they are many, several at once. A pair

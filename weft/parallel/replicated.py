@@ -34,7 +34,7 @@ ALONE = 1 << 20
 
 
 class Parcel:
-    """Parameters of a unit whose gradients are summed over replicas by one all-reduce.
+    """Parameters of one unit (parameters updated together) whose gradients are summed over replicas by one all-reduce.
 
     ``parameters``: these parameters, at least one. Their gradients are complete as soon as the last backward pass of a
     step has reached every one of them.

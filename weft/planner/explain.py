@@ -66,7 +66,7 @@ def differences(first: Final, other: Final) -> list[str]:
 
 
 def why(first: Final, other: Final) -> str:
-    """Explain what makes the layout ``other`` slower or faster than ``first``.
+    """Return a text that says what makes the layout ``other`` slower or faster than ``first``.
 
     The largest change in the opposite direction is named as well, if it is not small.
     """
@@ -83,7 +83,9 @@ def why(first: Final, other: Final) -> str:
 
 
 def layout_verdict(first: Final, other: Final) -> str:
-    """Explain in which settings ``other`` differs from ``first``, how much slower or faster it is, and why."""
+    """Return a text that says in which settings the layout ``other`` differs from ``first``, how much slower or faster
+    it is, and why.
+    """
     slower = other.seconds / first.seconds - 1
     lost = f"{' '.join(differences(first, other))} {'loses' if slower >= 0 else 'wins'}"
     return f"{lost}, {slower:+.1%} time: {why(first, other)}"

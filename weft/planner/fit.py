@@ -102,7 +102,7 @@ class MeasurementColumns(NamedTuple):
 
 
 def measurement_columns(rows: Sequence[Measurement]) -> MeasurementColumns:
-    """Collect the shapes, machines, plans and engines of the measured runs ``rows`` into arrays."""
+    """Return the shapes, machines, plans and engines of the measured runs ``rows``, with their fields as arrays."""
     names = ("shape", "machine", "plan", "engine")
     return MeasurementColumns(*(stack([getattr(r, n) for r in rows]) for n in names))
 
@@ -219,7 +219,8 @@ def predict(
     knobs: Sequence[Knob] = KNOBS,
     masks: Array | None = None,
 ) -> Array:
-    """Predict the seconds per step of each measured run in ``rows``, ``[..., row]``, with fitted engine constants.
+    """Return the predicted seconds per step of each measured run in ``rows``, ``[..., row]``, with fitted engine
+    constants.
 
     ``knobs``: the constants, each of which is multiplied by one factor. ``theta``: logarithms of these factors, ``[...,
     knob]``. ``masks``: 1 where a factor applies to a run, else 0, ``[knob, row]``; None: every factor applies to all

@@ -129,7 +129,7 @@ def generation_passes(
 
 
 def generating(shape: Shape, machine: Machine, job: Workload) -> Throughput:
-    """Predict the throughput of ``machine`` for a job, with the model's weights in the host's memory.
+    """Return the predicted throughput of ``machine`` for ``job``, with the weights of the model in the host's memory.
 
     Raises :class:`UsageError` if the weights and one sequence do not fit in the host's memory.
     """

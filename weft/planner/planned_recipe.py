@@ -22,7 +22,9 @@ CHOSEN_SETTINGS = {
 
 
 def untrainable_line(model: PlannedModel, bits: int) -> str:
-    """Explain why ``weft train`` cannot yet train ``model`` with products of ``bits`` bits; empty if it can."""
+    """Return a line that says why ``weft train`` cannot yet train ``model`` with products of ``bits`` bits; empty if it
+    can.
+    """
     return model.untrainable or (
         "" if bits >= 16 else f"weft train has no products of {bits} bits yet"
     )

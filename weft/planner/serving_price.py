@@ -20,7 +20,7 @@ WIDTH = 2
 
 @dataclass(frozen=True)
 class EnginePrice:
-    """Predicts the time and cache size of an inference engine.
+    """Predicts how long the steps of an inference engine take, and how many tokens its cache holds.
 
     The engine runs a model of ``shape`` on ``ranks`` devices of ``machine`` with tensor parallelism.
     """

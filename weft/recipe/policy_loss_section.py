@@ -267,7 +267,7 @@ class PolicyLoss(Section):
 
 
 def policy_loss(method: str, changes: Mapping[str, Any] = {}) -> PolicyLoss:
-    """Build the settings of the policy loss that ``rl.method`` names.
+    """Return the settings of the policy loss for ``method``, a value of ``rl.method``.
 
     ``changes``: settings that replace those of the method, as ``[rl.loss]`` has them. Raises :class:`UsageError` for an
     unknown method or setting.

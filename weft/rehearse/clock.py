@@ -228,7 +228,7 @@ def predict_step(
     layout: Layout,
     workers: Sequence[int] = (),
 ) -> Prediction:
-    """Predict the time and memory of a step from every rank's rehearsed step.
+    """Return the predicted time and memory of a step, from every rank's rehearsed step.
 
     ``local``: the probed machine. ``rehearsed``: the rehearsed step of each rank. ``layout``: the layout of the step.
     ``workers``: for each rank, the process of the probe on whose links the rank communicates, by default the process

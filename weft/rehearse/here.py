@@ -191,7 +191,8 @@ def estimate(
     recipe: Recipe, shape: ModelShape, method: str, block: Piece, ends: Piece, runtime: float, available: float,
     disk: Mapping[str, Any],
 ) -> Estimate:  # fmt: skip
-    """Estimate memory and time of the recipe's steps by ``method``, from measurements of parts of the model.
+    """Return the estimated memory and time of the recipe's steps by ``method``, from measurements of parts of the
+    model.
 
     ``block``: the measured block. ``ends``: the measured embedding and output layer. ``runtime``: bytes of the process
     without tensors. ``available``: bytes that training may use. ``disk``: curves of the measured disk, if state rests

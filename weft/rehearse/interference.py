@@ -44,7 +44,8 @@ def small_step() -> Callable[[], None]:
 
 
 def watch_windows(step: Callable[[], Any], windows: int, wait: float = 0.0) -> Array:
-    """Measure how fast the machine is in ``windows`` successive windows of time, ``[window, probe]``.
+    """Measure how fast the machine is in ``windows`` successive windows of time; return the measurements, ``[window,
+    probe]``.
 
     The probes, in the order of :data:`PROBES`, are elapsed seconds of short computations, and 1 plus the load average.
     Other programs lengthen elapsed times. ``step``: a training step whose time is to be predicted, one of the probes.
@@ -100,8 +101,8 @@ class InterferencePredictor:
     spread: tuple[float, float]
 
     def slowdown(self, recent: Array) -> Slowdown:
-        """Predict the slowdown of the next step from the last :data:`BACK` of the windows ``recent``, ``[window,
-        probe]``.
+        """Return the predicted slowdown of the next step. ``recent``: probes of successive windows of time, ``[window,
+        probe]``, of which the last :data:`BACK` count.
         """
         middle = float(features(recent[-BACK:], self.quiet) @ self.weights)
         low, high = (middle + off for off in self.spread)

@@ -216,7 +216,7 @@ def at_hand(
 
 
 def to_try(finals: Sequence[Final], count: int) -> list[Final]:
-    """Choose ``count`` of the layouts ``finals``, which are sorted by time, to run as trials.
+    """Return ``count`` of the layouts ``finals``, which are sorted by time, to run as trials.
 
     The best for every number of ranks comes first, then the best overall.
     """

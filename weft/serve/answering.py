@@ -286,8 +286,8 @@ async def entered(context: Any, field: str) -> AnswerEvents:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """Convert an error to the refusal that a client gets. Its status is 400 for the client's mistake, 429 when the
-    server is busy, and 5xx for a fault of the server.
+    """Return the refusal that a client gets because of ``error``. Its status is 400 for the client's mistake, 429 when
+    the server is busy, and 5xx for a fault of the server.
     """
     if isinstance(error, Refusal):
         return error

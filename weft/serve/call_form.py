@@ -270,8 +270,8 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def call_form(template: ChatTemplate) -> CallForm | None:
-    """Derive the form in which ``template`` writes tool calls. Return None if the template does not write arguments as
-    JSON, or does not show tools to the model.
+    """Return the form in which the chat template ``template`` writes tool calls. The result is None if the template
+    does not write arguments as JSON, or does not show tools to the model.
     """
     asked = {"role": "user", "content": "?"}
     try:

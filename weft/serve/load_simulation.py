@@ -100,7 +100,8 @@ def measure_load(
     load: Sequence[TimedRequest],
     clock: Callable[[], float] = perf_counter,
 ) -> tuple[list[RequestOutcome], list[tuple[list[float], float]]]:
-    """Run ``load`` on a real engine. Returns the outcome of each request, and the measured time of each step.
+    """Run ``load`` on ``engine``, a real engine with a model. Returns the outcome of each request, and the measured
+    time of each step.
 
     The first result is a list of outcomes. The second is a list with a pair for each step: numbers that describe the
     step's work, and its seconds. A :class:`Curve` can be fitted to the second list.

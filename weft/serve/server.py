@@ -441,7 +441,7 @@ class Server(ApiServer):
 
 
 def session_of(request: Request, asked: SamplingRequest) -> str:
-    """Return the name of the conversation or user to which a request belongs, or "". It stands in the header
-    ``x-session-id`` of ``request``, or else in a field of the body ``asked``.
+    """Return the name of the conversation or user to which a request belongs; "" if it has none. It stands in the
+    header ``x-session-id`` of ``request``, or else in a field of the body ``asked``.
     """
     return request.headers.get("x-session-id", "") or asked.session

@@ -417,7 +417,7 @@ def is_turned(out: Dim) -> bool:
 
 
 def parameter_count(model: ModelShape, vocab: int) -> int:
-    """Count the parameters without adapters and statistics; a tied embedding counts once.
+    """Return the number of the model's parameters without adapters and statistics; a tied embedding counts once.
 
     ``vocab``: size of the tokenizer, if the model leaves it open.
     """
@@ -426,7 +426,7 @@ def parameter_count(model: ModelShape, vocab: int) -> int:
 
 
 def learning_count(model: ModelShape, vocab: int, freeze: Sequence[str] = ()) -> int:
-    """Count the parameters that are trained.
+    """Return the number of the model's parameters that are trained.
 
     ``vocab``: size of the tokenizer, if the model leaves it open; ``freeze``: patterns of names of parameters that are
     not trained.

@@ -73,7 +73,7 @@ class PerTensor(Compressor):
 
 
 def build_compressor(word: str) -> Compressor:
-    """Build the compressor that ``word`` in a recipe names, with its argument after a colon, such as ``topk:0.01``."""
+    """Return the compressor that ``word`` in a recipe names, with its argument after a colon, such as ``topk:0.01``."""
     return compressor_of(word) or Compressor()
 
 

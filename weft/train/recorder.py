@@ -154,7 +154,9 @@ class Recorder:
         )
 
     def reinforcement(self, phase: int, figures: Mapping[str, Any]) -> None:
-        """Record and show the figures of rollout phase ``phase``: numbers by name, such as ``reward``."""
+        """Record and show ``figures`` of the rollout phase with the number ``phase``: numbers by name, such as
+        ``reward``.
+        """
         self.log("rollout", phase=phase, **figures)
         self._display.update(self._progress.step, reward=figures["reward"])
 

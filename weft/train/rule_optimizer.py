@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def slot_bytes(settings: Optimizer, width: int) -> float:
-    """Estimate the bytes of optimizer state per element of a parameter, without scales and other small tensors.
+    """Return the estimated bytes of optimizer state per element of a parameter, without scales and other small tensors.
 
     ``width``: bytes of an element of the parameter itself. ``settings``: the recipe's section ``[optimizer]``.
     """

@@ -315,7 +315,7 @@ def _jump_of_rate(checkpoint: StoredCheckpoint, job: Job, progress: Progress) ->
 
 
 def checkpoint_size(job: Job) -> int:
-    """Estimate the bytes of a checkpoint: all parameters, and the moments of trained ones.
+    """Return the estimated bytes of a checkpoint: all parameters, and the moments of trained ones.
 
     With an adapter, only trained parameters are counted, because the checkpoint leaves out the base model.
     """

@@ -37,7 +37,9 @@ class RunRecords(Protocol):
         """Write a record of the kind ``kind`` with ``values`` for ``step``, by default the last final step."""
 
     def reinforcement(self, phase: int, figures: Mapping[str, Any]) -> None:
-        """Record and show the figures of rollout phase ``phase``: numbers by name, such as ``reward``."""
+        """Record and show ``figures`` of the rollout phase with the number ``phase``: numbers by name, such as
+        ``reward``.
+        """
 
 
 class StepLoader(Protocol):

@@ -112,7 +112,7 @@ def _ways(count: int) -> tuple[Any, Any]:
 
 @lru_cache
 def rotations(width: int, count: int, device: torch.device) -> T:
-    """Draw ``count`` random rotations of vectors of ``width`` elements: ``[count, width, width]`` on ``device``.
+    """Return ``count`` random rotations of vectors of ``width`` elements: ``[count, width, width]`` on ``device``.
 
     They are the same on all ranks and in every run.
     """

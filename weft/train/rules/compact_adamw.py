@@ -44,7 +44,7 @@ class Encoding(Protocol):
 
 
 class CompactAdamW(UpdateRule):
-    """AdamW that stores moments by ``encoding`` and decodes those of one parameter at a time.
+    """AdamW that stores moments in the compact form ``encoding``. An update decodes those of one parameter at a time.
 
     Vectors, and matrices with fewer than :data:`SMALL` elements, keep their moments in full precision.
     """

@@ -52,7 +52,8 @@ class UpdateRule:
     shaping: ClassVar[tuple[str, ...]] = ()
 
     def rare_seconds(self, held: Sequence[Held], timed: Timer) -> float:
-        """Estimate the seconds per update, on average, of work that only some updates do, such as a decomposition.
+        """Return the estimated seconds of work that only some updates do, such as a decomposition, as a mean over all
+        updates.
 
         ``held``: the parameters. ``timed``: a function that runs a sample of the work and returns its seconds.
         """
