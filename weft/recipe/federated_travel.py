@@ -34,14 +34,14 @@ class FederatedTravel(HostSection):
     compress: str = Field(
         "none",
         description=(
-            "Compression of the updates that clients send to the server, with the values of sync.compress, such as "
+            "Compression of the updates that clients send to the server: one of the values of sync.compress, such as "
             "'int8'. What compression loses is added to the client's next update (error feedback)."
         ),
     )
     compress_back: str = Field(
         "none",
         description=(
-            "Compression of the changes of the model that the server sends to clients, with the values of "
+            "Compression of the changes of the model that the server sends to clients: one of the values of "
             "sync.compress, such as 'int8'. A client's first model is whole. What compression loses is added to a "
             "later change (error feedback)."
         ),

@@ -53,7 +53,7 @@ class Use(Section):
     """
 
     name: str = Field(
-        description="Name under which the plugin's Python code registers it."
+        description="Name under which a plugin's Python code has registered the callback or phase."
     )
     settings: dict[str, Any] = Field(
         {},

@@ -61,14 +61,14 @@ class Saddle(HostSection):
     compress: str = Field(
         NONE,
         description=(
-            "Compression of what devices send to the server, with the values of sync.compress, such as 'topk:0.1'."
+            "Compression of what devices send to the server: one of the values of sync.compress, such as 'topk:0.1'."
         ),
     )
     compress_back: str = Field(
         "",
         description=(
-            "Compression of the mean that the server sends back to devices, with the values of sync.compress. "
-            "Empty: the same as 'compress'."
+            "Compression of the mean that the server sends back to devices: one of the values of sync.compress. "
+            "Empty: the value of 'compress'."
         ),
     )
     evaluate: NonNegativeInt = Field(

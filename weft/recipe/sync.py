@@ -85,8 +85,8 @@ class Sync(HostSection):
     compress_back: str = Field(
         "",
         description=(
-            "Compression of the means that are sent back to islands, with the values of 'compress'. Empty: the same "
-            "as 'compress'."
+            "Compression of the means that islands get back: one of the values of 'compress'. Empty: the value of "
+            "'compress'."
         ),
     )
     allocate: int = Field(
