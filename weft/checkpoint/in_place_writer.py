@@ -63,10 +63,10 @@ class InPlaceWriter:
         return commit_report(task.storage, task.commit, lambda: self._abandoned)
 
     def kill(self) -> None:
-        """Do nothing: there is no process."""
+        """Do nothing, because this writer has no process of its own that could be killed."""
 
     def close(self) -> None:
-        """Drop the references to the state's tensors."""
+        """Drop the writer's references to the state's tensors, so that their memory can be freed."""
         self.values = ()
 
     def _shares(self) -> Iterator[Elements]:

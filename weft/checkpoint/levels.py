@@ -263,5 +263,5 @@ class Thinning:
         ]
 
     def close(self, wait: bool = True) -> None:
-        """Start no more deletions. ``wait``: wait until the deletions under way have ended."""
+        """Start no more deletions. ``wait``: whether to wait until the deletions under way have ended."""
         self._thread.shutdown(wait)

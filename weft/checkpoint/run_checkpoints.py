@@ -24,7 +24,7 @@ class Listener(Protocol):
     """Interface of the receiver of a run's reports: events (lines of text) and records (named values of one kind)."""
 
     def event(self, text: str) -> None:
-        """Record the line ``text``."""
+        """Record ``text``, a line for the user, as an event of the run."""
 
     def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
         """Record named ``values`` of one kind of record, such as ``checkpoint`` or ``saved``.

@@ -90,7 +90,7 @@ class Storage(Protocol):
         """Remove the objects called ``names``. Names of missing objects are ignored."""
 
     def clear(self) -> None:
-        """Remove all objects, in any order."""
+        """Remove all objects of the storage, in any order."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,10 @@ class ExpertWish(NamedTuple):
 
 
 class NamedOverrides(NamedTuple):
-    """An expert's ``name``, and its ``overrides`` of the common recipe."""
+    """Name of an expert, and how its recipe differs.
+
+    ``name``: name of the expert. ``overrides``: changes to the common recipe, as texts ``section.key=value``.
+    """
 
     name: str
     overrides: tuple[str, ...]

@@ -251,7 +251,7 @@ def token_values(message: TokenMessage) -> list[Any]:
 
 
 def read_token(values: Sequence[Any]) -> TokenMessage:
-    """Return the token from the list that :func:`token_values` has written."""
+    """Return the token in ``values``, a list that :func:`token_values` has returned."""
     answer, index, token, said, finished = values
     return TokenMessage(
         answer, index, token, None if said is None else read_score(said), finished
@@ -301,11 +301,11 @@ def read_refusal(head: Head) -> WeftError:
 
 
 def packed_ids(ids: Sequence[int]) -> memoryview:
-    """Return token ids as little-endian 32-bit numbers."""
+    """Return the token ids ``ids`` as bytes, little-endian with 32 bits each."""
     return memoryview(np.asarray(ids, "<i4").tobytes())
 
 
 def unpacked_ids(payload: memoryview) -> list[int]:
-    """Return the token ids that :func:`packed_ids` has written to ``payload``."""
+    """Return the token ids in ``payload``, bytes that :func:`packed_ids` has returned."""
     ids: list[int] = np.frombuffer(payload, "<i4").tolist()
     return ids

@@ -129,7 +129,7 @@ class Flight:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the prompt and of the answer so far."""
+        """Number of tokens of the prompt and of the answer so far together."""
         return len(self.request.ids) + len(self.tokens)
 
     @property

@@ -115,7 +115,7 @@ class KeptAnswers:
                 self._drop(key)
 
     def drop_all(self) -> None:
-        """Drop all kept answers, because they are continued elsewhere."""
+        """Drop all kept answers, because other engines continue them."""
         for key in self.keys:
             self._drop(key)
 

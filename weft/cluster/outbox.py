@@ -38,7 +38,7 @@ class Outbox:
         )
 
     def start(self) -> None:
-        """Start sending. If no message waits, a sign of life is sent first."""
+        """Start the thread that sends. If no message waits, it first sends a sign of life."""
         self._thread.start()
 
     def put(self, head: Head, payload: list[memoryview] | None = None) -> None:

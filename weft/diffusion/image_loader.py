@@ -40,7 +40,7 @@ class PictureOrder(Order):
 
     @cached_property
     def total(self) -> int | None:
-        """Number of samples of the whole order, or None if the order never ends."""
+        """Number of samples of the whole order; None if the order never ends."""
         return len(self.indices) * self.epochs or None
 
     def picture(self, sample: int) -> int:

@@ -128,7 +128,7 @@ class JoinedDenoiser:
 
 
 class LostExpert(NamedTuple):
-    """An expert of a set that cannot be opened: its ``name``, and the reason (``why``)."""
+    """An expert of a set that cannot be opened. ``name``: name of the expert. ``why``: the reason, in words."""
 
     name: str
     why: str

@@ -93,7 +93,7 @@ class PictureJudge:
 
 
 def with_bias(x: np.ndarray) -> np.ndarray:
-    """Return ``x`` ``[n, values]`` with a column of ones."""
+    """Return ``x`` ``[n, values]`` with a further column of ones, as the input of a linear model with a bias."""
     return np.concatenate([x, np.ones((len(x), 1))], 1)
 
 

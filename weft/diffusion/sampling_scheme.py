@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SamplingSettings(Section):
-    """Settings of sampling schemes that have no settings: an empty section."""
+    """Settings of a sampling scheme that has none of its own: an empty section."""
 
 
 class SamplingScheme:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LayerRange(NamedTuple):
-    """Layers ``first`` to ``end - 1`` of a denoiser."""
+    """A range of a denoiser's layers: from index ``first`` up to but not including ``end``."""
 
     first: int
     end: int
@@ -143,12 +143,12 @@ class SamplingTable:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Position of each block's first token in the whole sample, in tokens."""
+        """Position in the whole sample, in tokens, at which each block begins, by index of the block."""
         return (0, *accumulate(self.blocks[:-1]))
 
     @cached_property
     def owners(self) -> Mapping[tuple[int, int, int], DenoisingRow]:
-        """The row that computes each ``(step, layer, block)``, by this triple."""
+        """Rows by what they compute: for each triple ``(step, layer, block)`` the row that computes it."""
         return MappingProxyType(
             {
                 (row.step, layer, block): row
@@ -164,7 +164,7 @@ class SamplingTable:
         return None if self.tiles is None else len(self.blocks) - 1
 
     def of_rank(self, rank: int) -> Iterator[DenoisingRow]:
-        """Yield the rows that ``rank`` computes, in their order."""
+        """Yield the rows (entries of the table) that ``rank`` computes, in their order."""
         return (row for row in self.rows if row.rank == rank)
 
     def synchronous(self) -> int:

@@ -21,7 +21,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Return a box as a tuple of slices, to index an array of the whole tensor."""
+    """Return ``box`` as a tuple of slices, with which an array of the whole tensor is indexed."""
     return tuple(slice(lo, hi) for lo, hi in box)
 
 

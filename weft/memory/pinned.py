@@ -30,7 +30,7 @@ def pin(buffer: torch.Tensor) -> None:
 
 
 def unpin(address: int) -> None:
-    """Take back the registration of the memory at ``address``, before it is unmapped."""
+    """End the registration of the memory at ``address`` with the CUDA driver. Call it before the memory is unmapped."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 

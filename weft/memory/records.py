@@ -32,7 +32,7 @@ class HostCopy:
 
     @property
     def done(self) -> bool:
-        """Whether the copy has ended; this property does not wait."""
+        """Whether the copy has ended. Reading this property does not wait."""
         return self._there.query()
 
     def cancel(self) -> bool:

@@ -74,7 +74,7 @@ def call_in_child(
 
 
 def parent_pipe(handle: int) -> PipeEnd:
-    """Return the child's end of the pipe, whose inherited file descriptor is ``handle``."""
+    """Return the child's end of the pipe to its parent. ``handle``: the inherited file descriptor of this end."""
     return PipeEnd(handle)
 
 

@@ -71,7 +71,7 @@ def _connections() -> Iterator[dict[int, socket.socket]]:
 
 
 def connections_now() -> set[int]:
-    """Return the inodes of this process's present TCP connections."""
+    """Return the inodes of this process's present TCP connections, by which connections are told apart."""
     with _connections() as connections:
         return set(connections)
 

@@ -108,7 +108,7 @@ class PolledConnection:
         return bool(self._out or self._early)
 
     def put(self, data: bytes) -> None:
-        """Queue ``data``, bytes of the handshake, to be sent."""
+        """Queue ``data``, bytes of a handshake, to be sent without waiting."""
         self._out += data
 
     def send(self, head: Head) -> None:

@@ -155,7 +155,7 @@ class Display:
 
 
 def compact(number: float) -> str:
-    """Return a count in at most six characters: 950, 12.3k, 4.56M."""
+    """Return ``number``, a count, as text of at most six characters: 950, 12.3k, 4.56M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= 0.9995 * size:  # which three digits round up to it
             return f"{number / size:.3g}{unit}"

@@ -89,7 +89,7 @@ class Trace(NamedTuple):
 
     @property
     def calls(self) -> np.ndarray[Any, Any]:
-        """Records of everything except steps: collectives, messages and other waits."""
+        """Records of all events except steps: collectives, messages and other waits."""
         return self.records[self.records["kind"] != STEP]
 
 

@@ -151,7 +151,10 @@ class Metrics:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run that has been read from its folder: its name, and its records by kind."""
+    """A run that has been read from its folder.
+
+    ``name``: name of the run. ``records``: its records by kind.
+    """
 
     name: str
     records: Records

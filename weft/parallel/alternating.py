@@ -60,7 +60,7 @@ class UnitUpdate(NamedTuple):
 
     @property
     def changed(self) -> list[T]:
-        """The tensors that the update changes: weights, slots, and counts of updates."""
+        """The tensors that the update changes: weights, optimizer slots, and counts of updates."""
         slots = (part.values for h in self.held for part in h.slots.values())
         return [*(h.local for h in self.held), *slots, *(h.updates for h in self.held)]
 

@@ -30,15 +30,15 @@ class MissedUpdates:
         self.had = torch.zeros(rows, dtype=torch.int64)
 
     def behind(self) -> T:
-        """Return the ascending numbers of the table's rows that have missed an update."""
+        """Return the indices, ascending, of the table's rows that have missed an update."""
         return torch.nonzero(self.had < len(self.rates)).flatten()
 
     def had_all(self, rows: T) -> None:
-        """Record that the rows with the numbers ``rows`` have had all updates so far."""
+        """Record that the rows with the indices ``rows`` have had all updates so far."""
         self.had[rows] = len(self.rates)
 
     def forget(self) -> None:
-        """Forget the updates, because all rows have had them."""
+        """Forget all updates so far, because every row has had them."""
         self.rates.clear()
         self.had.zero_()
 

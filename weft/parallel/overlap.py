@@ -109,7 +109,7 @@ class LayerPass:
                     self.result = self.end(end.value)
 
     def output(self) -> T:
-        """Run the remaining parts of forward, and return the layer's output."""
+        """Run the parts of forward that have not run yet, and return the layer's output."""
         while self.result is None:
             self.go_on()
         return self.result

@@ -56,7 +56,7 @@ class RestingRows:
         return cast("Region | None", getattr(group, "region", None))
 
     def bring(self, rows: T) -> BroughtRows:
-        """Read the rows with the ascending numbers ``rows`` into memory, and return them."""
+        """Read the rows with the indices ``rows``, ascending, into memory, and return them."""
         if self._region is None:
             return BroughtRows(rows, self.tensor[rows], torch.arange(len(rows)))
         blocks = torch.unique(rows // self.block)

@@ -171,7 +171,7 @@ class Updater(Protocol):
     """An optimizer's rule: updates parameters in place, and names the slots (such as moments) of each."""
 
     def slots(self, held: Held) -> dict[str, Part]:
-        """Return the initial optimizer slots of the parameter ``held``, by name."""
+        """Return the initial optimizer slots (such as moments) of the parameter ``held``, by name."""
 
     def __call__(self, held: Sequence[Held], grads: Sequence[T], lr: float) -> None:
         """Update parameters and their slots in place by the gradients ``grads``. Collective. ``lr``: learning rate."""

@@ -189,7 +189,7 @@ class TiledWeight(PartUnit):
             held.slots[slot] = held.part(self._side_by_side("moments", parts, slot))
 
     def release(self, drop: bool) -> None:
-        """Free the tiles that an error may have left in memory, whatever ``drop`` says."""
+        """Free the memory of tiles that are still there after an error, whatever ``drop`` says."""
         for tile in self._tiles:
             tile.release(True)
 

@@ -487,7 +487,7 @@ class Roofline:
         return casts * self.element / 2 * self.tokens * moved / self.machine.hbm
 
     def exchanges(self) -> AxisSeconds:
-        """Return the seconds of a layer's exchanges along each axis in its forward pass."""
+        """Return the seconds that a layer communicates along each axis in its forward pass."""
         shape, machine, plan, engine = self.shape, self.machine, self.plan, self.engine
         tokens, tp, cp = self.tokens, plan.tp, plan.cp
         along_tp = 2 * reduce(

@@ -31,7 +31,7 @@ class EnginePrice:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of a token's keys and values over all layers."""
+        """Bytes of one token's keys and values, over all layers and ranks."""
         return float(self.shape.cache_bytes)
 
     @property

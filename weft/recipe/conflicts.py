@@ -125,7 +125,7 @@ class AskedRecipe(AskedStep):
 
     @property
     def learns_loads(self) -> bool:
-        """Whether routers are adjusted by how often each expert was chosen in a step."""
+        """Whether routers are adjusted after each step by how often every expert was chosen in it."""
         shape = self.shape
         moves = shape.router == "sigmoid" and shape.bias_rate > 0
         return bool(shape.mixtures) and (moves or shape.balance == "step")

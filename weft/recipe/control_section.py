@@ -301,7 +301,7 @@ class Control(Section):
 
     @property
     def steps(self) -> int:
-        """Number of steps of the run: a step collects transitions and learns from them."""
+        """Number of steps of the run. In a step the policy collects transitions and learns from them."""
         size = self.every if self.off_policy else self.environments * self.horizon
         return -(-self.transitions // size)
 

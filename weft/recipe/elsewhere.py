@@ -32,7 +32,7 @@ class Equivalent:
 
     @property
     def words(self) -> Iterator[str]:
-        """Yield all names that other programs have for this setting."""
+        """Yield all names that this setting has in other programs."""
         for field in fields(self):
             names = getattr(self, field.name)
             if not isinstance(names, str):

@@ -71,7 +71,7 @@ class HostSection(Section):
 
     @classmethod
     def owners(cls, key: str) -> list[Registered]:
-        """Return the techniques that this section could name and that have a setting ``key``."""
+        """Return the techniques that this section could name and that have a setting called ``key``."""
         return [t for t, settings in cls._possible() if key in settings.model_fields]
 
     @classmethod

@@ -107,5 +107,5 @@ class Loss(HostSection):
 
     @property
     def is_own(self) -> bool:
-        """Whether a plugin has registered the loss that ``kind`` names."""
+        """Whether ``kind`` names a loss that a plugin has registered."""
         return self.kind != "cross-entropy" and not self.of_pairs

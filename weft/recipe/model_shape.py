@@ -512,7 +512,7 @@ class ModelShape(Section):
 
     @property
     def mixtures(self) -> dict[int, int]:
-        """Number of experts by layer, for those layers that have experts."""
+        """Number of experts of each layer that has experts, by the layer's index."""
         return {
             layer: count
             for layer in range(self.layers)

@@ -57,7 +57,7 @@ class SamplerCorrection(Section):
 
     @property
     def limits(self) -> bool:
-        """Whether ``low`` or ``high`` limits the weights of tokens."""
+        """Whether ``low`` or ``high`` is set, so that the weights of tokens are limited."""
         return self.low is not None or self.high is not None
 
 

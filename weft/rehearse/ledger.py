@@ -50,7 +50,7 @@ class Ledger:
                 weakref.finalize(storage, self._drop, storage._cdata)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Count ``storage``, which is counted already, with its present size from now on."""
+        """Replace the counted size of ``storage``, whose memory is counted already, by its present size."""
         size = storage.nbytes()
         self.level += size - self.known[storage._cdata]
         self.known[storage._cdata] = size

@@ -49,7 +49,7 @@ class Rehearsal:
         return sum(e.seconds for e in self.events)
 
     def slower(self, factor: float) -> Rehearsal:
-        """Return a copy of the rehearsal in which all work takes ``factor`` times as long."""
+        """Return a copy of the rehearsal in which all recorded work takes ``factor`` times as long."""
         return replace(
             self, events=[replace(e, seconds=factor * e.seconds) for e in self.events]
         )

@@ -138,7 +138,7 @@ class Agreement:
 
     @property
     def waits(self) -> bool:
-        """Whether this member has asked for the next view, and has no outcome yet."""
+        """Whether this member has asked for the next view and still waits for the outcome."""
         return self._facts is not None and self.outcome is None
 
     # Messages to others, and from them.

@@ -99,7 +99,9 @@ class Attendance:
 
     @property
     def present(self) -> list[Stay]:
-        """The stays (periods of taking part) of islands that take part now."""
+        """The stays of the islands that take part now. A stay is a period in which an island takes part in
+        exchanges.
+        """
         return [stay for stay in self.stays if stay.until is None]
 
     @property

@@ -214,7 +214,7 @@ class Census:
     # Who can go on.
 
     def others(self) -> list[OtherMember]:
-        """Return the members of the present view except this one, lost or not."""
+        """Return all members of the present view except this one; lost members are included."""
         members = self.view.members if self.view else ()
         return [
             self.peers[member.address]

@@ -275,7 +275,7 @@ class LayersAhead:
 
     @property
     def there(self) -> bool:
-        """Whether all layers that this rank sends have arrived, or will never arrive."""
+        """Whether no layer of this rank is still on its way: all have arrived at other ranks, or will never arrive."""
         return self._copied or bool(self.problem)
 
     @property

@@ -301,7 +301,7 @@ class Snapshots:
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank sends to its buddy for each copy."""
+        """Bytes that this rank sends for each copy to its buddy, the rank that keeps a copy of its state."""
         return sum(
             s.size for s in self.segments if s.sender == self.rank and not s.fixed
         )

@@ -264,7 +264,7 @@ def performance_profile(table: Sequence[Standing]) -> dict[str, list[float]]:
 
 
 def record_of(row: Standing) -> dict[str, Any]:
-    """Return ``row`` as a dictionary for JSON, with None in place of infinite numbers."""
+    """Return ``row`` as a dictionary of JSON values, with None in place of infinite numbers."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):

@@ -119,7 +119,7 @@ class Table:
         return tuple(sorted(ranks))
 
     def held(self, rank: int) -> tuple[int, ...]:
-        """List the stages that ``rank`` computes, in model order."""
+        """List the indices of the stages that ``rank`` computes, in model order."""
         stages = {a.stage for a in self.ranks[rank] if a.stage < self.stages}
         return tuple(sorted(stages))
 

@@ -113,7 +113,7 @@ class Simulation:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time for which each rank computes, by rank, in the simulation's unit of time."""
+        """Time for which each rank computes, in the order of ranks, in the simulation's unit of time."""
         return tuple(sum(t.end - t.start for t in rank) for rank in self.timeline)
 
     @property

@@ -38,7 +38,7 @@ MESSAGES = "/v1/messages"
 
 
 class ServedBackend(Protocol):
-    """Interface of the object that computes a server's answers."""
+    """Interface of the object that computes a server's answers, such as an engine or a router of engines."""
 
     @property
     def failure(self) -> Exception | None:
@@ -48,7 +48,7 @@ class ServedBackend(Protocol):
         """End all unfinished answers at once, as at shutdown, and return their number."""
 
     def close(self) -> None:
-        """End the work, and wait until the threads of the backend have ended."""
+        """End all work of the backend, and wait until its threads have ended."""
 
 
 class ApiServer:

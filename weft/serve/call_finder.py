@@ -104,7 +104,7 @@ class CallFinder:
 
     @property
     def full(self) -> bool:
-        """Whether the largest allowed number of calls has been found."""
+        """Whether as many calls have been found as an answer may have."""
         return len(self.calls) == self.most
 
     def _is_callable(self, name: Any) -> bool:

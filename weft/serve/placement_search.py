@@ -71,7 +71,9 @@ class EnginePlacement:
 
     @property
     def groups(self) -> dict[str, EngineGroup]:
-        """The engines by their role: "any" for whole requests, "prefill" and "decode"."""
+        """The groups of engines by their role: "any" (whole requests), "prefill" (prompts) or "decode" (all tokens
+        after the first).
+        """
         every = {"any": self.mixed, "prefill": self.prefill, "decode": self.decode}
         return {role: group for role, group in every.items() if group is not None}
 
@@ -148,7 +150,7 @@ class PlacementSearch:
     dispatch: DispatchPolicy = freest
 
     def engines(self, placement: EnginePlacement) -> list[SimulatedEngine]:
-        """Return a list of newly built simulated engines for ``placement``."""
+        """Return new simulated engines for ``placement``, one for each of its engines."""
         engines = []
         for role, group in placement.groups.items():
             for number in range(group.engines):

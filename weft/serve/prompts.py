@@ -243,7 +243,7 @@ async def _run(encoder: PromptEncoder, action: Callable[[], R]) -> R:
 
 
 def copied(tokenizer: Tokenizer) -> Tokenizer:
-    """Copy a tokenizer for use in another thread."""
+    """Return a copy of ``tokenizer`` that another thread can use."""
     if tokenizer.model is None:
         return tokenizer
     model = tokenizers.Tokenizer.from_str(tokenizer.model.to_str())

@@ -104,7 +104,7 @@ def object_in(given: Schema, name: str, path: str = "") -> Schema:
 
 
 def shown_json(value: Any) -> str:
-    """Format a JSON value for an error line, cut to 40 characters."""
+    """Return the JSON text of ``value`` for an error line, cut to 40 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -267,7 +267,7 @@ class SamplingRequest(Modelled):
 
     @property
     def language(self) -> Language | None:
-        """The constraint on the text; None if there is none."""
+        """The constraint that the text must meet, such as a JSON schema; None if there is none."""
         if said := self.structured_outputs:
             if said.json_ is not None:
                 return Language("json", said.json_)

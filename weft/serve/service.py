@@ -181,7 +181,7 @@ class Answers:
         self.loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     def end_early(self) -> None:
-        """Make the next call of :meth:`next` raise :class:`ServerEnding`."""
+        """Make the next call of :meth:`next` raise :class:`ServerEnding`, because the server ends."""
         self._events.put_nowait(TokenEvent(0, None, None, "ended"))
 
     async def cancel(self, index: int) -> None:

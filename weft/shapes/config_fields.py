@@ -8,7 +8,7 @@ from weft.errors import WeftError
 
 
 class ConfigFields(dict[str, Any]):
-    """Fields of a ``config.json`` by name; ``path`` names the file in errors."""
+    """Fields of a ``config.json`` by name. ``path``: name of the file for errors."""
 
     def __init__(self, fields: Any, path: Path | str) -> None:
         super().__init__(fields)

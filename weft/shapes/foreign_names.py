@@ -193,7 +193,7 @@ def norm_offset(name: str, shape: ModelShape | None) -> float:
 
 
 def gguf_name(name: str) -> str:
-    """Return GGUF's name of the parameter ``name``."""
+    """Return the name that GGUF files use for the parameter that Weft calls ``name``."""
     layer, inside = split_layer(name)
     return f"blk.{layer}.{GGUF[inside]}" if layer else GGUF[inside]
 

@@ -229,7 +229,7 @@ def _of_plugin(model: ModelShape, vocab: int) -> list[Parameter]:
 
 
 class ParameterRows:
-    """Collects the rows of the parameter table, in the order of a forward pass."""
+    """Collects the rows of a model's parameter table (:class:`Parameter`), in the order of a forward pass."""
 
     def __init__(self, model: ModelShape) -> None:
         self.model = model

@@ -25,7 +25,7 @@ class ArrayColumns:
 
     @property
     def width(self) -> int:
-        """Number of values of a row: of all arrays of a sample together."""
+        """Number of values of a row, that is, of all arrays of a sample together."""
         return sum(map(prod, self.shapes.values()))
 
     @property

@@ -11,7 +11,7 @@ Ranges = Sequence[Sequence[int]]
 
 
 def as_ranges(integers: Collection[int]) -> list[list[int]]:
-    """Return ``integers`` as a sorted list of ranges ``[first, end]`` without the end."""
+    """Return ``integers`` as a sorted list of ranges ``[first, end]``, in which ``end`` is excluded."""
     if not integers:
         return []
     listed = np.sort(np.fromiter(integers, np.int64, len(integers)))
@@ -22,6 +22,6 @@ def as_ranges(integers: Collection[int]) -> list[list[int]]:
 
 
 def of_ranges(ranges: Ranges) -> Iterator[int]:
-    """Yield the integers of ``ranges``, pairs ``[first, end]`` without the end, in order."""
+    """Yield the integers in ``ranges``, pairs ``[first, end]`` in which ``end`` is excluded, in order."""
     for first, end in ranges:
         yield from range(first, end)

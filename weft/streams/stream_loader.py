@@ -86,7 +86,7 @@ class KnownRows:
 
     @property
     def total(self) -> int:
-        """Number of samples."""
+        """Number of all samples."""
         return len(self.rows)
 
 

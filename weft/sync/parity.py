@@ -16,7 +16,7 @@ T = torch.Tensor
 
 
 def hash_tensors(tensors: Iterable[T]) -> T:
-    """Return a hash of the bits of all these CPU tensors together, as 16 bytes ``[16]``."""
+    """Return one hash of the bits of all of ``tensors``, which are on the CPU: 16 bytes, uint8 ``[16]``."""
     hasher = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         hasher.update(tensor.contiguous().view(torch.uint8).numpy().data)

@@ -189,7 +189,7 @@ class Streams:
             connection.close()
 
     def close(self, flush: bool = True) -> None:
-        """End all streams; with ``flush``, send the queued messages first."""
+        """End all streams. ``flush``: whether the queued messages are sent first."""
         for outbox in self._outboxes.values():
             outbox.put(None)
         for thread in self._threads:

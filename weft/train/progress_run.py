@@ -154,7 +154,7 @@ class ProgressRun:
         self.checkpoints.poll()
 
     def say_who_stopped(self) -> None:
-        """Print and record which signal stopped the run."""
+        """Print and record by which signal the run was stopped."""
         who = signal.Signals(self._signals[0]).name if self._signals else "another rank"
         self.recorder.event(f"stopped by {who}")
 

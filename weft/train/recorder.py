@@ -181,7 +181,7 @@ class Recorder:
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """Return a context whose duration is recorded as the time to fetch a step's data."""
+        """Return a context. The time that it lasts is recorded as time to fetch a step's data."""
         begun = time.perf_counter()
         with record_function("weft:data"):
             yield

@@ -147,7 +147,7 @@ class Job:
         return values.get("validation")
 
     def learning_rate(self, step: int, steps: int) -> float:
-        """Return the learning rate of step ``step`` (from 0) of ``steps``."""
+        """Return the learning rate of step ``step`` (from 0) in a run of ``steps`` steps."""
         return learning_rate(self.recipe.optimizer, step, steps)
 
     def _code(self, ranks: int) -> Code | None:

@@ -23,7 +23,7 @@ from weft.train.step import loss_sum, sum_over_passes
 
 
 class SourceRow(NamedTuple):
-    """A row of tokens, and the index of the data source from which it comes."""
+    """A row of tokens with the index of its data source. ``row``: the tokens. ``source``: index of the source."""
 
     row: Row
     source: int

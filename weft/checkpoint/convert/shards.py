@@ -25,7 +25,10 @@ from weft.layout.dims import extents, slices, whole_box
 
 @dataclass(frozen=True)
 class ByteRun:
-    """Contiguous bytes of a file: ``size`` bytes from byte ``offset`` of ``file`` on."""
+    """Contiguous bytes of a file.
+
+    ``file``: path of the file. ``offset``: the first byte. ``size``: number of bytes.
+    """
 
     file: Path
     offset: int
