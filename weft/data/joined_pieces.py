@@ -177,9 +177,5 @@ def _joined_report(reports: Sequence[Mapping[str, Any]]) -> SourceReport:
     """Return one report for the reports of all pieces, in their order, as JSON has them."""
     report = SourceReport()
     for values in reports:
-        report.records += values["records"]
-        report.skipped += values["skipped"]
-        report.empty += values["empty"]
-        report.first = report.first or values["first"]
-        report.unread.update(values["unread"])
+        report.add(values)
     return report

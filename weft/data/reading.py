@@ -31,15 +31,23 @@ _BEGINNINGS = {
 def reading(path: Path, kind: str) -> Iterator[None]:
     """Convert errors of reading ``path`` inside the context to a :class:`WeftError` of one line with cause and remedy.
 
-    ``kind``: what the error calls the format of the file.
+    A downloaded file stays in the cache as long as the context lasts. ``kind``: what the error calls the format of the
+    file.
     """
-    try:
+    with naming_file(path, kind):
         if DOWNLOADS in path.parts:
             from weft.data.remote_files import in_use
 
             with in_use(path):
                 yield
             return
+        yield
+
+
+@contextmanager
+def naming_file(path: Path, kind: str) -> Iterator[None]:
+    """Convert errors inside the context as :func:`reading` does."""
+    try:
         yield
     except ImportError as error:
         raise WeftError(

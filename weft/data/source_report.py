@@ -1,9 +1,10 @@
 """Report on a source that was read: unread files and fields, and skipped records."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 #: Names that a line lists at most.
 _LISTED = 8
@@ -46,6 +47,15 @@ class SourceReport:
         """Count the last record as skipped because of ``error``, after :meth:`count` has counted it as read."""
         self.records -= 1
         self.skip(error)
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add the fields of the report of a later part of the source, as JSON has them."""
+        self.records += values["records"]
+        self.skipped += values["skipped"]
+        self.empty += values["empty"]
+        self.first = self.first or values["first"]
+        self.unread.update(values["unread"])
+        self.turns.update(values["turns"])
 
     def leave_out(self, read: Callable[[str], bool]) -> None:
         """Remove from :attr:`unread` the fields that the chat template uses. ``read``: returns, for a field's name,

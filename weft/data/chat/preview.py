@@ -10,13 +10,9 @@ from rich.text import Text
 
 from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.notes import Notes
+from weft.data.chat.record_tokens import encoded_records
 from weft.data.chat.samples import RecordLocation
-from weft.data.chat.source import (
-    chat_encoder,
-    encoded_records,
-    recipe_template,
-    remove_written_fields,
-)
+from weft.data.chat.source import chat_encoder, recipe_template, remove_written_fields
 from weft.data.corpora import unread_files
 from weft.data.source_report import SourceReport
 from weft.data.tokenizer import Tokenizer

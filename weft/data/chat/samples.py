@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from weft.data.chat.chat_turns import ConversationError
 from weft.data.chat.columns import Renaming
@@ -12,12 +12,14 @@ from weft.data.chat.forms import read_record
 from weft.data.chat.judged import Judgement, pair_with_others, read_judgements
 from weft.data.chat.pairs import AnswerPair, garbled_pair, read_pair
 from weft.data.files import read_records, source_files
-from weft.data.reading import reading
+from weft.data.reading import naming_file, reading
 from weft.data.source_report import SourceReport
 from weft.errors import UsageError, WeftError
 from weft.recipe import Source
 
 S = TypeVar("S")
+#: Records with their places, as the files of a source have them.
+PlacedRecords = Iterator[tuple["RecordLocation", Any]]
 
 
 class RecordLocation(NamedTuple):
@@ -37,20 +39,41 @@ def messages_field(source: Source) -> str | None:
     )
 
 
+def placed_records(
+    source: Source, wrong: Callable[[Any], None] | None
+) -> PlacedRecords:
+    """Yield ``(place, record)`` for each record in the files of a source, as it is there.
+
+    ``wrong``: called with the error for a line that is no record; None: the error is raised.
+    """
+    for file in source_files(source):
+        with reading(file, source.kind):
+            for number, record in read_records(file, wrong):
+                yield RecordLocation(file, number), record
+
+
 def read_samples(
-    source: Source, report: SourceReport | None = None
+    source: Source,
+    report: SourceReport | None = None,
+    records: PlacedRecords | None = None,
+    renaming: Renaming | None = None,
 ) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair]]:
     """Yield ``(place, content)`` for each record of a source, in order.
 
     The content is a conversation or, in sources of preferences and judgements, a pair of answers. Errors name file and
     line. With ``on_error = "skip"`` malformed records are skipped. ``report`` counts records, skipped records and
-    unread fields.
+    unread fields. ``records``: some of the source's records; None: all of them, of which every renamed column has to be
+    in one. ``renaming``: the renaming of columns to use, which then knows the columns that were seen.
     """
     report = report or SourceReport()
+    renamed = renaming or Renaming(source.columns, source.roles)
+    every = records is None
+    if records is None:
+        records = placed_records(source, report.skip if source.skips else None)
     if source.kind == "feedback":
         judged = (
             (place, judgement)
-            for place, record in _records(source, report, _judgements)
+            for place, record in _read(records, source, report, renamed, _judgements)
             for judgement in record
         )
         for place, pair in pair_with_others(judged):
@@ -59,8 +82,10 @@ def read_samples(
                 continue
             report.count(pair.chosen.unread)
             yield place, pair
+        check_columns(source, renamed)
         return
-    for place, sample in _records(source, report, partial(_sample, source=source)):
+    read = partial(_sample, source=source)
+    for place, sample in _read(records, source, report, renamed, read):
         talks = (
             (sample.chosen, sample.rejected)
             if isinstance(sample, AnswerPair)
@@ -68,29 +93,34 @@ def read_samples(
         )
         report.count(name for talk in talks for name in talk.unread)
         yield place, sample
+    if every:
+        check_columns(source, renamed)
 
 
-def _records(
-    source: Source, report: SourceReport, read: Callable[..., S]
-) -> Iterator[tuple[RecordLocation, S]]:
-    """What ``read(record, file=...)`` makes of each record of a source, whose columns are renamed before."""
-    renamed = Renaming(source.columns, source.roles)
-    for file in source_files(source):
-        with reading(file, source.kind):
-            for number, record in read_records(
-                file, report.skip if source.skips else None
-            ):
-                place = RecordLocation(file, number)
-                try:
-                    sample = read(renamed(record), file=file)
-                except (ConversationError, RecursionError) as error:
-                    _refuse(error, place, source, report)
-                    continue
-                yield place, sample
+def check_columns(source: Source, renamed: Renaming) -> None:
+    """Raise :class:`UsageError` if a column that the recipe renames is in no record."""
     if missing := renamed.missing():
         raise UsageError(
             f"data.columns names {missing[0]!r}, which no record at {source.shown} has; leave it out"
         )
+
+
+def _read(
+    records: PlacedRecords,
+    source: Source,
+    report: SourceReport,
+    renamed: Renaming,
+    read: Callable[..., S],
+) -> Iterator[tuple[RecordLocation, S]]:
+    """Yield what ``read(record, file=...)`` makes of each record, whose columns are renamed before."""
+    for place, record in records:
+        with naming_file(place.file, source.kind):
+            try:
+                sample = read(renamed(record), file=place.file)
+            except (ConversationError, RecursionError) as error:
+                _refuse(error, place, source, report)
+                continue
+        yield place, sample
 
 
 def _refuse(

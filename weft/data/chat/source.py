@@ -17,17 +17,11 @@ import numpy as np
 
 from weft.cache import build_once, cache_root, digest
 from weft.data.batch import Pairs
-from weft.data.chat.chat_template import (
-    ChatTemplate,
-    TemplateError,
-    template_of,
-    template_text,
-)
-from weft.data.chat.conversation import Conversation
-from weft.data.chat.encode import ChatEncoder, Encoded
+from weft.data.chat.chat_template import ChatTemplate, template_of, template_text
+from weft.data.chat.encode import ChatEncoder
 from weft.data.chat.notes import Notes
-from weft.data.chat.pairs import AnswerPair
-from weft.data.chat.samples import RecordLocation, read_samples
+from weft.data.chat.record_tokens import ChatDocument, record_tokens
+from weft.data.chat.samples import RecordLocation
 from weft.data.corpora import source_fingerprint
 from weft.data.files import source_files
 from weft.data.source_report import SourceReport
@@ -62,8 +56,8 @@ def recipe_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
 def open_chats(
     source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None
 ) -> Tokens:
-    """Return the tokens of a source of conversations, encoded by ``tokenizer``. On first use, one process encodes the
-    conversations into the cache.
+    """Return the tokens of a source of conversations, encoded by ``tokenizer``. On first use, they are encoded into the
+    cache, by several processes if the source is large.
 
     ``settings``: the recipe's section ``data.chat``. ``cache``: the folder of the cache; None: ``$WEFT_CACHE``, else
     ``~/.cache/weft``.
@@ -73,7 +67,7 @@ def open_chats(
 
     def build(making: Path) -> None:
         tokenizer.save(making)
-        _write(making, source, encoder)
+        _write(making, source, settings, encoder)
 
     written = [
         template.sources,
@@ -94,43 +88,27 @@ def chat_encoder(settings: Chat, template: ChatTemplate) -> ChatEncoder:
     return ChatEncoder(template, settings.learn, settings.reasoning)
 
 
-def encoded_records(
-    source: Source, report: SourceReport, encoder: ChatEncoder
-) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair, list[Encoded]]]:
-    """Yield ``(place, record, samples)`` for each record of a source.
+def _write(folder: Path, source: Source, settings: Chat, encoder: ChatEncoder) -> None:
+    """Encode the conversations of a source into ``folder``, which has the files of the tokenizer already."""
+    from weft.data.chat.encode_processes import (
+        encode_process_count,
+        records_of_processes,
+    )
 
-    ``place``: file and line. ``record``: the conversation or the pair of answers. ``samples``: the encoded
-    conversations that the record gives; a pair gives two, the chosen answer first. Errors name file and line. With
-    ``on_error = "skip"`` malformed records are skipped, and ``report`` counts them.
-    """
-    for place, sample in read_samples(source, report):
-        try:
-            if isinstance(sample, AnswerPair):
-                encoded = [
-                    encoder.encode(sample.chosen),
-                    encoder.encode(sample.rejected),
-                ]
-            else:
-                encoded = [encoder.encode(part) for part in encoder.samples(sample)]
-        except TemplateError as error:
-            refused = WeftError(f"{place}: {error}")
-            if not source.skips:
-                raise refused from None
-            report.skip_counted(refused)
-            continue
-        yield place, sample, encoded
-
-
-def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
     tokenizer, report = encoder.template.tokenizer, SourceReport()
     places, content, alike = array("q"), hashlib.sha256(), True
     notes = Notes(tuple(encoder.template.stops))
     pairs: tuple[list[float], list[float]] = ([], [])
     paths = source_files(source)
     numbers = {path: number for number, path in enumerate(paths)}
+    count = encode_process_count(source)
+    if count > 1:
+        records = records_of_processes(source, settings, encoder, report, folder, count)
+    else:
+        records = record_tokens(source, report, encoder)
     with open(folder / "weights.bin", "wb", buffering=2**20) as out:
 
-        def document(place: RecordLocation, encoded: Encoded) -> np.ndarray:
+        def document(place: RecordLocation, encoded: ChatDocument) -> np.ndarray:
             nonlocal alike
             notes.add(place, encoded.facts)
             weights = encoded.weights.astype("<f4")
@@ -141,16 +119,11 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
             return encoded.ids
 
         def documents() -> Iterator[np.ndarray]:
-            for place, sample, encoded in encoded_records(source, report, encoder):
-                _count_unheeded(
-                    report,
-                    encoder,
-                    sample.chosen if isinstance(sample, AnswerPair) else sample,
-                )
-                yield from (document(place, written) for written in encoded)
-                if isinstance(sample, AnswerPair):
-                    pairs[0].append(sample.weight)
-                    pairs[1].append(sample.margin)
+            for record in records:
+                yield from (document(record.place, each) for each in record.documents)
+                if record.pair:
+                    pairs[0].append(record.pair.weight)
+                    pairs[1].append(record.pair.margin)
 
         name = f"data source {source.shown}"
         write_documents(
@@ -179,19 +152,6 @@ def remove_written_fields(report: SourceReport, template: ChatTemplate) -> None:
     report.leave_out(
         lambda name: name.startswith(start) and name.removeprefix(start) in text
     )
-
-
-def _count_unheeded(
-    report: SourceReport, encoder: ChatEncoder, talk: Conversation
-) -> None:
-    """Count turns that the data marks as learned, and that the recipe does not learn from."""
-    if encoder.learn != "all" and talk.marked:
-        learned = Conversation(
-            talk.messages, None, (1.0,) * len(talk.messages)
-        ).learned(encoder.learn)
-        report.turns.update(
-            str(talk.messages[i]["role"]) for i in talk.marked if not learned[i]
-        )
 
 
 class Fitted(NamedTuple):
