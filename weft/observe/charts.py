@@ -25,7 +25,7 @@ PARTS = {
     "optimizer": "--c4",
 }
 #: Kinds of records that only some runs have, and that charts of one run alone show.
-ALONE = {"experts", "activations", "levels", "repetitions"}
+ALONE = {"experts", "activations", "levels", "mix", "repetitions"}
 NAMES = {"communication": "exposed communication"}
 
 
@@ -143,6 +143,7 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
     single: Records = {} if several else runs[0].records
     early, late = list[Record](), list[Record]()
     if single.keys() & ALONE or len(single.get("view", [])) > 1:
+        from weft.observe.mix_charts import mixture_charts
         from weft.observe.single_charts import (
             expert_loads,
             level_rates,
@@ -153,6 +154,7 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
 
         early = membership(single)
         late = level_rates(single, runs) + repetitions_of_samples(single)
+        late += mixture_charts(single, runs)
         late += expert_loads(single.get("experts", []))
         late += saved_activations(single.get("activations", []))
     drawn[3:3] = step_times(runs) + early

@@ -122,6 +122,7 @@ class Evaluation:
                 self.model, self.state, self.mesh, recipe, self.job.corpus, samples
             )
             self.recorder.log("mix", losses=named)
+            self.recorder.reading()
         return loss
 
     def _ask(self, name: str) -> float | None:
