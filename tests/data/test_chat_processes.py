@@ -16,7 +16,8 @@ from tests import chats
 from weft.data.chat import encode_processes
 from weft.data.chat.encode_processes import encode_process_count
 from weft.data.chat.encode_worker import encode_batch
-from weft.data.chat.source import chat_encoder, open_chats, recipe_template
+from weft.data.chat.recipe_encoder import chat_encoder, recipe_template
+from weft.data.chat.source import open_chats
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
 from weft.recipe import Chat, Source

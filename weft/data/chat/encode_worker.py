@@ -12,9 +12,9 @@ import numpy as np
 
 from weft.data.chat.columns import Renaming
 from weft.data.chat.encode import ChatEncoder
+from weft.data.chat.recipe_encoder import chat_encoder, recipe_template
 from weft.data.chat.record_tokens import RecordTokens, record_tokens
 from weft.data.chat.samples import PlacedRecords, RecordLocation
-from weft.data.chat.source import chat_encoder, recipe_template
 from weft.data.source_report import SourceReport
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError

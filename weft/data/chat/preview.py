@@ -10,9 +10,10 @@ from rich.text import Text
 
 from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.notes import Notes
+from weft.data.chat.recipe_encoder import chat_encoder, recipe_template
 from weft.data.chat.record_tokens import encoded_records
 from weft.data.chat.samples import RecordLocation
-from weft.data.chat.source import chat_encoder, recipe_template, remove_written_fields
+from weft.data.chat.source import remove_written_fields
 from weft.data.corpora import unread_files
 from weft.data.source_report import SourceReport
 from weft.data.tokenizer import Tokenizer

@@ -17,9 +17,10 @@ import numpy as np
 
 from weft.cache import build_once, cache_root, digest
 from weft.data.batch import Pairs
-from weft.data.chat.chat_template import ChatTemplate, template_of, template_text
+from weft.data.chat.chat_template import ChatTemplate
 from weft.data.chat.encode import ChatEncoder
 from weft.data.chat.notes import Notes
+from weft.data.chat.recipe_encoder import chat_encoder, recipe_template
 from weft.data.chat.record_tokens import ChatDocument, record_tokens
 from weft.data.chat.samples import RecordLocation
 from weft.data.corpora import source_fingerprint
@@ -30,27 +31,6 @@ from weft.data.tokenizer import Tokenizer
 from weft.data.tokens import Tokens, read_tokens
 from weft.errors import WeftError
 from weft.recipe import ANSWER_PAIRS, Chat, Source
-
-
-def recipe_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the chat template that the recipe's ``settings`` name, or by default that of the tokenizer.
-
-    Raises :class:`WeftError` if there is neither.
-    """
-    now = (
-        datetime.strptime(settings.date, "%Y-%m-%d")
-        if settings.date
-        else datetime.now()
-    )
-    if given := settings.template:
-        text = template_text(given, "data.chat.template")
-        return ChatTemplate(text, tokenizer, settings.variables, now, settings.control)
-    template = template_of(tokenizer, settings.variables, now, settings.control)
-    if template is None:
-        raise WeftError(
-            "the tokenizer has no chat template; set data.chat.template to a file with one, or use its own"
-        )
-    return template
 
 
 def open_chats(
@@ -81,11 +61,6 @@ def open_chats(
         4, source_fingerprint(source), source.form, tokenizer.fingerprint, written, date
     )
     return read_tokens(build_once(cache_root(cache) / f"chats-{key}", build))
-
-
-def chat_encoder(settings: Chat, template: ChatTemplate) -> ChatEncoder:
-    """Return an encoder of conversations with ``template`` and the recipe's section ``data.chat``."""
-    return ChatEncoder(template, settings.learn, settings.reasoning)
 
 
 def _write(folder: Path, source: Source, settings: Chat, encoder: ChatEncoder) -> None:
