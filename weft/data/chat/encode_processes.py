@@ -18,7 +18,7 @@ from weft.data.chat.encode import ChatEncoder
 from weft.data.chat.encode_worker import encode_batch
 from weft.data.chat.notes import Facts
 from weft.data.chat.record_tokens import ChatDocument, PairWeight, RecordTokens
-from weft.data.chat.samples import RecordLocation, check_columns, placed_records
+from weft.data.chat.samples import RecordLocation, check_renamed_columns, placed_records
 from weft.data.line_processes import LineProcesses
 from weft.data.reading import file_state
 from weft.data.source_kinds import documents_of
@@ -75,7 +75,7 @@ def records_of_processes(
                 yield from _joined(pending.popleft(), report, renaming)
         while pending:
             yield from _joined(pending.popleft(), report, renaming)
-    check_columns(source, renaming)
+    check_renamed_columns(source, renaming)
 
 
 def _submitted(

@@ -82,7 +82,7 @@ def read_samples(
                 continue
             report.count(pair.chosen.unread)
             yield place, pair
-        check_columns(source, renamed)
+        check_renamed_columns(source, renamed)
         return
     read = partial(_sample, source=source)
     for place, sample in _read(records, source, report, renamed, read):
@@ -94,10 +94,10 @@ def read_samples(
         report.count(name for talk in talks for name in talk.unread)
         yield place, sample
     if every:
-        check_columns(source, renamed)
+        check_renamed_columns(source, renamed)
 
 
-def check_columns(source: Source, renamed: Renaming) -> None:
+def check_renamed_columns(source: Source, renamed: Renaming) -> None:
     """Raise :class:`UsageError` if a column that the recipe renames is in no record."""
     if missing := renamed.missing():
         raise UsageError(

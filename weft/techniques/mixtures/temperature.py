@@ -54,7 +54,8 @@ class TemperatureSettings(Section):
     recipe="mixture.toml",
     proof="tests/data/test_mixtures.py, tests/train/test_mix_run.py",
     figure="shares to within one sample of their integral at every block's end; losses of dp, tp, pp, cp and shard "
-    "equal one device's, through resumes",
+    "equal one device's, through resumes; unseen prose, best cool-down beside best constant: 0.976x, 0.972x "
+    "and 1.004x for three sizes of the small source, unseen code 0.983x, 0.972x and 0.962x (`bench/mixtures.py`)",
 )
 class Temperature:
     """Mixture of data sources by size: a source of ``n`` tokens has a share proportional to ``weight * n^(1/T)``
