@@ -56,6 +56,10 @@ SIDES: dict[str, tuple[list[str], list[tuple[float, list[str]]]]] = {
         ["sync.update=a2cid2", OFTEN, NEIGHBOURS],
         [(rate, []) for rate in RATES],
     ),
+    "a2cid2, moments of neighbours, 16 exchanges": (
+        ["sync.update=a2cid2", NEIGHBOURS, "sync.exchanges=16.0"],
+        [(rate, []) for rate in RATES],
+    ),
     "dadao": (
         ["sync.update=dadao", OFTEN],
         [
