@@ -53,7 +53,10 @@ class DADAOSettings(GossipSettings):
     paper="Nabli & Oyallon 2023",
     recipe="islands.toml --layout island=4 --set sync.compress=none --set sync.update=dadao",
     proof="tests/techniques/test_dadao.py",
-    figure="equal to a simulation to 1e-10",
+    figure=(
+        "equal to a simulation to 1e-10; four islands after 400 steps: 1.0883 of the loss of islands that sum "
+        "gradients (one seed, `bench/dadao.py`)"
+    ),
 )
 class DADAO(SyncMethod):
     """Synchronises islands in pairs, without common rounds: DADAO (Nabli and Oyallon 2023). Each island has a state of
