@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from weft.cluster.mover import MOVES, send_away, take_in
+from weft.cluster.mover import MOVES, AnswerMove, take_in
 from weft.generate.block_contents import bytes_of
 from weft.generate.engine import Engine
 from weft.generate.engine_thread import EngineThread
@@ -96,15 +96,13 @@ def handed_over(
     try:
         ids = [(7 * i + i * i) % SHAPE["vocab"] for i in range(tokens)]
 
-        def begin() -> Any:
+        def begin() -> AnswerMove:
             (request,) = source.submit(ids, 400, GREEDY)
             threads[0].tells[request] = lambda _: None
-            return request
+            return AnswerMove(threads[0], request, lambda _: None, after_first=True)
 
-        begun, request = time.monotonic(), threads[0].call(begin).result()
-        report = send_away(
-            threads[0], channels[1], points[1].address, {}, request, lambda _: None, True
-        )  # fmt: skip
+        begun, move = time.monotonic(), threads[0].call(begin).result()
+        report = move.send_away(channels[1], points[1].address, {})
         assert not report.why, report.why
         while not begins:
             time.sleep(1e-3)

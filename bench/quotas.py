@@ -1,6 +1,6 @@
 """Two phases on one device: quotas that controllers choose beside fixed ones and one process, on a load that drifts.
 
-    python bench/quotas.py [--seeds 2] [--real] [--rounds 1] [--minutes 4]
+    python bench/quotas.py [--seeds 2] [--only nexus] [--real] [--rounds 1] [--minutes 4]
 
 The load alternates between long prompts with short answers and many short prompts with longer ones, so that no fixed
 quota is right all the time. The device is simulated: an H100 with Llama-3-8B, by the planner's roofline, where both
@@ -55,6 +55,7 @@ BLOCK, BUDGET, LIMIT = 16, 2048, 256
 #: The ways that are compared: one process in chunks, and quotas of two processes.
 CHUNKED = ("chunked:64", "chunked:256", "chunked:512", "exact-fill")
 FIXED = ("0.3", "0.5", "0.6", "0.7", "0.8", "0.9")
+CONTROLLERS = ("semi-pd", "nexus", "nexus with limits")
 #: Those of them that are measured, and seconds from one way's turn to the next beside the load.
 MEASURED_FIXED, BETWEEN_S = ("0.3", "0.5", "0.7"), 8.0
 
@@ -147,8 +148,12 @@ def simulated(
     return simulate_cluster([engine], load)
 
 
-def simulation(seeds: int, stages: Sequence[Stage]) -> dict[str, Any]:
-    """Compare all ways on simulated loads; return the mean figures of each for every pair of limits."""
+def simulation(
+    seeds: int, stages: Sequence[Stage], only: str, old: dict[str, Any]
+) -> dict[str, Any]:
+    """Compare all ways on simulated loads; return the mean figures of each for every pair of limits. ``only``: simulate
+    the ways whose names begin so; the figures of the others, which are the same every time, are taken from ``old``.
+    """
     price = EnginePrice(load_model("llama3-8b").shape, load_cluster("h100", 1).machine())  # fmt: skip
     costs, said = roofline(price), dict[str, Any]()
     rows: dict[Limits, dict[str, list[dict[str, float]]]] = {}
@@ -158,19 +163,23 @@ def simulation(seeds: int, stages: Sequence[Stage]) -> dict[str, Any]:
         def run(word: str) -> list[RequestOutcome]:
             return simulated(word, load, costs, price.cache_tokens)  # noqa: B023
 
-        alike = {word: run(word) for word in (*CHUNKED[1:], *FIXED, "nexus")}
+        wanted = [w for w in (*CHUNKED[1:], *FIXED, "nexus") if w.startswith(only)]
+        alike = {word: run(word) for word in wanted}
         for limits in LIMITS:
-            own = {"semi-pd": run(f"semi-pd:{limits.ttft},{limits.tpot}")}
+            words = {
+                "semi-pd": f"semi-pd:{limits.ttft},{limits.tpot}",
+                "nexus with limits": f"nexus:1.6,{limits.ttft},{limits.tpot}",
+            }
+            own = {n: run(word) for n, word in words.items() if n.startswith(only)}
             for name, outcomes in (alike | own).items():
                 every = rows.setdefault(limits, {}).setdefault(name, [])
                 every.append(figures(outcomes, limits))
     for limits, ways in rows.items():
-        means = {name: mean_of(each) for name, each in ways.items()}
+        key = f"ttft {limits.ttft} s, tpot {limits.tpot} s"
+        before = old[key]["ways"] if only else {}
+        means = before | {name: mean_of(each) for name, each in ways.items()}
         show(f"simulated, {limits}", means)
-        said[f"ttft {limits.ttft} s, tpot {limits.tpot} s"] = {
-            "ways": means,
-            "verdict": verdict(means),
-        }
+        said[key] = {"ways": means, "verdict": verdict(means)}
     return said
 
 
@@ -325,7 +334,7 @@ def verdict(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
     best = max((word for word in FIXED if word in rows), key=goodput)
     one = max((word for word in CHUNKED if word in rows), key=goodput)
     compared: dict[str, Any] = {"best fixed quota": best, "best of one process": one}
-    for name in ("semi-pd", "nexus"):
+    for name in (name for name in CONTROLLERS if name in rows):
         compared |= {
             f"{name}: goodput over the best fixed quota": goodput(name) / max(goodput(best), 1e-9),
             f"{name}: goodput over one process": goodput(name) / max(goodput(one), 1e-9),
@@ -339,6 +348,9 @@ def main(
     real: bool = False,
     rounds: Annotated[int, typer.Option(min=1)] = 1,
     minutes: Annotated[float, typer.Option(min=1)] = 4.0,
+    only: Annotated[
+        str, typer.Option(help="Beginning of the names of the ways that are simulated.")
+    ] = "",
     out: Path = RESULTS,
 ) -> None:
     """Compare all ways, and write the figures."""
@@ -346,7 +358,7 @@ def main(
     if real:
         said["real"] = measured(rounds, minutes)
     else:
-        said["simulated"] = simulation(seeds, STAGES)
+        said["simulated"] = simulation(seeds, STAGES, only, said.get("simulated", {}))
     out.write_text(json.dumps(said, indent=1) + "\n")
 
 

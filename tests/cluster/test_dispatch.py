@@ -14,6 +14,7 @@ from weft.cluster.dispatch_policy import (
     EngineView,
     dispatch_policy,
     freest,
+    lightest,
 )
 from weft.cluster.engine_link import EarlyEvents, EngineLink
 from weft.cluster.flight import Flight
@@ -38,6 +39,15 @@ def test_load_is_free_memory_for_each_answer() -> None:
     # a queue that exceeds the memory
     assert freest([view("a", 180, 9), view("b", 120, 9)], request) == "b"
     assert freest([view("b", 0, 0), view("a", 0, 0)], request) == "a"
+
+
+def test_a_moved_answer_goes_where_a_step_has_least_to_do() -> None:
+    request = DispatchRequest(10, "", 0)
+    assert lightest([view("a", 50, 4), view("b", 50, 3)], request) == "b"
+    # keys that every step reads count as much as answers: by memory per answer it would be b
+    crowd = [view("a", 5, 4), view("b", 20, 3)]
+    assert freest(crowd, request) == "b" and lightest(crowd, request) == "a"
+    assert lightest([view("b", 0, 0), view("a", 0, 0)], request) == "a"
 
 
 def test_a_known_prefix_is_worth_its_blocks() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from weft.cluster.dispatch_policy import EngineView
 from weft.cluster.engine_link import EngineLink
 from weft.generate.backend import AnswerRequest, TokenEvent
 from weft.generate.sampling import GREEDY, Sampling
+from weft.net.wire import Head
 
 #: Bytes of the keys and values of a token: layers, key heads, their width, float32.
 TOKEN = 2 * 2 * 2 * 8 * 4
@@ -151,6 +153,33 @@ def with_roles(cluster: Cluster, *roles: str) -> None:
     until(lambda: len(cluster.router.links) == len(roles))
 
 
+def watched(link: EngineLink) -> list[Head]:
+    """The messages to an engine from now on which submit or move an answer."""
+    orders, put = list[Head](), link.outbox.put
+
+    def noting(head: Head, *payload: Any) -> None:
+        if head["kind"] in ("submit", "move"):
+            orders.append(head)
+        put(head, *payload)
+
+    link.outbox.put = noting  # type: ignore[method-assign]
+    return orders
+
+
+def usages(cluster: Cluster) -> list[int]:
+    """The used blocks that engines tell with their tokens from now on."""
+    told, take = list[int](), cluster.router._take_tokens
+
+    def noting(link: EngineLink, head: Head) -> None:
+        take(link, head)
+        if usage := head.get("usage"):
+            told.append(usage[0])
+            assert link.cache.usage >= usage[0]  # and what was sent since
+
+    cluster.router._take_tokens = noting  # type: ignore[method-assign]
+    return told
+
+
 @pytest.mark.parametrize("budget", [512, 8])
 def test_roles_compute_prompts_here_and_write_there(budget: int) -> None:
     """With a small budget the prompts are computed in chunks, whose blocks travel meanwhile."""
@@ -161,14 +190,20 @@ def test_roles_compute_prompts_here_and_write_there(budget: int) -> None:
     with Cluster(0, budget=budget, slow=0.01) as cluster:
         with_roles(cluster, "prefill", "decode")
         prefill, decode = cluster.engines
+        orders, told = watched(link_of(cluster, prefill)), usages(cluster)
         assert asyncio.run(written_by(cluster.router, requests)) == plain
+        # an engine takes no step with a prompt before it knows where its answer goes on
+        assert [(head["kind"], len(head["moves"])) for head in orders] == [
+            ("submit", 1)
+        ] * 4
+        assert max(told) >= 4 * 3  # blocks of four tokens, of four answers
         counts = cluster.router.counts()
         assert counts["answers_moved"] == 4 and not counts["answers_continued"]
-        # what the prompt's engine writes is the first token, and what the next passes add until a frame has left
-        assert decode.member.thread.load().tokens >= 4 * 7
+        # the prompt's engine writes the first token, and another one if blocks are still on their way
+        assert decode.member.thread.load().tokens >= 4 * 10
         tokens = counts["moved_bytes"] / TOKEN
         prompts = sum(len(request.ids) for request in requests)
-        assert prompts <= tokens <= prompts + 4 * 5
+        assert prompts <= tokens <= prompts + 4
         # a single token stays where its prompt is
         assert asyncio.run(written_by(cluster.router, [asked([5, 6], 1)]))
         assert cluster.router.counts()["answers_moved"] == 4

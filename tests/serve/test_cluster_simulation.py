@@ -14,6 +14,7 @@ from weft.generate.policies import policy_of
 from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.generate.step_work import work_of
 from weft.generate.workflow import Workflow
+from weft.serve import cluster_simulation
 from weft.serve.cluster_simulation import (
     NOTICED,
     BlockLink,
@@ -144,6 +145,20 @@ def test_the_router_knows_what_it_has_sent_and_what_engines_said() -> None:
     others = [ClusterRequest(0.001 * i, [i] * 24, 2) for i in range(4)]
     played = ClusterSimulation([engine("a"), engine("b")], others, freest).run()
     assert sorted(each.engines[0] for each in played) == ["a", "a", "b", "b"]
+
+
+def test_the_router_hears_with_the_tokens_how_full_an_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(cluster_simulation, "BEAT_S", 1e6)
+    seen = list[float]()
+
+    def first(views: Sequence[EngineView], request: DispatchRequest) -> str:
+        seen.append(views[0].usage)
+        return views[0].name
+
+    # steps of 1.8 and 1.2 s; the third token needs a third block of four
+    requests = [ClusterRequest(at, [1] * 8, 9) for at in (0.0, 1.0, 3.1)]
+    ClusterSimulation([engine("a", limit=1)], requests, first).run()
+    assert seen == [0, 2, 3 + 2]
 
 
 @pytest.mark.parametrize("roles", [("any", "any"), ("prefill", "decode", "decode")])

@@ -71,17 +71,19 @@ def passes(costs: PhaseCosts = COSTS) -> list[PassTime]:
         quota, beside = 0.2 + 0.1 * (number % 7), bool(number % 3)
         reads = [1.0, 50.0 + number, 1, 1, 300.0, 40.0 * number]
         writes = [1.0, 3.0 + number % 9, 3, 3, 100.0 * (number % 5), 9.0]
-        for phase, work, share in (("prefill", reads, quota), ("decode", writes, 1 - quota)):  # fmt: skip
-            share = share if beside else 1.0
-            seconds = costs.seconds(costs.demand(work), share, 0.5 * beside)
-            every.append(PassTime(phase, work, seconds, share, beside))  # type: ignore[arg-type]
+        needs = [costs.demand(work) for work in (reads, writes)]
+        shares = (quota, 1 - quota) if beside else (1.0, 1.0)
+        alone = [costs.seconds(each, 1.0) for each in needs]
+        seconds = costs.both(*needs, quota) if beside else alone
+        for phase, *ended in zip(("prefill", "decode"), (reads, writes), seconds, shares, strict=True):  # fmt: skip
+            every.append(PassTime(phase, *ended, beside))  # type: ignore[arg-type]
     return every
 
 
 def test_nexus_finds_the_costs_of_planted_passes() -> None:
     fitted = fitted_costs(passes(), rounds=3000)
     for ours, planted in ((fitted.compute, COSTS.compute), (fitted.memory, COSTS.memory)):  # fmt: skip
-        assert list(ours) == pytest.approx(list(planted), rel=0.05)
+        assert list(ours) == pytest.approx(list(planted), rel=0.1)
 
 
 def test_nexus_gives_prompts_what_writing_can_spare() -> None:
@@ -96,6 +98,13 @@ def test_nexus_gives_prompts_what_writing_can_spare() -> None:
         reading = COSTS.demand([1, 4000, 1, 1, 4000, 0])
         took, best = (COSTS.both(reading, writing, q)[1] for q in (quota, LEAST))
         assert took <= 1.3 * best
+    # a limit in seconds stands in place of the ratio
+    writing, reading = COSTS.demand([1, 40, 40, 40, 400, 400]), COSTS.demand([1, 4000, 1, 1, 4000, 0])  # fmt: skip
+    limited = CostQuota(1.3, (1.0, 0.3 / 0.9))
+    limited.costs = COSTS
+    quota = limited.choose(view(prompts=[4000], texts=40, keys=400))
+    assert quota > heavy and COSTS.both(reading, writing, quota)[1] <= 0.3
+    assert COSTS.both(reading, writing, quota + 0.06)[1] > 0.3
     # the cache is nearly full: now writing gets what prompts can spare
     assert controller.choose(view(prompts=[4000], texts=40, keys=400, usage=0.95)) <= 0.75  # fmt: skip
 
@@ -124,8 +133,29 @@ def test_nexus_reads_short_prompts_first_and_lets_none_starve() -> None:
     assert 2 < turns < 50
 
 
+def test_nexus_with_limits_reads_a_prompt_first_while_it_can_still_be_in_time() -> None:  # fmt: skip
+    controller = CostQuota(1.3, (1.0, 0.1))
+    long, short = Request([0] * 500, 600), Request([0] * 20, 30)
+    long.asked_at, short.asked_at = 0.0, 2.0
+
+    def first(now: float) -> Request:
+        controller.choose(view(now))
+        return next(iter(controller.order([(long, 500), (short, 20)])))[0]
+
+    assert [first(now) for now in (0.4, 0.6, 0.9, 1.1)] == [short, long, long, short]
+
+
 @pytest.mark.parametrize(
-    "word", ["semi-pd:1", "semi-pd:0,1", "semi-pd:1,nan", "nexus:0.5", "nexus:", "two"]
+    "word",
+    [
+        "semi-pd:1",
+        "semi-pd:0,1",
+        "semi-pd:1,nan",
+        "nexus:0.5",
+        "nexus:",
+        "nexus:2,0",
+        "two",
+    ],
 )
 def test_a_word_that_names_no_quota_is_refused(word: str) -> None:
     with pytest.raises(UsageError, match="--quota cannot be"):
@@ -136,6 +166,8 @@ def test_words_name_controllers() -> None:
     limits, costs = quota_of("semi-pd:2,0.05"), quota_of("nexus")
     assert isinstance(limits, LimitsQuota) and (limits.first, limits.later) == (2, 0.05)
     assert isinstance(costs, CostQuota) and costs.slack == 1.6
+    limited = quota_of("nexus:2,1,0.05")
+    assert isinstance(limited, CostQuota) and limited.limits == (1, 0.05)
 
 
 def test_semi_pd_lets_first_tokens_wait_within_their_limit_before_further_ones_miss_theirs() -> (

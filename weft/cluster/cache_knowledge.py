@@ -1,7 +1,8 @@
-"""What a router knows of the cache of an engine between the engine's signs of life. The simulated router knows as much.
+"""What a router knows of the cache of an engine between the engine's messages. The simulated router knows as much.
 
-An engine says a few times a second how many blocks are used. In between, the router counts what it has sent there and
-what has ended. It takes a text's blocks to be in the cache from the moment when it has sent the text.
+An engine says how many blocks are used with the tokens of each step and with its signs of life. In between, the router
+counts what it has sent there and what has ended. It takes a text's blocks to be in the cache from the moment when it
+has sent the text.
 """
 
 from collections import OrderedDict, deque
@@ -19,7 +20,7 @@ class CacheKnowledge:
     def __init__(self, blocks: int) -> None:
         self.blocks, self.submitted = blocks, 0
         self._said = 0
-        # of each submission that the last sign of life does not count: its number, and the blocks that it needs
+        # of each submission that the last message does not count: its number, and the blocks that it needs
         self._recent: deque[tuple[int, int]] = deque()
         self._freed = 0
         self._prefixes: OrderedDict[bytes, None] = OrderedDict()
@@ -38,7 +39,7 @@ class CacheKnowledge:
         self._recent.append((self.submitted, blocks))
 
     def note_beat(self, usage: int, taken: int) -> None:
-        """Update the usage from a sign of life of the engine. ``usage``: number of blocks that requests own or will
+        """Update the usage from a message of the engine. ``usage``: number of blocks that requests own or will
         need. ``taken``: number of texts that the engine has received so far; ``usage`` includes these.
         """
         self._said, self._freed = usage, 0

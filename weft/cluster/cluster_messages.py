@@ -145,17 +145,21 @@ def submit_message(
     request: AnswerRequest,
     written: Sequence[int],
     keys: Sequence[str] = (),
+    moves: Sequence[Head] = (),
 ) -> Message:
     """Return the message that submits ``request`` to an engine. ``answer``: number of the request's first answer; its
     other answers have the numbers after it. ``written``: tokens of the answer that the client has already received; the
     engine continues behind them. ``keys``: for each answer, the key by which the engine keeps it when the router is
-    gone, or "" for an answer that it does not keep; empty: it keeps none.
+    gone, or "" for an answer that it does not keep; empty: it keeps none. ``moves``: messages that let answers go on at
+    another engine after their first token. They come with the request, so that the engine takes no step before it
+    knows them.
     """
     grammar, workflow = request.grammar, request.workflow
     head = {
         "kind": "submit",
         "answer": answer,
         "keys": [*keys],
+        "moves": [*moves],
         "prompt": len(request.ids),
         "most": request.most,
         "how": sampling_values(request.how),

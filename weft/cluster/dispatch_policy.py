@@ -67,6 +67,20 @@ def freest(engines: Sequence[EngineView], request: DispatchRequest) -> str:
     return min(engines, key=lambda e: (-e.freeness, e.answers, e.name)).name
 
 
+def lightest(engines: Sequence[EngineView], request: DispatchRequest) -> str:
+    """Choose the engine with the least to do in a step that writes a token of each answer: the one with the smallest
+    share of all answers plus its share of all used cache blocks, which are read in every step. Of equals, the engine
+    with the fewest answers is chosen, then the first by name.
+    """
+    answers = sum(e.answers for e in engines)
+    used = sum(e.usage / e.blocks for e in engines)
+
+    def cost(e: EngineView) -> float:
+        return e.answers / max(1, answers) + e.usage / e.blocks / (used or 1.0)
+
+    return min(engines, key=lambda e: (cost(e), e.answers, e.name)).name
+
+
 def dispatch_policy(name: str, setting: str = "--dispatch") -> DispatchPolicy:
     """Return the dispatch policy called ``name``. Raises :class:`UsageError` if there is none.
 

@@ -1,6 +1,6 @@
 """The router's end of the connection to an engine, and what the router knows of that engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from weft.cluster.loan_choice import EngineLedger
 from weft.cluster.outbox import Outbox
 from weft.generate.backend import AnswerRequest, EngineLoad
 from weft.generate.keys import chained_keys, root_key
+from weft.net.wire import Head
 
 
 @dataclass
@@ -151,9 +152,16 @@ class EngineLink:
         return len(suspects) < SUSPECTS and not any(each.accused for each in suspects)
 
     def submit(
-        self, number: int, request: AnswerRequest, flights: Sequence[Flight]
+        self,
+        number: int,
+        request: AnswerRequest,
+        flights: Sequence[Flight],
+        move_on: Callable[[Flight], Head | None] = lambda flight: None,
     ) -> None:
-        """Send ``request`` to the engine. ``flights``: its answers, which have the numbers from ``number`` on."""
+        """Send ``request`` to the engine. ``flights``: its answers, which have the numbers from ``number`` on.
+        ``move_on``: returns the message that lets an answer go on at another engine after its first token; None: the
+        answer stays.
+        """
         length = len(request.ids) + len(request.written)
         self.cache.submit(-(-length // self.about.block))
         for flight in flights:
@@ -162,7 +170,8 @@ class EngineLink:
         self.remember(request, request.written)
         keys = [flight.key for flight in flights]
         self.kept -= {*keys}
-        self.outbox.put(*submit_message(number, request, request.written, keys))
+        moves = [head for head in map(move_on, flights) if head is not None]
+        self.outbox.put(*submit_message(number, request, request.written, keys, moves))
 
     def start_call(self, call: RemoteCall) -> None:
         """Send the engine the beam search or embedding ``call``."""

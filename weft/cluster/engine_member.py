@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from weft.cluster.cluster_messages import (
 from weft.cluster.engine_loans import EngineLoans, LenderAddress
 from weft.cluster.joining import DIAL_S, REFUSED, ask_to_join, stay_joined
 from weft.cluster.kept_answers import KeptAnswers
-from weft.cluster.mover import MOVES, MoveReport, send_away, take_in
+from weft.cluster.mover import MOVES, AnswerMove, MoveReport, take_in
 from weft.cluster.outbox import Outbox
 from weft.cluster.pulse import Pulse
 from weft.errors import UsageError, WeftError
@@ -53,9 +52,6 @@ ARRIVAL_S = 600.0
 #: Seconds for which an engine waits for a rank of its own that gives no sign of life, before it ends.
 SILENT_RANK_S = 60.0
 
-#: Seconds between two looks whether the grammar of a request that is to move is compiled.
-PREPARED_S = 0.02
-
 
 @dataclass
 class RouterWork:
@@ -77,6 +73,7 @@ class RouterWork:
         ``begun``: answers of which this step brings the first event. Each is a list: the answer's number, its number of
         cached prompt tokens, and its prompt scores.
         ``failures``: answers that cannot go on, each as a list of the answer's number and the cause.
+        ``later``: orders to move answers in ``preparing``.
         ``unwelcome``: numbers of answers that are refused if they still come from another engine, as nobody wants them.
         ``over``: whether the connection has ended, so that nothing more may begin for it.
     """
@@ -94,6 +91,7 @@ class RouterWork:
     tokens: list[list[Any]] = field(default_factory=list)
     begun: list[list[Any]] = field(default_factory=list)
     failures: list[list[Any]] = field(default_factory=list)
+    later: list[Head] = field(default_factory=list)
     unwelcome: deque[int] = field(default_factory=lambda: deque(maxlen=4096))
     over: bool = False
 
@@ -246,10 +244,7 @@ class EngineMember:
         """
 
         def beat() -> Head:
-            scheduler = self.engine.scheduler
-            size, waiting = scheduler.pool.size, list(scheduler.waiting)
-            demand = sum(-(-len(request.ids) // size) for request in waiting)
-            load, taken = self.thread.load(), current.taken
+            load, demand, taken = self.thread.load(), self._demand(), current.taken
             lending = self.loans.beat() if self.loans is not None else {}
             known = {"taken": taken, "heard": current.heard, "rates": self._steps.rates}  # fmt: skip
             return {"load": load, "demand": demand, **known, **lending}
@@ -299,18 +294,18 @@ class EngineMember:
         elif kind == "submit":
             answer, source = head["answer"], grammar_source(head)
             request = read_submit(frame)
+            rest = head["keys"], head["moves"]
             if source is None:
-                self._call(partial(self._begin, current, answer, request, head["keys"]))
+                self._call(partial(self._begin, current, answer, request, *rest))
             else:
                 current.preparing |= {*range(answer, answer + request.answers)}
                 self._compiler.submit(
-                    self._prepare, current, answer, request, head["keys"], source
+                    self._prepare, current, answer, request, *rest, source
                 )
         elif kind == "cancel":
             self._call(partial(self._cancel, current, head["answers"], head["calls"]))
         elif kind == "move":
-            mover = partial(self._depart, current, head)
-            threading.Thread(target=mover, name="weft-move", daemon=True).start()
+            self._call(partial(self._move, current, head))
         elif kind == "embed":
             ids = unpacked_ids(frame.payload)
             self._call(partial(self._embed, current, head, ids))
@@ -340,6 +335,7 @@ class EngineMember:
         answer: int,
         request: AnswerRequest,
         keys: Sequence[str],
+        moves: Sequence[Head],
         source: GrammarSource,
     ) -> None:
         """Compile the grammar of a request, then begin the request. Called in a thread of its own."""
@@ -349,7 +345,7 @@ class EngineMember:
             self._refuse(current, answer, request.answers, error)
             return
         request = request._replace(grammar=grammar)
-        self._call(partial(self._begin, current, answer, request, keys))
+        self._call(partial(self._begin, current, answer, request, keys, moves))
 
     def _refuse(
         self, current: RouterWork, answer: int, answers: int, error: Exception
@@ -359,27 +355,14 @@ class EngineMember:
 
     # Moves, each in a thread of its own.
 
-    def _depart(self, current: RouterWork, head: Head) -> None:
+    def _depart(self, current: RouterWork, move: AnswerMove, head: Head) -> None:
         """Move an answer to another engine, and tell the router how that has ended."""
-        answer = head["answer"]
-        while answer in current.preparing and not current.over:
-            time.sleep(PREPARED_S)
-        generation = None
-        with suppress(WeftError):  # the engine ends
-            # behind its submission, which may still wait
-            looked = self.thread.call(partial(current.generations.get, answer))
-            generation = looked.result(ARRIVAL_S)
-        if generation is None:
-            return self._report_move(current, answer, MoveReport("it has ended", 0, 0))
         assert self._moves is not None
-        report = send_away(
-            self.thread,
+        answer = head["answer"]
+        report = move.send_away(
             self._moves,
             (head["host"], head["port"]),
             {name: head[name] for name in ("number", "instance", "key")},
-            generation,
-            partial(self._note, current, answer),
-            head["after_first"],
         )
         if report.why:
             return self._report_move(current, answer, report)
@@ -428,6 +411,23 @@ class EngineMember:
 
     # Called in the engine's thread.
 
+    def _move(self, current: RouterWork, head: Head) -> None:
+        """Begin to move an answer to another engine; a thread of its own then sends it."""
+        answer = head["answer"]
+        if answer in current.preparing:
+            current.later.append(head)
+            return
+        generation = current.generations.get(answer)
+        if generation is None:
+            return self._report_move(current, answer, MoveReport("it has ended", 0, 0))
+        tell = partial(self._note, current, answer)
+        try:
+            move = AnswerMove(self.thread, generation, tell, head["after_first"])
+        except UsageError as error:
+            return self._report_move(current, answer, MoveReport(str(error), 0, 0))
+        mover = partial(self._depart, current, move, head)
+        threading.Thread(target=mover, name="weft-move", daemon=True).start()
+
     def _install(self, version: int, install: Callable[[], None]) -> None:
         self.thread.take_weights(version, install)
         if self._current is not None:
@@ -471,11 +471,25 @@ class EngineMember:
         answer: int,
         request: AnswerRequest,
         keys: Sequence[str],
+        moves: Sequence[Head],
     ) -> None:
+        """Begin the answers of a request. ``moves``: the messages that let them go on elsewhere after a first token."""
         current.preparing -= {*range(answer, answer + request.answers)}
         current.taken += 1
         if current.over:
             return
+        self._begin_or_resume(current, answer, request, keys)
+        later, current.later = current.later, []
+        for head in (*moves, *later):
+            self._move(current, head)
+
+    def _begin_or_resume(
+        self,
+        current: RouterWork,
+        answer: int,
+        request: AnswerRequest,
+        keys: Sequence[str],
+    ) -> None:
         if not {*keys} & {*self.kept.keys}:
             return self._begin_anew(current, answer, request, keys)
         for index, key in enumerate(keys):
@@ -663,11 +677,18 @@ class EngineMember:
         else:
             self._send_tokens(current)
 
-    @staticmethod
-    def _send_tokens(current: RouterWork) -> None:
+    def _demand(self) -> int:
+        """Return how many cache blocks the waiting requests will need."""
+        scheduler = self.engine.scheduler
+        size, waiting = scheduler.pool.size, list(scheduler.waiting)
+        return sum(-(-len(request.ids) // size) for request in waiting)
+
+    def _send_tokens(self, current: RouterWork) -> None:
         if current.tokens:
+            used = self.thread.load().used + self._demand()
             message = {
                 "kind": "tokens",
+                "usage": [used, current.taken],
                 "tokens": current.tokens,
                 "begun": current.begun,
                 "failures": current.failures,

@@ -37,6 +37,7 @@ from weft.cluster.dispatch_policy import (
     DispatchRequest,
     EngineView,
     freest,
+    lightest,
 )
 from weft.cluster.engine_link import EarlyEvents, EngineLink
 from weft.cluster.engine_loans import lendable_blocks
@@ -419,22 +420,30 @@ class EngineRouter:
         stage, length = _stage_of(request), len(request.ids) + len(request.written)
         for flight in flights:
             self.times.begin(link.name, flight, stage, length, time.monotonic())
-        link.submit(flights[0].number, request, flights)
         if link.role == "prefill":
-            for flight in flights:
-                self._move_on(flight)
+            link.submit(flights[0].number, request, flights, self._onward)
+        else:
+            link.submit(flights[0].number, request, flights)
+
+    def _onward(self, flight: Flight) -> Head | None:
+        """Return the message that lets an answer leave the engine that computes its prompt, once its first token is
+        written; None if there is no other engine for it.
+        """
+        if flight.request.most - len(flight.tokens) > 1 and (
+            target := self._target_of(flight, ("decode", ""), lightest)
+        ):
+            return self._order_move(flight, target, after_first=True)
+        return None
 
     def _move_on(self, flight: Flight) -> None:
-        """Have an answer leave the engine that computes its prompt, once its first token is written."""
-        if flight.request.most - len(flight.tokens) > 1 and (
-            target := self._target_of(flight, ("decode", ""))
-        ):
-            self._move(flight, target, after_first=True)
+        """Have an answer leave an engine that from now on only computes prompts."""
+        if (head := self._onward(flight)) is not None:
+            self.links[flight.engine].outbox.put(head)
 
     def _target_of(
-        self, flight: Flight, roles: Sequence[str] = ("decode", "")
+        self, flight: Flight, roles: Sequence[str], policy: DispatchPolicy = freest
     ) -> EngineLink | None:
-        """Return the engine with the most free memory per answer among those to which an answer can move, or None."""
+        """Return the engine that ``policy`` chooses among those to which an answer can move, or None."""
         request = flight.continued()
         tokens = len(request.ids) + request.most - 1
         fitting = [
@@ -448,26 +457,31 @@ class EngineRouter:
         if not fitting:
             return None
         about = DispatchRequest(flight.length, flight.session, flight.priority)
-        chosen = freest([link.view(request) for link in fitting], about)
+        chosen = policy([link.view(request) for link in fitting], about)
         return self.links[chosen]
 
     def _move(self, flight: Flight, target: EngineLink, after_first: bool) -> None:
         """Tell an engine to send an answer to another engine."""
+        head = self._order_move(flight, target, after_first)
+        self.links[flight.engine].outbox.put(head)
+
+    def _order_move(
+        self, flight: Flight, target: EngineLink, after_first: bool
+    ) -> Head:
+        """Expect an answer at the engine ``target``; return the message that lets it leave its own engine."""
         flight.target, flight.target_number = target.name, next(self._numbers)
         target.incoming[flight.target_number] = EarlyEvents()
         about = target.about
-        self.links[flight.engine].outbox.put(
-            {
-                "kind": "move",
-                "answer": flight.number,
-                "number": flight.target_number,
-                "instance": about.instance,
-                "host": about.host,
-                "port": about.port,
-                "after_first": after_first,
-                "key": flight.key,
-            }
-        )
+        return {
+            "kind": "move",
+            "answer": flight.number,
+            "number": flight.target_number,
+            "instance": about.instance,
+            "host": about.host,
+            "port": about.port,
+            "after_first": after_first,
+            "key": flight.key,
+        }
 
     def _forget_move(self, flight: Flight) -> None:
         """Let an answer that was on its way be wanted no more at the engine to which it was moving."""
@@ -908,6 +922,8 @@ class EngineRouter:
             events.setdefault(owner, []).append(self._note(link, flight, message))
         for answers, batch in events.items():
             answers.deliver(batch)
+        if "usage" in head:
+            link.cache.note_beat(*head["usage"])
         self._release(link)
 
     def _note(

@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -51,6 +52,8 @@ class EngineThread:
         self.searches: dict[Search, Future[list[Hypothesis]]] = {}
         self._wake = threading.Condition()
         self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        # what had no result after the last step
+        self._pending: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._closed, self._written = False, 0
         self.thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self.thread.start()
@@ -68,6 +71,19 @@ class EngineThread:
                 raise WeftError("the engine has stopped") from self.failure
             self._inbox.append((action, future))
             self._wake.notify()
+        return future
+
+    def call_until(self, action: Callable[[], R | None]) -> "Future[R]":
+        """Run ``action`` in the engine's thread, between two steps, and again after each step until its result is not
+        None; return the future of that result. If the future is cancelled, ``action`` is not run again.
+        """
+        future: Future[R] = Future()
+
+        def begun(first: Future[None]) -> None:
+            if error := first.exception():
+                future.set_exception(error)
+
+        self.call(partial(self._look, action, future)).add_done_callback(begun)
         return future
 
     def close(self) -> None:
@@ -180,7 +196,7 @@ class EngineThread:
         finally:
             with self._wake:
                 self._closed = True
-                for _, future in self._inbox:
+                for _, future in (*self._inbox, *self._pending):
                     if future.set_running_or_notify_cancel():
                         future.set_exception(WeftError("the engine has stopped"))
 
@@ -213,6 +229,24 @@ class EngineThread:
                 self.stepped()
                 return
             self.stepped()
+            pending, self._pending = self._pending, []
+            for action, future in pending:
+                self._look(action, future)
+
+    def _look(self, action: Callable[[], R | None], future: "Future[R]") -> None:
+        """Run ``action``, unless ``future`` is cancelled; without a result it is run again after the next step."""
+        if future.cancelled():
+            return
+        try:
+            result = action()
+        except Exception as error:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+            return
+        if result is None:
+            self._pending.append((action, future))
+        elif future.set_running_or_notify_cancel():
+            future.set_result(result)
 
     def _step(self) -> None:
         self._pass_on(self.engine.step())

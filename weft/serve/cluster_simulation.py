@@ -4,9 +4,9 @@ As in :mod:`weft.serve.load_simulation`, the model is not run. Engines can diffe
 role ``prefill`` hands each request over once it has a first token: its cache blocks travel over a link in rounds while
 later parts of the prompt are computed, so that only the last part is waited for (DistServe, Zhong et al. 2024,
 2401.09670). If there is no room for it, it goes on where it is. As a real router, the simulated one sees only what
-engines say a few times a second and what it has sent since. A request may be a stage of a workflow that begins when
-earlier stages have ended. Events are played in the order of their times. The dispatch policies are those of the real
-router.
+engines say with their tokens and signs of life, and what it has sent since. A request may be a stage of a workflow that
+begins when earlier stages have ended. Events are played in the order of their times. The dispatch policies are those of
+the real router.
 """
 
 import heapq
@@ -23,6 +23,7 @@ from weft.cluster.dispatch_policy import (
     DispatchRequest,
     EngineView,
     freest,
+    lightest,
 )
 from weft.cluster.engine_times import ClusterTimes
 from weft.errors import WeftError
@@ -147,14 +148,15 @@ class SimulatedRequest:
 
 @dataclass
 class _Travel:
-    """A ``request`` on its way to another engine. ``sent``: tokens whose blocks have been sent; ``computed``: of its
-    tokens, when it has left.
+    """A ``request`` on its way to another engine. ``sent``: tokens whose blocks have been sent; ``there``: when they
+    are at the other end of the link; ``computed``: of its tokens, when it has left.
     """
 
     request: Request
     source: "_Engine"
     to: "_Engine"
     sent: int = 0
+    there: float = 0.0
     computed: int = 0
 
 
@@ -216,7 +218,7 @@ class ClusterSimulation:
     """Simulates how ``engines`` answer ``load``.
 
     ``dispatch``: chooses the engine for a new request. After an engine of the role ``prefill`` has processed a prompt,
-    the engine with the most free memory per answer goes on, as in the real router. ``link``: speed at which the
+    the engine with the least to do goes on (:func:`lightest`), as in the real router. ``link``: speed at which the
     request's cache blocks are then sent; None if no engine has that role. ``delays``: seconds that HTTP, router and
     processes add to the times at the engines; by default none. ``seed``: seed of the random moments at which engines
     tell the router how full they are.
@@ -291,12 +293,17 @@ class ClusterSimulation:
         self._beats -= 1
         if engine.failed or len(self._events) == self._beats:
             return
+        self._tell_usage(engine)
+        self._beats += 1
+        self._at(self.now + BEAT_S, self._beat, engine)
+
+    @staticmethod
+    def _tell_usage(engine: _Engine) -> None:
+        """Let the router hear how full an engine is, as signs of life and the tokens of each step tell."""
         scheduler = engine.scheduler
         waiting = sum(engine.blocks(request) for request in scheduler.waiting)
         used = len(scheduler.pool.owners) + waiting
         engine.known.note_beat(used, engine.known.submitted)
-        self._beats += 1
-        self._at(self.now + BEAT_S, self._beat, engine)
 
     def _send_request(self, i: int) -> None:
         """Let the client send the request number ``i``."""
@@ -379,12 +386,19 @@ class ClusterSimulation:
     def _count(self, engine: _Engine, step: ScheduledStep) -> None:
         """Let the requests of a step that has ended get their tokens, and send blocks."""
         engine.scheduler.advance(step)
+        written = list[Request]()
         for request in step.work:
             drawn = not request.wanted
             if engine.setup.role == "prefill":
                 self._send(engine, request, drawn)
             if drawn:
                 self._write(engine, request)
+                written.append(request)
+        if written:
+            self._tell_usage(engine)
+        for request in written:
+            if request in self._travels:
+                self._leave(engine, request)
 
     # Two phases on one device.
 
@@ -451,7 +465,7 @@ class ClusterSimulation:
             controller.note_gap(self.now, outcome.times[-1] - outcome.times[-2])
 
     def _write(self, engine: _Engine, request: Request) -> None:
-        """Give ``request`` its next token; it may end, or leave the engine."""
+        """Give ``request`` its next token; it may end."""
         number = self._numbers[request]
         outcome = self.requests[number].outcome
         request.ids.append(0)
@@ -469,8 +483,6 @@ class ClusterSimulation:
             self._stay(request)
             self.times.end(name, request)
             self._end(number)
-        elif request in self._travels:
-            self._leave(engine, request)
 
     def _end(self, number: int) -> None:
         """Ask for those requests that have waited for the end of request ``number``."""
@@ -484,7 +496,7 @@ class ClusterSimulation:
 
     def _book(self, engine: _Engine, request: Request) -> bool:
         """Choose where ``request`` will go on once it has a first token; return False if there is no other engine."""
-        to = self._choose(request, ("decode",), freest)
+        to = self._choose(request, ("decode",), lightest)
         if to is engine:
             return False
         self._travels[request] = _Travel(request, engine, to)
@@ -510,7 +522,7 @@ class ClusterSimulation:
             sent = (tokens - travel.sent) * self.link.token_bytes
             engine.link = max(engine.link, self.now) + sent / self.link.rate
             self.requests[self._numbers[request]].moved += sent
-            travel.sent = tokens
+            travel.sent, travel.there = tokens, engine.link
 
     def _leave(self, engine: _Engine, request: Request) -> None:
         """Let a request that has its first token go to the engine that has its blocks."""
@@ -518,7 +530,7 @@ class ClusterSimulation:
         travel.computed = request.computed
         assert self.link is not None
         engine.scheduler.remove(request)
-        comes = max(engine.link, self.now) + self.link.latency
+        comes = max(travel.there, self.now) + self.link.latency
         self.requests[self._numbers[request]].stall += comes - self.now
         self._at(comes, self._arrive, travel)
 
@@ -607,7 +619,7 @@ def simulate_cluster(
     """Simulate how ``engines`` answer ``load``. Returns the outcome of each request, in the order of the load.
 
     ``dispatch``: chooses the engine for a new request. After an engine of the role ``prefill`` has processed a prompt,
-    the engine with the most free memory per answer goes on, as in the real router. ``link``: speed at which the
+    the engine with the least to do goes on (:func:`lightest`), as in the real router. ``link``: speed at which the
     request's cache blocks are then sent; None if no engine has that role. ``delays``: seconds that HTTP, router and
     processes add to the times at the engines; by default none. ``seed``: seed of the random moments at which engines
     tell the router how full they are.

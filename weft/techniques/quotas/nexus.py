@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from weft.generate.phase_costs import Demand, PhaseCosts
-from weft.generate.quotas import LARGEST, LEAST, PassTime, PhaseView, QuotaController
+from weft.generate.quotas import (
+    LARGEST,
+    LEAST,
+    PassTime,
+    Phase,
+    PhaseView,
+    QuotaController,
+)
 from weft.registry import register
 
 if TYPE_CHECKING:
@@ -19,14 +27,17 @@ if TYPE_CHECKING:
 SLACK = 1.6
 #: Used part of the cache above which writing comes first, as only texts that end free blocks.
 FULL = 0.8
+#: With limits: part of the limit that a step of the texts may take, and part of that of a first token after which a
+#: prompt is read before shorter ones.
+PART, PRESSING = 0.9, 0.5
 #: Steps of the search, and the least change that is made.
 STEP, HYSTERESIS = 0.05, 0.1
 #: Passes to which the costs are fitted, and passes between two fits.
 PASSES, AGAIN = 256, 16
 #: Tokens by which a prompt goes forward in the order for each pass that it has waited for.
 AGE = 64.0
-#: Slower reading of memory while both phases read, as the model of the fit has it.
-CONTENTION = 0.5
+#: Fits one after the other, each with the contention for memory that follows from the costs of the one before.
+FITS = 3
 
 
 @register(
@@ -48,15 +59,21 @@ class CostQuota(QuotaController):
     under the same condition for prompts. The quota is searched in small steps from the present one, and changed only by
     a tenth or more (hysteresis). The costs of compute and of reading memory are fitted to the passes so far. Short
     prompts are read first; waiting makes a prompt count as shorter.
+
+    ``limits``: most seconds to a first token and per further token, as for semi-PD; None: the slack alone counts. With
+    them a step of the texts may take nine tenths of its limit, whatever its best is. Prompts that have waited for half
+    of theirs, and can still keep it, are read before shorter ones.
     """
 
-    example: ClassVar[str] = "nexus:1.6"
+    example: ClassVar[str] = "nexus:1.6 or nexus:1.6,1,0.05"
 
-    def __init__(self, slack: float = SLACK) -> None:
-        self.slack = slack
+    def __init__(
+        self, slack: float = SLACK, limits: tuple[float, float] | None = None
+    ) -> None:
+        self.slack, self.limits = slack, limits
         self.costs: PhaseCosts | None = None
         self._passes: deque[PassTime] = deque(maxlen=PASSES)
-        self._new, self._depth = 0, 0.0
+        self._new, self._depth, self._now = 0, 0.0, 0.0
         self._waited: dict[int, int] = {}
 
     @classmethod
@@ -64,19 +81,25 @@ class CostQuota(QuotaController):
         if argument is None:
             return cls()
         try:
-            slack = float(argument)
+            slack, *limits = map(float, argument.split(","))
         except ValueError:
             return None
-        return cls(slack) if 1 <= slack < float("inf") else None
+        good = 1 <= slack < float("inf") and all(0 < x < float("inf") for x in limits)
+        if not good or len(limits) not in (0, 2):
+            return None
+        return cls(slack, (limits[0], limits[1]) if limits else None)
 
     def order(self, prompts: Order) -> Order:
         every = list(prompts)
         waited = {r.arrival: self._waited.get(r.arrival, 0) + 1 for r, _ in every}
         self._waited = waited
+        first = self.limits[0] if self.limits else 0.0
 
-        def rank(served: tuple[Request, int]) -> tuple[float, int]:
+        def rank(served: tuple[Request, int]) -> tuple[bool, float, int]:
             request = served[0]
-            return request.wanted - AGE * waited[request.arrival], request.arrival
+            pressing = first * PRESSING < self._now - request.asked_at < first
+            length = request.wanted - AGE * waited[request.arrival]
+            return not pressing, 0.0 if pressing else length, request.arrival
 
         return sorted(every, key=rank)
 
@@ -91,6 +114,7 @@ class CostQuota(QuotaController):
             self.costs = fitted_costs([*self._passes])
 
     def choose(self, view: PhaseView) -> float:
+        self._now = view.now
         if self.costs is None or not view.prompts or not view.texts:
             return view.quota
         tokens, texts = float(sum(view.prompts)), float(view.texts)
@@ -108,9 +132,12 @@ class CostQuota(QuotaController):
         assert self.costs is not None
         costs, other = self.costs, int(prompts_first)
         best = costs.both(reading, writing, LEAST if prompts_first else LARGEST)[other]
+        most = self.slack * best
+        if prompts_first and self.limits is not None:
+            most = max(best, PART * self.limits[1])
 
         def allowed(at: float) -> bool:
-            return costs.both(reading, writing, at)[other] <= self.slack * best
+            return costs.both(reading, writing, at)[other] <= most
 
         step = STEP if prompts_first else -STEP
         while not allowed(quota) and LEAST <= quota - step <= LARGEST:
@@ -123,13 +150,28 @@ class CostQuota(QuotaController):
 def fitted_costs(passes: list[PassTime], rounds: int = 200) -> PhaseCosts:
     """Return the cost model that fits the times of ``passes`` best, by relative errors. It has four costs, none
     negative. Those of compute are per token, and per product of a query and a key. Those of memory traffic are per
-    pass, and per key. ``rounds``: number of iterations of the fit.
+    pass, and per key. How much of the time the other phase reads memory follows from these costs, so that they are
+    fitted several times. ``rounds``: number of iterations of each fit.
     """
+    reads: dict[Phase, float] = {"prefill": 0.0, "decode": 0.0}
+    for _ in range(FITS):
+        costs = _fitted(passes, reads, rounds)
+        for phase in reads:
+            beside = [each for each in passes if each.phase == phase and each.beside]
+            parts = [costs.reading(costs.demand(p.work), p.share) for p in beside]
+            reads[phase] = sum(parts) / max(1, len(parts))
+    return costs
+
+
+def _fitted(
+    passes: list[PassTime], reads: Mapping[Phase, float], rounds: int
+) -> PhaseCosts:
+    """Fit the four costs. ``reads``: fraction of its time in which each phase reads memory."""
     saturation = PhaseCosts((), ()).saturation
     rows, squares = [], [[0.0] * 4 for _ in range(4)]
     for each in passes:
-        slower = 1 / min(1.0, each.share / saturation)
-        slower *= 1 + CONTENTION * each.beside
+        other = reads["decode" if each.phase == "prefill" else "prefill"]
+        slower = (1 + other * each.beside) / min(1.0, each.share / saturation)
         whole, tokens, _, _, keys, products = each.work
         row = [
             tokens / each.share,
