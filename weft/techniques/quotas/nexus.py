@@ -48,8 +48,8 @@ FITS = 3
     recipe="weft serve --checkpoint RUN --phases split --quota nexus",
     proof="tests/techniques/test_quotas.py, tests/serve/test_phase_simulation.py",
     figure=(
-        "simulated on a drifting load under three limits, with these 3.39, 1.06 and 0.966 of the goodput of the best of "
-        "six fixed quotas, without them 1.39, 1.08 and 0.952 (`bench/quotas.py`)"
+        "simulated on a drifting load under three limits, with these 3.39, 1.06 and 0.966 of the goodput of the best "
+        "of six fixed quotas, without them 1.39, 1.08 and 0.952 (`bench/quotas.py`)"
     ),
 )
 class CostQuota(QuotaController):
