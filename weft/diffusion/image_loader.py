@@ -85,10 +85,10 @@ def drawn_pictures(
     pictures: PictureSet, order: PictureOrder, settings: DiffusionSettings, seed: int, samples: range,
     count: int,
 ) -> DrawnPictures:  # fmt: skip
-    """Return those of ``pictures`` that are the samples ``samples`` of ``order``, with blank rows at the end up to
-    ``count`` rows.
+    """Return the images of a range of samples for training, followed by blank rows up to ``count`` rows.
 
-    ``settings``: settings of the model that is trained on them. ``seed``: seed of noise, times and dropped conditions.
+    ``pictures``: all images. ``order``: the order of samples. ``samples``: numbers of the wanted samples in this order.
+    ``settings``: settings of the model that is trained. ``seed``: seed of noise, times and dropped conditions.
     """
     shape = (count, settings.channels, *settings.size)
     image, noise = np.zeros(shape, np.float32), np.zeros(shape, np.float32)

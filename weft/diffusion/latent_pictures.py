@@ -128,8 +128,8 @@ def small_autoencoder(
 ) -> Autoencoder:
     """Return an untrained autoencoder of images like ``pictures``.
 
-    ``latents``: values of a latent pixel; ``widths``: channels at each resolution, each half of the one before;
-    ``seed``: seed of the weights.
+    ``latents``: number of values of a latent pixel. ``widths``: number of channels at each resolution; height and width
+    are halved from each resolution to the next. ``seed``: seed of the weights.
     """
     if not widths:
         raise UsageError("--widths has no channels; give those of each resolution, such as 16,32")  # fmt: skip

@@ -505,7 +505,7 @@ def move_piece(
 
     ``move``: copies ``piece`` (uint8) to or from a room, a stretch of memory or of a file. ``start``: byte of the room
     at which the piece begins. ``ready``: None: do not wait. ``moved``: list to which a triple is appended: begin and
-    end of the move in seconds, and its bytes.
+    end of the move in seconds, and the number of bytes moved.
     """
     if ready is not None:
         ready.synchronize()

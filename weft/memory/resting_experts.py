@@ -161,7 +161,7 @@ class RestingExperts:
             self._listen(blocks)
 
     def report(self) -> str:
-        """Return a line of text with the number of experts that tokens have used, waited for and read."""
+        """Return a line of text with three counts of experts: used by tokens, waited for, and read."""
         counts = self.slots.counts
         size = self.slots.records.size
         slots = self.slots

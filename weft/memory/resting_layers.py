@@ -100,9 +100,9 @@ class LayerRecord(NamedTuple):
 class RestingLayers:
     """Keeps the weights of a model's layers in a file while the model generates, with room in memory for some layers.
 
-    ``folder``: folder of the file; ``window``: number of layers that have room in memory; ``least_rate``: tokens per
-    second that a text needs, or 0; ``dtype``: type in which the model computes; ``hold``: whether all but one layer of
-    the window stay in memory for good. If not, every layer is read in each pass, in turn.
+    ``folder``: folder of the file; ``window``: number of layers that have room in memory; ``least_rate``: least number
+    of tokens per second that a text must get, 0 for no demand; ``dtype``: type in which the model computes; ``hold``:
+    whether all but one layer of the window stay in memory for good. If not, every layer is read in each pass, in turn.
 
     Attributes:
         ``lines``: lines for the user about the file and the disk.

@@ -80,8 +80,9 @@ def work(seconds: Mapping[str, float]) -> float:
 def ratio(seconds: float, middle: float, whole: float) -> float:
     """Return the seconds of a stage relative to the median: about ``seconds`` divided by ``middle``.
 
-    ``whole``: seconds of the complete save or load. For a short stage of a long save the result is closer to 1 than the
-    plain ratio. A difference of 1 ms then does not look like a slow rank.
+    ``seconds``: those of one rank; ``middle``: the median over all ranks; ``whole``: seconds of the complete save or
+    load. For a short stage of a long save the result is closer to 1 than the plain ratio. A difference of 1 ms then
+    does not look like a slow rank.
     """
     damp = NOISE * whole or 1e-9
     return (seconds + damp) / (middle + damp)

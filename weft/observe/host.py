@@ -17,7 +17,7 @@ Sample = dict[str, float]
 
 
 def describe_machine() -> dict[str, str]:
-    """Return the facts about this machine and program: host, processor, versions, git state, command."""
+    """Return facts about this machine and program by name, as text: host, processor, versions, git state, command."""
     cores = (
         f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
     )

@@ -42,7 +42,7 @@ def level_rates(records: Records, runs: Sequence[RecordedRun]) -> list[Record]:
     curriculum.
 
     The list is empty without records of the kind ``levels``. ``records``: the records of a run, by kind. ``runs``: a
-    list with this run alone, which marks its restarts.
+    list that contains only this run; the charts mark the steps at which it was resumed.
     """
     shown = list[Record]()
     rows = records.get("levels", [])

@@ -19,10 +19,10 @@ T = torch.Tensor
 
 
 class MissedUpdates:
-    """The updates since all rows of a table were up to date, and how many of them each row has had.
+    """Record of recent updates of a table, and of how many of them each row has had, as rows may miss updates.
 
-    ``rows``: number of rows of the table. ``rates``: learning rates of the updates; ``had``: for each row, the number
-    of these updates that it has had.
+    The record begins when all rows are up to date. ``rows``: number of rows of the table. ``rates`` (attribute):
+    learning rate of each recorded update. ``had`` (attribute): for each row, how many of these updates it has had.
     """
 
     def __init__(self, rows: int) -> None:

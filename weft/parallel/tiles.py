@@ -37,8 +37,9 @@ T = torch.Tensor
 class WeightTile(TableUnit):
     """One tile of a weight, as a unit that is gathered, reduced and updated by itself.
 
-    ``weight``: the weight; ``first`` and ``last``: the range of rows of every rank's share that the tile has. The other
-    arguments are those of :class:`weft.parallel.units.TableUnit`, with one parameter.
+    ``weight``: the weight, of which every rank holds a share of the rows. ``first``, ``last``: the rows of each share
+    that belong to the tile, ``last`` excluded. The other arguments are those of
+    :class:`weft.parallel.units.TableUnit`, with one parameter.
     """
 
     def __init__(
@@ -64,7 +65,10 @@ class WeightTile(TableUnit):
 
     @torch.no_grad()
     def gather(self, values: Callable[[Held], T] = OWN) -> None:
-        """Make the tile's rows of all ranks, ``[rows, in]``. Collective. ``values``: as in :class:`TableUnit`."""
+        """Gather the tile's rows from all ranks, ``[rows, in]``. Collective.
+
+        ``values``: function from a parameter to the values of this rank's rows, as in :meth:`TableUnit.gather`.
+        """
         if self.live or not self.as_read:
             super().gather(values)
             return

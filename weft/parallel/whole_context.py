@@ -24,10 +24,12 @@ class TokenRuns:
     Attributes:
         ``spans``: for each text, the range of its new tokens that this rank computes; the ranges count from 0 at this
             rank's first token.
-        ``own``: indices of this rank's tokens among all new tokens of the step, ``[count]``; ``first``: the smallest of
-            them; ``count``: their number.
-        ``owner``: rank that computes each new token of the step, ``[tokens]``; ``place``: the tokens' indices 0, 1, ...
-        ``slots``: position in the cache of each of this rank's tokens; ``every``: the same for all new tokens.
+        ``own``: indices of this rank's tokens among all new tokens of the step, ``[count]``.
+        ``first``, ``count``: the smallest of these indices, and their number.
+        ``owner``: rank that computes each new token of the step, ``[tokens]``.
+        ``place``: index of each new token of the step: 0, 1, ..., ``[tokens]``.
+        ``slots``: position in the cache of each of this rank's tokens, ``[count]``.
+        ``every``: position in the cache of each new token of the step, ``[tokens]``.
         ``blocks``: number of blocks that the cache must have.
     """
 

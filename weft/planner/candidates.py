@@ -68,10 +68,10 @@ class Refused:
 class Rules:
     """Rules of divisibility that a layout of ``count`` ranks must meet, for ``batch`` sequences of ``seq`` tokens.
 
-    ``shape``: the model; ``machine``: the devices and links of the cluster. ``rows``: sequences of a pass that are
-    asked for, beside those that are always tried (:data:`ROWS`); a rank whose share of the batch is smaller takes its
-    whole share. ``replicas``: whether ranks that keep whole copies of the state are tried as well. Where nobody asks
-    for them, ZeRO is never slower.
+    ``shape``: the model; ``machine``: the devices and links of the cluster. ``rows``: sequences per pass that the user
+    asks for; they are tried beside the usual numbers (:data:`ROWS`). A rank whose share of the batch is smaller takes
+    its whole share. ``replicas``: whether layouts without ZeRO are tried as well, in which data-parallel ranks keep
+    whole copies of the state. By default they are not, as ZeRO is never slower.
     """
 
     shape: Shape

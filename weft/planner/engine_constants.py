@@ -56,7 +56,7 @@ class EngineConstants:
         ``gathered``: the part of ``saved`` that ``tp`` does not cut, because inputs of products are gathered.
         ``inside``: number of tensors of the feed-forward's inner width that are saved beside gate, up and their
             product.
-        ``remade``: number of such tensors of experts that backward computes again instead.
+        ``remade``: number of tensors of an expert's inner width that are not saved, as backward computes them again.
         ``stream``: bytes per token and unit of width of a block's input.
         ``products``: 1 if selective recomputation keeps every other product, 0 if it keeps attention alone.
         ``undone``: bytes per token and unit of inner width that backward needs for the one layer that it works on.

@@ -45,7 +45,7 @@ class Measurement:
         ``gib``: peak GiB on a device, None if not measured.
         ``ran``: False for runs that ended out of memory.
         ``assumed``: settings that the source leaves out and that are assumed.
-        ``release``: version of the program, as comparable numbers.
+        ``release``: version of the program as a tuple of numbers, such as ``(2, 1)``; empty if it is not known.
     """
 
     id: str

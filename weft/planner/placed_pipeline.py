@@ -43,7 +43,11 @@ class GroupSpeed:
 
 
 class PlacedStep(NamedTuple):
-    """Seconds of a step, of which ``gradients`` are exposed sums of gradients; and GiB of the fullest rank."""
+    """Predicted time and memory of a step.
+
+    ``seconds``: time of the step. ``gradients``: the part of this time in which ranks only wait for gradients to be
+    summed. ``gib``: GiB of memory on the fullest rank.
+    """
 
     seconds: float
     gradients: float
@@ -56,7 +60,7 @@ def node_size(cluster: Cluster, group: Group) -> int:
 
 
 def nodes_by_group(cluster: Cluster) -> list[int]:
-    """Return for each node of a mixed cluster the index of its group; nodes count through the groups in order."""
+    """Return for each node of a mixed cluster the index of its group. Nodes are numbered group by group."""
     return [
         index
         for index, group in enumerate(cluster.groups)
@@ -157,7 +161,11 @@ class PlacedPipeline:
     def hops(
         self, places: Sequence[GroupSpeed], replica: int
     ) -> dict[tuple[int, int], float]:
-        """Return the seconds of a microbatch's transfer between any two neighbouring pipeline ranks of a replica."""
+        """Return the seconds to send a microbatch's activations between neighbouring pipeline ranks of a replica.
+
+        The keys of the result are pairs (sender, receiver) of pipeline ranks, in both directions. ``places``: the group
+        and machine of each pipeline rank. ``replica``: index of the data-parallel replica.
+        """
         plan = self.plan
         tokens = float(plan.micro_batch * plan.seq / plan.cp)
         sent = float(element_bytes(plan)) * tokens * float(self.shape.embed)
@@ -319,9 +327,10 @@ def stage_times(
 
 
 def makespan_of(runs: Sequence[Simulation], microbatches: int) -> float:
-    """Return the makespan of all microbatches; those that were not simulated take as long as those before.
+    """Return the makespan of a step of ``microbatches`` microbatches, extrapolated from simulations of fewer.
 
-    ``runs``: simulations of fewer microbatches, the one with most first.
+    ``runs``: one or two simulations, the one with more microbatches first. Each microbatch beyond these is assumed to
+    take as long as each additional one of the simulations, and at least as long as the busiest rank computes for it.
     """
     first = runs[0]
     size = first.table.microbatches
@@ -339,10 +348,10 @@ def fullest(
     run: Simulation,
     checked: bool,
 ) -> float:
-    """Return GiB of the fullest rank.
+    """Return the memory in GiB that the fullest pipeline rank of ``placed`` needs.
 
-    ``run``: the simulation of ``table``. Raises :class:`UsageError` if a rank has more than its group's devices have,
-    unless ``checked`` is false.
+    ``places``: the group and machine of each pipeline rank. ``table``: the pipeline schedule; ``run``: its simulation.
+    Raises :class:`UsageError` if a rank needs more memory than its device has, unless ``checked`` is false.
     """
     shape, plan, engine, stages = (
         placed.shape,

@@ -8,7 +8,7 @@ from weft.section import Section
 
 
 class RewardTerm(Section):
-    """Soft penalty for one component of the observation that is far from zero."""
+    """Soft penalty on one component of the observation, which grows with the component's distance from zero."""
 
     index: int = Field(
         0,

@@ -192,7 +192,8 @@ class SentLayers:
     """Update rule that also sends the gradients of moving layers to the ranks to which these layers move.
 
     A receiving rank repeats the update on its copy of the layer. ``rule``: the update rule; ``targets``: the rank to
-    which each moving parameter goes, by name; ``outbox``: messages, which another thread sends.
+    which each moving parameter goes, by the parameter's name; ``outbox``: queue of messages, which another thread
+    sends.
     """
 
     rule: Updater

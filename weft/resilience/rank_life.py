@@ -116,7 +116,7 @@ def join_rank(recipe: Recipe, folder: Path, roster: Roster) -> Ending:
 def noted(recipe: Recipe) -> Iterator[list[int]]:
     """Prepare this process to be a training rank, and note signals while the context lasts.
 
-    Yields a list, which grows by every received signal that asks the process to stop.
+    Yields a list. The number of each received signal that asks the process to stop is appended to it.
     """
     settle_in(device_type(recipe), recipe.train.threads)
     with noted_signals(stop_signals()) as received:
@@ -340,9 +340,9 @@ class RankParty:
             ) from None
 
     def rescue(self, job: Job) -> str:
-        """Save the state that the ranks hold in memory as a checkpoint, after an error. Returns words for its message.
+        """Save the state that the ranks hold in memory as a checkpoint, after an error. Returns a text for the user.
 
-        The words say from which state the run can continue: the saved one, or, if no complete state is in memory, the
+        The text says from which state the run can continue: the saved one, or, if no complete state is in memory, the
         last checkpoint. Nothing is saved in the second case. ``job``: the checked recipe with its opened data.
         """
         guard = self.guard

@@ -101,7 +101,7 @@ def kept_model(job: Job, mesh: Mesh, built: Built) -> KeptModel | None:
     """Return ``built`` as a model that :meth:`KeptModel.edit` can connect to new process groups; None if it cannot.
 
     It cannot if there is a single replica, or if the state is sharded or rests off the device. It also cannot with
-    pipeline stages, ``train.compile`` or a technique of the step, which may keep the old groups.
+    pipeline stages, ``train.compile`` or a technique of the step, because these may go on using the old groups.
     """
     recipe, state = job.recipe, built.state
     units = [unit for unit in state.units if isinstance(unit, ReplicaUnit)]

@@ -67,7 +67,7 @@ def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]
     machine the buddy is the next rank. A single rank is its own buddy. A rank that is about to leave becomes a buddy
     only if there is no other choice.
 
-    ``machines``: the machine of each rank; ``leaving``: ranks that are about to leave.
+    ``machines``: name of the machine of each rank, by rank; ``leaving``: ranks that are about to leave.
     """
     order = sorted(
         range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank)
@@ -133,8 +133,8 @@ def segments_of(
 ) -> list[SnapshotSegment]:
     """Group the parts of the state of all ranks into segments: all parts that the same ranks hold are one segment.
 
-    The result is the same on every rank. ``tables``: for each rank, a description of its parts; ``machines``: the
-    machine of each rank; ``leaving``: ranks that are about to leave.
+    The result is the same on every rank. ``tables``: for each rank, a description of its parts; ``machines``: name of
+    the machine of each rank, by rank; ``leaving``: ranks that are about to leave.
 
     A segment also names the rank that sends it to its buddy, which keeps a copy in case the sender is lost. It names
     none if no copy is needed, because the segment survives without one. With several machines, a segment survives if
@@ -239,7 +239,7 @@ class Snapshots:
 
     Args:
         ``state``: this rank's state.
-        ``machines``: the machine of each rank of the group.
+        ``machines``: name of the machine of each rank of the group, by rank.
         ``endpoint``: listener of this process.
         ``token``: the run's secret.
         ``epoch``: number of the view.

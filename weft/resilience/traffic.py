@@ -34,8 +34,8 @@ def is_one_ring(layout: Layout) -> bool:
 def slower_times(matrix: np.ndarray) -> np.ndarray:
     """Return the seconds of a message between every two ranks, in the slower direction, ``[ranks, ranks]``.
 
-    ``matrix``: seconds from each rank (row) to each other; ``nan`` where unknown, which counts as the median of the
-    others.
+    ``matrix``: seconds of a message from each rank (row) to each other (column), ``[ranks, ranks]``; ``nan`` where the
+    time is unknown. The median of the known times takes the place of an unknown one.
     """
     usual = np.nanmedian(matrix) if not np.isnan(matrix).all() else 0.0
     known = np.where(np.isnan(matrix), usual, matrix)

@@ -278,7 +278,7 @@ def noted_signals(
 def leave_signals_to_others() -> None:
     """Ignore the signals that ask this process to end, from now on.
 
-    Call it in a rank that the first of several ranks ends: that rank alone reacts to the signals.
+    Call it in ranks whose end the first rank decides: only the first rank then reacts to the signals.
     """
     if threading.current_thread() is threading.main_thread():
         for number in stop_signals():

@@ -24,8 +24,8 @@ class ScheduleBuilder:
         ``splits``: whether backward is split into I (input gradient) and W (weight gradient), for all microbatches or
             some.
         ``twice``: whether every stage is held by two ranks.
-        ``falls``: how many fewer microbatches' activations a rank holds at once than the rank before it. It is 1 for
-            1F1B. Inputs of postponed weight gradients do not count.
+        ``falls``: difference between a rank and the rank before it: for how many fewer microbatches the rank holds
+            activations at once. It is 1 for 1F1B. Inputs of postponed weight gradients do not count.
         ``place``: position in the planner's order. Of equally good schedules the planner chooses the one with the
             lowest position.
     """

@@ -102,7 +102,8 @@ def mix(a: str, b: str, share: float) -> str:
 def shaded(colour: str, shade: int, count: int, dark: bool = False) -> tuple[str, str]:
     """Return the fill colour and the text colour for shade number ``shade`` of ``count`` shades of ``colour``.
 
-    Later shades are paler, on a ``dark`` page darker; the text contrasts with the fill.
+    ``dark``: whether the page has a dark background. Shades with higher numbers are paler on a light page, and darker
+    on a dark page. The text colour contrasts with the fill.
     """
     share = shade / (count - 1) if count > 1 else 0.0
     fill = mix(colour, PAGE, 0.66 * share)

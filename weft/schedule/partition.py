@@ -22,7 +22,7 @@ def partition(
 ) -> list[range]:
     """Cut a sequence of items into ``parts`` contiguous, non-empty ranges so that the slowest is as fast as can be.
 
-    Returns ranges of indices of ``costs``. Of equally good cuts it takes the most even one. ``costs``: work of each
+    Returns ranges of indices of ``costs``. Of equally good cuts, the most even one is chosen. ``costs``: work of each
     item, such as a layer; ``speeds``: work per unit of time of the device of each range; None: all devices are equally
     fast. Raises :class:`UsageError` for fewer items than ``parts``.
     """

@@ -23,8 +23,10 @@ Links = Sequence[tuple[int, int]]
 
 
 class LinkExchange(NamedTuple):
-    """An exchange between two islands. ``time``: when it happens, counted from the last gradient. ``islands``: numbers
-    of both islands. ``number``: index of the exchange since that gradient.
+    """An exchange between two islands.
+
+    ``time``: when it happens: 0 is the time of the last gradient, 1 that of the next. ``islands``: numbers of both
+    islands. ``number``: index, from 0, among the exchanges of all islands between these two gradients.
     """
 
     time: float

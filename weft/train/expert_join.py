@@ -67,7 +67,8 @@ def joined_log_probabilities(logs: Sequence[T], log_weights: T) -> T:
 
     This is :func:`joined_outputs` of the probabilities, computed in logarithms.
 
-    ``logs``: each expert's log-probabilities ``[samples, vocab]``. ``log_weights``: ``[samples, experts]``.
+    ``logs``: each expert's log-probabilities ``[samples, vocab]``. ``log_weights``: logarithms of the experts' weights
+    in each sample, ``[samples, experts]``.
     """
     stacked = torch.stack([*logs], dim=1)  # [samples, experts, vocab]
     return (stacked + log_weights[..., None].to(stacked.dtype)).logsumexp(1)

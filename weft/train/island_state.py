@@ -64,7 +64,7 @@ def add_slots(state: State, how: Sync) -> None:
 
 
 def values_of(h: Held, slot: str) -> T:
-    """Return this rank's shard of the parameter ``h``, or of its slot named ``slot`` if that is not empty."""
+    """Return this rank's shard of the parameter ``h``, or, unless ``slot`` is "", of the parameter's slot ``slot``."""
     return h.slots[slot].values if slot else h.local.detach()
 
 

@@ -145,8 +145,8 @@ class Apart(PhaseFiller):
         return [result._replace(stop=False) for result in results]
 
     def is_due(self, f: int) -> bool:
-        """Return whether an exchange of fragment ``f`` (a subset of the parameters) begins after this step, or the
-        result of an exchange is applied.
+        """Return whether, after this step, an exchange of fragment ``f`` (a subset of the parameters) begins, or the
+        result of such an exchange is applied.
         """
         return begins(self.steps, f, self.how) or begins(
             self.steps - self.how.delay, f, self.how

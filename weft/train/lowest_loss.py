@@ -84,8 +84,8 @@ class LowestLoss:
     def why_enough(self, step: int) -> str:
         """Return the reason to end the run after ``step``; an empty string if the run goes on.
 
-        The run ends when none of the last ``validation.patience`` validations had a lower loss than the best, and when
-        the best is at most ``validation.until``.
+        The run ends in two cases: none of the last ``validation.patience`` validations had a lower loss than the best
+        one before them, or the best loss is at most ``validation.until``.
         """
         until = self.settings.until
         if until and self.best.step and self.best.loss <= until:

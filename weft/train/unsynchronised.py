@@ -30,9 +30,10 @@ LAST = 3
 class Unsynchronised(PhaseFiller):
     """Phase after the training step for methods in which islands do not wait for a common round.
 
-    Every ``sync.every`` steps it applies the change of the parameters since the last time as a gradient. Then it makes
-    the exchanges with neighbouring islands that are due before the next gradient. ``context``: model, state and mesh of
-    the run. ``how``: the recipe's section ``[sync]``. ``dynamics``: how the islands' states change.
+    Every ``sync.every`` steps, the change of the parameters in these steps is applied to the island's state as a
+    gradient. Then the island makes the exchanges with neighbouring islands that are due before its next gradient.
+    ``context``: model, state and mesh of the run. ``how``: the recipe's section ``[sync]``. ``dynamics``: rules by
+    which gradients, exchanges and time change the state of an island.
     """
 
     def __init__(
