@@ -258,7 +258,12 @@ def remote_file(path: Path) -> tuple[str, RemoteFile]:
 
 
 def remote_state(path: Path) -> FileState:
-    """Return the size and the state of the remote file that is downloaded to the local ``path``."""
+    """Return the size of a remote file, and a number that changes when its content does, both from the stored listing
+    of its source.
+
+    ``path``: local path at which a download puts the file; the file need not be there yet. Raises :class:`WeftError` if
+    no listing has the file.
+    """
     _, file = remote_file(path)
     return FileState(max(0, file.size), int(digest(file.size, file.mark)[:12], 16))
 

@@ -168,17 +168,18 @@ def study_paths(
     model: Transformer, ids: Sequence[int], budgets: Sequence[float], seq: int = 128, seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> PathStudy:  # fmt: skip
-    """Compare ways to choose each token's modules within budgets of computation, and return the losses that each way
-    reaches.
+    """Compare ways to choose for each token, in each layer, the big feed-forward, the small one or none, within budgets
+    of computation. Return the losses that each way reaches.
 
-    Raises :class:`UsageError` for a model without small modules, and for a text or budget that is too small.
+    Raises :class:`UsageError` for a model without small feed-forwards, and for a text or budget that is too small.
 
     Args:
         ``model``: the model, trained with ``model.small_ffn``.
-        ``ids``: tokens of a text that the model has not learned.
-        ``budgets``: largest costs of a path, as shares of the cost of all big modules.
-        ``seq``: tokens of a piece of the text.
-        ``seed``: seed of random paths and routers.
+        ``ids``: token ids of a text that the model has not learned.
+        ``budgets``: bounds on the cost of a token's choices in all layers, as shares of the cost of all big
+            feed-forwards.
+        ``seq``: number of tokens of each piece into which the text is cut.
+        ``seed``: seed of random choices and of the routers' initial weights.
         ``say``: called with a line about the progress.
     """
     shape = model.shape

@@ -224,7 +224,9 @@ class RestingNeurons:
         return torch.cat(weights, 1).contiguous()
 
     def report(self) -> str:
-        """Return a line of text with the number of neurons that tokens have used, and of those that were read."""
+        """Return a line of text about reads from the file: how many neurons tokens have used, how many of these uses
+        needed a read, and how many megabytes were read.
+        """
         counts, size = self.staged.counts, self.staged.size
         share = counts["read"] / max(1, counts["used"])
         return (

@@ -31,10 +31,11 @@ LEVELS = (
 
 
 class RowReader(NamedTuple):
-    """Reader of rows of a weight. The weight is transposed if it is quantised along its columns (:func:`is_turned`).
+    """Reader of rows of a weight that is to be quantised. For a weight that is quantised along its columns
+    (:func:`is_turned`), the rows, their number and their width are those of its transpose.
 
-    ``read``: function whose call ``read(lo, hi)`` returns the rows ``lo:hi``, ``[hi - lo, width]``; ``rows``: the
-    number of rows of the weight; ``width``: elements of a row.
+    ``read``: function whose call ``read(lo, hi)`` returns the rows ``lo:hi``, ``[hi - lo, width]``. ``rows``: the
+    number of rows. ``width``: elements of a row.
     """
 
     read: Callable[[int, int], T]

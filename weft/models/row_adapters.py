@@ -70,7 +70,7 @@ class HostAdapter:
 
     @property
     def digest(self) -> bytes:
-        """Hash of all values of the adapter and of their forms."""
+        """Hash of all values of the adapter, and of the description of how its factors lie in them."""
         whole = blake2b(repr(self.forms).encode(), digest_size=16)
         for values in self.values:
             raw = values.detach().cpu().contiguous().flatten().view(torch.uint8)

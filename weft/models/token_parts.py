@@ -117,8 +117,8 @@ class PassTokens:
         return (TokenPart(0, self.rows, 0, self.tokens),)
 
     def row_parts(self, shares: Sequence[float]) -> tuple[TokenPart, ...]:
-        """Cut the rows into parts in proportion to ``shares``, one number for each part, and return the parts. A part
-        that would get no row is left out.
+        """Divide the rows, uncut, among parts in proportion to ``shares``, one number for each part, and return the
+        parts. A part that would get no row is left out.
         """
         return tuple(
             TokenPart(top, bottom, 0, self.tokens)
@@ -126,8 +126,9 @@ class PassTokens:
         )
 
     def token_parts(self, shares: Sequence[float]) -> tuple[TokenPart, ...]:
-        """Cut the tokens of all rows into parts in proportion to ``shares``, one number for each part, and return the
-        parts. A part that would get no token is left out. Rows that may not be cut are a single part.
+        """Cut the tokens of every row at the same places into parts in proportion to ``shares``, one number for each
+        part, and return the parts. A part that would get no token is left out. If ``cuts_tokens`` is False, all tokens
+        are a single part.
         """
         if not self.cuts_tokens:
             return self.whole

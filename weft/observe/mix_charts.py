@@ -11,7 +11,8 @@ def mixture_charts(records: Records, runs: Sequence[RecordedRun]) -> list[Record
     """Draw the share of each data source in the samples that were read, and the held-out loss of each source.
 
     Returns a list of the charts, without those that have no data; it is empty for a run without records of the kind
-    ``mix``. ``records``: the records of a run, by kind. ``runs``: a list with this run alone, which marks its restarts.
+    ``mix``. ``records``: the records of a run, by kind. ``runs``: a list with only this run; the charts mark the steps
+    at which this run was restarted.
     """
     mixed = records.get("mix", [])
     if not mixed:

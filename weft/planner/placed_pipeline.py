@@ -35,7 +35,11 @@ TCP = 0.94
 
 @dataclass(frozen=True)
 class GroupSpeed:
-    """A group with its machine, and the seconds of a microbatch there."""
+    """Speed of a group of equal devices in a mixed cluster.
+
+    ``group``: the group's description. ``machine``: figures of its devices and links. ``times``: seconds of the parts
+    of a microbatch on these devices.
+    """
 
     group: Group
     machine: Machine

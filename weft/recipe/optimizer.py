@@ -35,9 +35,9 @@ class ParameterGroup(Section):
 class Optimizer(HostSection):
     """Section on how the optimizer updates parameters: update rule, learning rate, weight decay and clipping.
 
-    ``weft techniques`` lists the update rules, each of which brings settings of its own. The other methods are from
-    these papers: ``estimate`` MeZO (Malladi et al. 2023), ``pairs`` DistZO2 (Wang et al. 2025), ``in_backward`` LOMO
-    (Lv et al. 2023), and the schedule ``wsd`` Hu et al. 2024.
+    ``weft techniques`` lists the update rules and the settings of each. Papers of the other methods: MeZO
+    (``estimate``, Malladi et al. 2023), DistZO2 (``pairs``, Wang et al. 2025), LOMO (``in_backward``, Lv et al. 2023),
+    and the schedule ``wsd`` (Hu et al. 2024).
     """
 
     hosts: ClassVar = {"kind": "optimizer", "state": "moments"}

@@ -86,12 +86,12 @@ def generation_groups(
 ) -> GenerationGroups:
     """Divide the training ranks into groups that generate under ``layout``, so that few weights have to be sent.
 
-    Among all divisions that a process group permits, the one with the most kept elements is chosen. Among equal
-    divisions it is the one whose groups consist of the nearest neighbours. Ranks follow each other at equal intervals
-    along every axis, and the order of the axes may change.
+    The divisions that are compared have equal intervals between the ranks along every axis of ``layout``, and the axes
+    may be nested in any order. The division is chosen in which ranks already hold most of the elements that they need
+    for generation. Among equals, it is the one whose groups span the smallest ranges of rank numbers.
 
-    ``held``: for each training rank, the boxes that it holds, by name; their number is a multiple of the ranks of
-    ``layout``. ``needed``: for each rank of ``layout``, the box of each parameter that it computes with.
+    ``held``: for each training rank, the boxes that it holds, by name; the number of these ranks is a multiple of the
+    ranks of ``layout``. ``needed``: for each rank of ``layout``, the box of each parameter that it computes with.
     """
     world, size = len(held), layout.world
     kept = common_elements(held, needed)

@@ -54,10 +54,11 @@ class TokenRecorder(TokenObjective):
 
 
 class TokenReadings(NamedTuple):
-    """Numbers of the marked tokens of texts. Each is a list with float64 ``[n]`` for each text, 0 for unmarked tokens.
+    """Measured values of the marked tokens of texts. Each field is a list with one float64 array ``[n]`` for each text
+    of ``n`` tokens. The array has 0 at tokens that the caller did not mark.
 
-    ``log_probabilities``: log-probability of each token. ``entropies``: entropy of the distribution of the token.
-    ``values``: a critic's prediction before the token; zeros without a critic.
+    ``log_probabilities``: log-probability of each token. ``entropies``: entropy of the distribution from which the
+    token was drawn. ``values``: a critic's prediction before the token; zeros without a critic.
     """
 
     log_probabilities: list[np.ndarray]

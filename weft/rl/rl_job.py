@@ -38,7 +38,10 @@ class RlJob(RlPhases):
     """A checked recipe of reinforcement learning with its tasks opened; it creates the loaders of a run."""
 
     def loader(self, order: Order, mesh: Mesh) -> RecordedLoader:  # type: ignore[override]
-        """Return a loader of reference answers, for proofs that compare layouts. ``order`` is not used."""
+        """Return a loader of reference answers in place of sampled ones, with which ``weft verify`` compares layouts.
+
+        ``mesh``: this rank's position among the ranks. ``order`` is not used.
+        """
         return RecordedLoader(self, mesh)
 
     def training_loader(

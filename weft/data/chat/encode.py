@@ -69,8 +69,8 @@ class ChatEncoder:
 
     ``learn``: which tokens are learned: "assistant", "last" (only the assistant's last turn), "all" (every token), or a
     list of roles. ``reasoning``: what happens if the template drops the reasoning of earlier turns. With "split" a
-    conversation becomes several samples, so that the reasoning stays. With "keep" the reasoning is rendered against the
-    template, and with "template" it is left out.
+    conversation becomes several samples, so that the reasoning stays. With "keep" the reasoning is put back where the
+    template has dropped it. With "template" it stays dropped.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def place_by_programs(
     starts: int = 12,
 ) -> ProgrammedPlacement:
     """Assign the experts of each layer to ranks by integer programs: nearly equal loads, and few tokens that change
-    rank.
+    rank between layers.
 
     Each rank gets equally many experts of a layer.
 
@@ -57,9 +57,9 @@ def place_by_programs(
             (:func:`weft.parallel.experts.affinity.steps_between`).
         ``loads``: for each layer, the number of tokens routed to each expert.
         ``ranks``: number of ranks.
-        ``most_load``: largest load of a rank, as a multiple of the smallest possible load of the layer's most loaded
-            rank; at least 1.
-        ``starts``: number of assignments from which the search for few moves begins.
+        ``most_load``: bound on the load of every rank; at least 1. It is a multiple of the load that the layer's most
+            loaded rank has if the experts are balanced as well as possible.
+        ``starts``: number of assignments from each of which the search for few changes of rank is run, at least 2.
 
     Raises :class:`UsageError` without scipy.
     """

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class PipefusionSettings(Section):
-    """Settings of PipeFusion: number of patches of the image, number of first steps without stale keys and values, and
-    staleness in steps after them.
+    """Settings of PipeFusion: into how many patches the image is cut, how many steps at the beginning use no stale keys
+    and values, and how many steps old these are in later steps.
     """
 
     patches: int = Field(
