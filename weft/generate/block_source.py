@@ -50,8 +50,8 @@ class BlockSource(Protocol):
         """Return how many of ``keys``, from the first one on without a gap, the source has."""
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Start to read the blocks of ``keys``. The result is a future of their contents, which end before the first
-        block that is gone or damaged.
+        """Start to read the blocks of ``keys``. Return a future of the list of their contents; the list ends before the
+        first block that is gone or damaged.
         """
 
     def store(self, key: bytes, contents: Contents) -> bool | None:
@@ -97,8 +97,8 @@ class HostBlocks:
             return set(self._blocks)
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Return a future of the contents of ``keys``, which is done already. The contents end before the first key
-        that is not in memory.
+        """Return a completed future of the list of contents of the blocks of ``keys``; the list ends before the first
+        key that is not in memory.
         """
         with self._lock:
             there = list(takewhile(self._blocks.__contains__, keys))

@@ -70,7 +70,8 @@ class CachePolicy:
         raise NotImplementedError
 
     def hidden(self, computed: int, size: int) -> range:
-        """Return which blocks of a text no later token sees, as indices in the text's table.
+        """Return the range of indices, in a text's table of cache blocks, of the blocks to which no later token
+        attends. Such blocks can be freed.
 
         ``computed``: number of the text's computed tokens; ``size``: tokens of a cache block. The first block is never
         hidden.

@@ -25,8 +25,9 @@ class EarlyText(NamedTuple):
     """Rows of early logits that belong to one request. Early logits are computed from the output of a layer in the
     middle of the model.
 
-    ``first``: index of the row of logits behind the request's last token; the rows behind the tokens of ``path``
-    follow. ``path``: the tokens that a drafter has guessed for the request, and that this pass checks.
+    ``first``: index of the row that is computed at the request's last token, and predicts the next one. Then comes one
+    row for each token of ``path``. ``path``: the tokens that a drafter has guessed for the request, and that this pass
+    checks.
     """
 
     request: Generation
@@ -46,8 +47,9 @@ class EarlyExit(NamedTuple):
 
 @contextmanager
 def exiting(model: Transformer, early: EarlyExit | None, wanted: T) -> Iterator[None]:
-    """Return a context in which passes of ``model`` call ``early.take`` with logits of the layer ``early.layer``. With
-    None nothing changes. ``wanted``: indices of the pass's tokens whose logits are computed.
+    """Return a context in which each forward pass of ``model`` makes the early exit ``early``: it computes logits after
+    the layer ``early.layer`` and calls ``early.take`` with them. If ``early`` is None, the context does nothing.
+    ``wanted``: indices of the pass's tokens whose logits are computed.
     """
     if early is None:
         yield

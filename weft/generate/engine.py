@@ -410,8 +410,8 @@ class Engine:
         return self.scheduler.pool.blocks * self.reader.size
 
     def report_to(self, warn: Callable[[str], None]) -> None:
-        """Print lines about measurements of the ranks with ``warn``: now those from the start, and later a line after
-        each new measurement. An engine on one rank has no such lines.
+        """Print lines about measurements of the ranks with ``warn``: at once the lines of the measurements at the
+        start, and later one line after each new measurement. An engine on one rank has no such lines.
         """
         if isinstance(self.reader, Leader):
             self.reader.report = warn

@@ -253,10 +253,10 @@ class KeyFile:
     def stream(
         self, wanted: Sequence[KeyRead], later: Iterable[KeyRead]
     ) -> Iterator[T]:
-        """Yield the keys and values for each of the reads ``wanted``: ``[heads, parts, tokens of an extent, width]``,
-        valid until the next item is yielded. Of an item, only the tokens of the runs that its read asks for, which
-        come first, are defined. ``later``: the reads that will probably be wanted next; they are begun as soon as
-        buffers are free.
+        """Yield the keys and values for each of the reads ``wanted``, in order: ``[heads, parts, tokens of an extent,
+        width]``, valid until the next item is yielded. Only the tokens of the first ``runs`` runs, for which the read
+        asks, are defined. ``later``: the reads that will probably be wanted next; they are begun as soon as buffers are
+        free.
         """
         direct = (
             read

@@ -44,9 +44,9 @@ class KeyStretch(NamedTuple):
 
 
 class RestingQuery(NamedTuple):
-    """The new queries of one text, and where its old keys are in the file. ``first``, ``last``: the text has the rows
-    ``first:last`` of the queries that were sent together. ``past``: position in the text of the first of these queries.
-    ``stretches``: stretches of the text's old tokens.
+    """The new queries of one text, and where the text's old keys are in the file. ``first``, ``last``: among all
+    queries that were sent together, rows ``first:last`` belong to this text. ``past``: position in the text of the
+    first of these queries. ``stretches``: where the text's old tokens lie in the file.
     """
 
     first: int

@@ -414,9 +414,10 @@ class KeysAtRest:
         return sum(owner.room() for owner in self.owners)
 
     def settle(self) -> None:
-        """Replace lost processes, and move full cache blocks to a file wherever a text has enough of them to fill a run
-        of the file (:class:`KeyLayout`), or for two: the second may begin where fewer texts share the blocks. The
-        engine calls this between two steps.
+        """Replace lost processes, and move full cache blocks of the running texts to files, a run (:class:`KeyLayout`)
+        at a time. A run is moved once a text has enough full blocks to fill it. If later blocks are shared by fewer
+        texts, they begin a run of their own, and the run before them may stay partly empty. The engine calls this
+        between two steps.
         """
         for owner in [*self.owners]:
             if owner.lost:

@@ -271,8 +271,12 @@ class Borrower:
         return sum(lender.room() for lender in self.lenders())
 
     def own_blocks(self, request: Request) -> list[int]:
-        """Return the numbers of the blocks of ``request`` that can be moved to a lender. They are its first full blocks
-        in this engine's cache, as far as they have the same owners, and these can all move them.
+        """Return the numbers of the cache blocks of ``request`` that can be moved to a lender, in the order of its
+        tokens.
+
+        They are the first full blocks that the request has in this engine's cache. The list ends before the first block
+        that is not shared by exactly the requests that share the first one. It is empty if one of these requests cannot
+        move blocks.
         """
         pool = self.engine.scheduler.pool
         away = sum(block < 0 for block in request.table)
@@ -288,9 +292,10 @@ class Borrower:
         return own
 
     def sharers(self, request: Request) -> list[Request]:
-        """Return the other requests that have the first block of ``request`` in this engine's cache, at the same place.
+        """Return the other running requests that share the first block of ``request`` in this engine's cache. To move
+        this block, all of them have to move it too.
 
-        The list is empty, too, if one of them cannot move it: the block then has owners that are not in the list.
+        The list is empty if no other request shares the block, and also if one that does cannot move it.
         """
         scheduler = self.engine.scheduler
         away = sum(block < 0 for block in request.table)

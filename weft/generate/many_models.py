@@ -55,8 +55,8 @@ def open_member(family: ModelFamily, member: FamilyMember) -> tuple[Transformer,
 
 class Room(NamedTuple):
     """Limit of the models that are in memory at the same time. ``models``: largest number of models beside the base.
-    ``nbytes``: largest number of bytes of all models, the base included, instead of ``models``; None: ``models``
-    counts.
+    ``nbytes``: largest number of bytes of all models, the base included; it takes the place of ``models``. None:
+    ``models`` is the limit.
     """
 
     models: int

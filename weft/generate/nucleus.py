@@ -20,9 +20,11 @@ DOUBT = 3
 
 
 def cut_to_nucleus(weights: T, least: float, total: float) -> T | None:
-    """Return ``weights`` with 0 for all that are not among the largest ones that sum to ``least``; None if the guess of
-    where they end was wrong. Of equal ones, the first are kept.
+    """Return a copy of ``weights`` that keeps only the nucleus: the largest weights, as many as are needed for a sum of
+    at least ``least``. All other weights are 0 in it. Of equal weights at the border, those with the lowest indices are
+    kept.
 
+    The border is looked for near a guess from a sample of the weights. Returns None if the guess was wrong.
     ``weights``: float32 or float64 ``[n]``, on the CPU, none below 0; ``total``: their sum.
     """
     row = weights.numpy()

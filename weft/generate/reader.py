@@ -148,7 +148,7 @@ class PackedRow(NamedTuple):
 
     @classmethod
     def of(cls, said: Sequence[Any]) -> "PackedRow":
-        """Build a row from ``said``, the list that JSON has made of another row."""
+        """Build a row from ``said``, a list of a packed row's fields that was sent as JSON."""
         ids, positions, spans, wanted, adapters = said
         return cls(
             ids,

@@ -63,8 +63,9 @@ def mean_squared_error(predicted: T, target: T) -> T:
 
 class ArrayModel(PluginModel):
     """A surrogate of a simulation in place of a transformer, trained like a :class:`PluginModel`. The loss of a sample
-    is the mean squared error over all values of its outputs. With a plugin's loss it is what the plugin returns for
-    predicted and simulated values, both ``[rows, values]``. The arguments are those of :class:`PluginModel`.
+    is the mean squared error over all values of its outputs. If ``loss.kind`` names a plugin's loss, that function
+    computes the loss of each sample, from predicted and simulated values, both ``[rows, values]``. The arguments are
+    those of :class:`PluginModel`.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ _on: ContextVar[bool] = ContextVar("invariant", default=False)
 def invariant(on: bool = True) -> Iterator[None]:
     """Return a context in which a token's results are bitwise the same in whatever batch it is computed.
 
-    The number of tokens of a row must be a multiple of :data:`TILE`. With ``on`` False the context switches this off
-    inside a surrounding one.
+    The number of tokens of a row must be a multiple of :data:`TILE`. If ``on`` is False, results inside the context may
+    depend on the batch, even if the context is nested in one with ``on`` True.
     """
     token = _on.set(on)
     try:

@@ -22,7 +22,9 @@ T = torch.Tensor
 
 
 class LeanNorm:
-    """RMSNorm over the last dimension in five operators. ``norm``: the norm that it computes."""
+    """RMSNorm over the last dimension, computed in five operators for passes without gradients. ``norm``: the module
+    whose scale and constant are used.
+    """
 
     def __init__(self, norm: Norm) -> None:
         self.scale: T = norm.scale.detach()
@@ -36,8 +38,9 @@ class LeanNorm:
 
 
 class BlockWeights(NamedTuple):
-    """The packed weights of a block's four products. ``heads``: of queries, keys and values; ``out``: of the output of
-    attention; ``wide``: of gate and up; ``down``: of the output of the feed-forward.
+    """The packed weights of a block's four products. ``heads``: the weights that compute queries, keys and values.
+    ``out``: the output weight of attention. ``wide``: the weights gate and up of the feed-forward. ``down``: its output
+    weight.
     """
 
     heads: T
@@ -133,8 +136,8 @@ def packed_weights(block: Block) -> BlockWeights | None:
 
 
 def make_lean(model: Transformer) -> None:
-    """Let the plain blocks of ``model`` whose weights are packed compute in few operators where nobody asks for
-    gradients.
+    """Change ``model`` so that passes without gradients compute its plain blocks in few operators (:class:`LeanBlock`).
+    Only blocks whose weights are packed are changed.
     """
     for block in model.blocks.values():
         if isinstance(block, Block) and (weights := packed_weights(block)) is not None:

@@ -114,8 +114,8 @@ def _read_times(file: Path) -> dict[str, ShapeTimes]:
 
 class CallShape(NamedTuple):
     """Properties on which the time of an attention call depends: numbers of texts and of keys, numbers and sizes of
-    heads, tokens of a cache block (``size``), and the type. The two numbers are rounded up to powers of two. Calls of
-    one shape share a measured time.
+    heads, tokens of a cache block (``size``), and the type. The numbers of texts and keys are rounded up to powers of
+    two, so that calls of similar sizes share a measured time.
     """
 
     texts: int

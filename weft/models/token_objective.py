@@ -27,8 +27,8 @@ class Weighed(NamedTuple):
 
 
 class TokenObjective:
-    """Base class of losses of sampled answers, batches with a :attr:`weft.data.batch.Batch.rollout`. ``temperature``
-    (attribute): number by which logits are divided before the softmax, as in sampling.
+    """Base class of losses of sampled answers, for batches that have a :attr:`weft.data.batch.Batch.rollout`.
+    ``temperature`` (attribute): number by which logits are divided before the softmax, as in sampling.
     """
 
     temperature: float = 1.0

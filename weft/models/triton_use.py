@@ -26,8 +26,8 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def fuses(x: torch.Tensor) -> bool:
-    """Return whether Triton's fused kernels can compute from ``x`` what takes several operators of PyTorch: on a GPU in
-    inference mode, for types that the kernels support.
+    """Return whether fused Triton kernels can compute with ``x`` in place of several PyTorch operators. They can on a
+    GPU, in inference mode, for types that the kernels support.
     """
     here = x.is_cuda and torch.is_inference_mode_enabled()
     return here and x.dtype in TYPES and _is_installed()

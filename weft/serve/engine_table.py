@@ -181,9 +181,9 @@ def table_rows(now: Snapshot, before: Snapshot | None) -> list[Sequence[str]]:
 
 
 def found_shares(rows: Sequence[EngineRow]) -> str:
-    """Return a text for the user with the percentage of blocks that was found at each place outside the caches, such as
-    ``host 40 %, files 12 %``. Only blocks count for which the engines in ``rows`` have looked outside their caches; "-"
-    if there are none.
+    """Return a text for the user with the share of blocks that each place outside the engines' caches has given, such
+    as ``host 40 %, files 12 %``; "-" if nothing was looked for. The percentages are of all blocks that the engines in
+    ``rows`` have looked for outside their caches.
     """
     looked, given = sum(row.looked for row in rows), Counter[str]()
     for row in rows:

@@ -21,7 +21,8 @@ FEWEST = 20
 
 
 class RoleWatch:
-    """Chooses roles for the engines of a router by the goodput that a simulation of its recent requests shows.
+    """Chooses roles for the engines of a router. A call simulates the router's recent requests under different roles,
+    and returns the counts of better roles, or None if the present roles stay.
 
     ``limits``: latencies that the service is to meet. ``margin`` and ``windows``: the same as those of
     :class:`PlacementWatch`, so that roles do not change with every peak.
