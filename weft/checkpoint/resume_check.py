@@ -128,8 +128,8 @@ def check_resumable(
 def other_differences(
     checkpoint: StoredCheckpoint, recipe: Recipe, fingerprint: str
 ) -> list[str]:
-    """Return a line of text for each difference between ``recipe`` and the recipe in ``checkpoint`` that allows
-    resuming.
+    """Return a line of text for each difference between ``recipe`` and the recipe in ``checkpoint`` that does not
+    prevent resuming.
 
     ``fingerprint``: digest of the data that ``recipe`` names.
     """

@@ -450,7 +450,7 @@ def contained_command(
     latency: Annotated[float | None, typer.Option(min=0, help=_latency)] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Say which tables others contain, and which of those can be deleted; nothing is deleted here."""
+    """Say which tables are contained in others, and which of the contained ones can be deleted. Deletes nothing."""
     import math
 
     from weft.curation.containment import containment_graph
@@ -520,7 +520,7 @@ def asymptote_command(
     over: Annotated[str, typer.Option(metavar="COLUMN", help=_over)] = "parameters",
     as_json: AsJson = False,
 ) -> int:
-    """Say which settings are best at each size of a model, and which loss an endless one would have."""
+    """Say which settings are best at each size of a model, and which loss a model of unlimited size would reach."""
     from weft.curation.settings_search import read_searched_runs, search_settings
 
     search = search_settings(read_searched_runs(searched, over))

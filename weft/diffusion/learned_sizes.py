@@ -27,10 +27,10 @@ def sizes_file(sizes: np.ndarray | None) -> dict[str, bytes]:
 
 
 def learned_sizes(files: Mapping[str, bytes]) -> tuple[ImageSize, ...]:
-    """Read the sizes in the ``files`` of a checkpoint, which are contents by file name. The most learned size comes
-    first.
+    """Return the sizes of the images on which a model was trained. The size of most of these images comes first.
 
-    Returns an empty tuple if there is no such file, or if it cannot be read: the model has one size, or knows of none.
+    ``files``: contents of the checkpoint's files by name. Returns an empty tuple if no file lists sizes, as for a model
+    that was trained on images of one size, or if the file cannot be read.
     """
     try:
         given = json.loads(files.get(SIZES_FILE, b"[]"))

@@ -20,9 +20,10 @@ T = torch.Tensor
 
 
 class RestingTile(RestingGroup):
-    """A tile (some rows) of a tensor that rests in a file. The tile occupies a part of the tensor's region of the file.
+    """A tile (some rows) of a tensor that rests in a file, as a group of tensors that is read and written by itself.
 
-    ``tensor``: the tile; ``region``: this part of the region; ``pool``: pool of buffers into which the tile is read.
+    ``tensor``: the rows of the tile; ``region``: the bytes of the file in which the tile rests, a part of those of the
+    whole tensor; ``pool``: pool of buffers into which the tile is read.
     """
 
     def __init__(self, tensor: T, region: Region, pool: BufferPool) -> None:

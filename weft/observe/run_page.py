@@ -202,7 +202,10 @@ def rows_side_by_side(runs: Sequence[dict[str, str]]) -> list[ReportRow]:
 
 
 def headline_numbers(records: Records) -> list[tuple[str, str, str]]:
-    """Return the numbers at the top of a run's page, such as its loss, as ``(name, value, explanation)``."""
+    """Return the numbers at the top of a run's page, such as its loss, as triples ``(name, value, explanation)``.
+
+    ``records``: the run's records by kind.
+    """
     shown = []
     ratios = [
         ("train", "loss", "Loss"),
@@ -298,8 +301,9 @@ PHASES = 12
 
 
 def answers_shown(records: Records) -> list[Record]:
-    """Return the recorded answers of some rollout phases, among them the first and the last; empty if none are
-    recorded.
+    """Return the records with the model's answers of some rollout phases, among them the first and the last.
+
+    ``records``: the run's records by kind. The list is empty if no answers are recorded.
     """
     kept = records.get("answers", [])
     if len(kept) <= PHASES:
@@ -308,9 +312,9 @@ def answers_shown(records: Records) -> list[Record]:
 
 
 def reading_rows(records: list[Record]) -> list[tuple[str, str]]:
-    """Return name and text for each data source: how much of it the run has read; empty without such records.
+    """Return pairs ``(name, line)`` that say how much of each data source the run has read; empty without records.
 
-    ``records``: the records of kind ``read``.
+    If a source has several lines, its name is "" in all pairs but the first. ``records``: those of kind ``read``.
     """
     return [
         (about["name"] if number == 0 else "", line)
@@ -320,7 +324,10 @@ def reading_rows(records: list[Record]) -> list[tuple[str, str]]:
 
 
 def checkpoint_card(records: Records) -> Record:
-    """Return the values for the page's card about checkpoints; empty if the run has no records of checkpoints."""
+    """Return the values, by name, that the run's page shows about checkpoints; empty if no checkpoint is recorded.
+
+    ``records``: the run's records by kind.
+    """
     saved, loaded, checkpoints = (
         records.get(kind, []) for kind in ("saved", "loaded", "checkpoint")
     )

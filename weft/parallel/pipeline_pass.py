@@ -53,11 +53,10 @@ class Turns(NamedTuple):
 def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -> Turns:
     """Choose which weights stay in memory from one gather to the next gather of the same stage.
 
-    A gather action brings the whole weights of a stage into memory. Its weights stay in three cases:
-
-    - At most one other stage is gathered before the same stage is gathered again. - They fit into ``room``, a number of
-    bytes set aside for further weights. Weights that are needed again soonest come first. - The stage is among the
-    first that a step gathers. Its weights stay from the end of a step to the next step.
+    A gather action brings the whole weights of a stage into memory. They stay in three cases. First, if at most one
+    other stage is gathered before the same stage is gathered again. Second, if they fit into ``room``, a number of
+    bytes set aside for further weights; weights that are needed again soonest are chosen first. Third, if the stage is
+    among the first that a step gathers: its weights then stay from the end of a step to the next step.
 
     ``gathers``: a rank's gather actions in the order of execution; ``size_of``: function from a stage to the bytes of
     its weights.

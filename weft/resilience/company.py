@@ -23,7 +23,8 @@ ATTEMPTS = 8
 class Handover(NamedTuple):
     """Moment of the training at which an island has received its model state from another island.
 
-    ``round``: number of the round after which the state was taken; ``tokens``: tokens that the run had counted by then.
+    ``round``: number of the round of training after which the state was taken; ``tokens``: number of tokens on which
+    the run had trained by then.
     """
 
     round: int

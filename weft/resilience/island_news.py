@@ -10,7 +10,7 @@ from weft.resilience.views import GONE, View
 
 
 class IslandEvent(NamedTuple):
-    """Change among the islands, for the run's metrics. ``kind``: kind of the record; ``values``: its named values."""
+    """Record of a change among the islands, for the run's metrics. ``kind``: its kind; ``values``: values by name."""
 
     kind: str
     values: dict[str, Any]

@@ -25,7 +25,7 @@ FASTER = 1.5
 
 
 def is_one_ring(layout: Layout) -> bool:
-    """Return whether all ranks of ``layout`` are along one axis, so that their order is that of one ring."""
+    """Return whether ``layout`` has at least four ranks, all along one axis, so that they form a single ring."""
     return layout.world > 3 and layout.world in (
         layout.size(axis) for axis in LIVE_AXES
     )

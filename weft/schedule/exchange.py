@@ -203,9 +203,9 @@ def best_turns(
 ) -> dict[Beside, Simulation]:
     """Simulate ``table`` with exchanges of tokens between experts, once for each value of :class:`Beside`.
 
-    That value says what a rank computes while tokens travel. Returns the simulations by value. A value is missing if
-    the ranks would wait for each other for ever with it. ``layers``: number of layers of each stage; ``costs``: times
-    of actions and transfers, and sizes of values.
+    Each value is a choice of what a rank computes while tokens travel. Returns the simulation of each choice, without
+    choices in which ranks would wait for each other for ever. ``layers``: number of layers of each stage; ``costs``:
+    times of actions and transfers, and memory of the values that actions exchange.
     """
     simulations = {}
     for beside in Beside:

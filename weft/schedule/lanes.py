@@ -9,10 +9,10 @@ from weft.schedule.simulate import Simulation
 def text_timeline(simulation: Simulation, width: int, colour: bool) -> list[Text]:
     """Return a text picture of ``simulation``: a line for each rank that shows its actions along the time.
 
-    An action is shown by the number of its microbatch, or by the last digit if there is no room. ``colour``: whether
-    colours tell kinds of action apart. One more line then says which kind has which colour. Without colours each action
-    also shows the name of its kind, which needs more columns. The list is empty if a line would be wider than ``width``
-    characters.
+    An action is shown by the number of its microbatch; if there is no room, by this number's last digit. ``colour``:
+    whether colours tell kinds of action apart. One more line then says which kind has which colour. Without colours
+    each action also shows the name of its kind, which needs more columns. The list is empty if a line would be wider
+    than ``width`` characters.
     """
     kinds, shades = colours(simulation.table), shades_of(simulation.table)
     gutter = len(f"rank {len(simulation.timeline) - 1}  ")

@@ -73,7 +73,7 @@ class RankSums:
         return x.copy_(there) if axes and there is not x else x
 
     def whole(self, x: T, held: Held) -> T:
-        """Return the whole tensor of which this rank has the shard ``x``, cut like the parameter ``held``."""
+        """Return the whole tensor of which each rank has a shard ``x``, cut like the parameter ``held``. Collective."""
         full = x.new_zeros(held.logical.shape)
         full[slices(held.box)] = x
         return self.sum(full, held, *range(full.dim()))
