@@ -91,7 +91,7 @@ class PictureEngine:
         return not (self.running or self.waiting)
 
     def submit(self, asks: Sequence[PictureAsk]) -> list[PictureJob]:
-        """Add requests for images to those that wait, and return their jobs.
+        """Add the requests ``asks`` for one image each to those that wait. Returns a job for each, in the same order.
 
         Raises :class:`UsageError` if a sampler is not known.
         """

@@ -74,7 +74,10 @@ class PictureJudge:
         return self.values_of(waves)
 
     def values_of(self, pixels: np.ndarray) -> np.ndarray:
-        """Flatten images to vectors ``[images, values]``; large images are subsampled to every k-th pixel."""
+        """Flatten the images ``pixels`` to vectors ``[images, values]``, float64.
+
+        Of images with more than :data:`MOST_VALUES` values, only every k-th row and column is used.
+        """
         every = 1
         while pixels[0, ..., ::every, ::every].size > MOST_VALUES:
             every += 1

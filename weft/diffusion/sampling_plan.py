@@ -112,7 +112,7 @@ def planned_tables(
 
 def exchanged_bytes(sampling: TableSampling) -> float:
     """Return the bytes of predictions that the ranks of one half of classifier-free guidance send to those of the other
-    half, in all steps.
+    half, in all steps. ``sampling``: the samples and the table.
     """
     sizes = sampled_sizes(sampling)
     source = sampling.runnable.source

@@ -122,7 +122,7 @@ class Display:
             )
 
     def note(self, text: str) -> None:
-        """Print a message: in a terminal above the progress panel, otherwise as a line of its own."""
+        """Print the message ``text``: in a terminal above the progress panel, otherwise as a line of its own."""
         self._console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True)
 
     def _line(self) -> None:

@@ -76,9 +76,10 @@ class Launches:
 
 
 def trace_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events with a duration of a trace that ``torch.profiler`` exported for Chrome, compressed (.gz) or not.
+    """Return the events with a duration from a trace file that ``torch.profiler`` exported for Chrome.
 
-    Times are in microseconds. Raises :class:`UsageError` for other files.
+    ``path``: the file, compressed (.gz) or not. Each event is a dict with the fields of Chrome's trace format; times
+    are in microseconds. Raises :class:`UsageError` for other files.
     """
     try:
         data = path.read_bytes()

@@ -94,7 +94,7 @@ class Trace(NamedTuple):
 
 
 def read_ring(path: Path) -> Trace:
-    """Read a trace file (ring), even while its rank writes to it. Raises ``ValueError`` if the file is no ring."""
+    """Read the trace file (ring) ``path``, even while its rank writes to it. Raises ``ValueError`` for other files."""
     with (
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory,

@@ -86,12 +86,12 @@ class Stripes:
         return pieces
 
     def gathered(self, x: T) -> T:
-        """Gather the rows of all ranks: ``[own rows, ...]`` to ``[all rows, ...]``."""
+        """Gather the rows ``x`` of all ranks: ``[own rows, ...]`` to ``[all rows, ...]``. Collective."""
         copies = x.repeat(self.ranks, *[1] * (x.dim() - 1))
         return self._exchanged(copies, [self.count] * self.ranks, self.counts)
 
     def returned(self, x: T) -> T:
-        """Send results for all rows back to the rows' owners: ``[all rows, ...]`` to ``[ranks, own rows, ...]``.
+        """Send the results ``x`` for all rows to the rows' owners: ``[all rows, ...]`` to ``[ranks, own rows, ...]``.
 
         Entry ``r`` of the result has the results of rank ``r`` for this rank's rows.
         """

@@ -346,7 +346,7 @@ def take(plans: Plan, which: Any) -> Plan:
 
 
 def join_splits(parts: Sequence[Plan]) -> Plan:
-    """Join several plans whose fields are arrays, with an entry per layout, to one plan with the layouts of all.
+    """Join the plans ``parts``, whose fields are arrays with an entry per layout, to one plan with the layouts of all.
 
     ``outer`` (which axis crosses between sites) becomes 0, because the search chooses it last.
     """

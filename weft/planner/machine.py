@@ -292,7 +292,8 @@ class Cluster(Section):
 
 
 def load_cluster(name: str, count: int | None = None) -> Cluster:
-    """Load a preset of :data:`CLUSTERS`, or a TOML file with the fields of :class:`Cluster`.
+    """Load the description of a cluster. ``name``: a preset of :data:`CLUSTERS`, or the path of a TOML file with the
+    fields of :class:`Cluster`.
 
     ``count``: number of devices, in place of the number in the preset or file.
     """

@@ -59,7 +59,7 @@ class PlacedStep(NamedTuple):
 
 
 def node_size(cluster: Cluster, group: Group) -> int:
-    """Return the number of devices of a node of ``group``."""
+    """Return the number of devices per node in ``group``; if the group does not state it, that of ``cluster``."""
     return group.per_node or cluster.per_node
 
 
@@ -73,14 +73,18 @@ def nodes_by_group(cluster: Cluster) -> list[int]:
 
 
 def network_share(engine: EngineConstants, source: Group, target: Group) -> float:
-    """Return the share of the network's nominal bandwidth that is reached between two groups, or inside one."""
+    """Return the share of the network's nominal bandwidth, from 0 to 1, that transfers between two groups reach.
+
+    ``source``, ``target``: the groups; twice the same group for transfers inside it. ``engine``: constants of the
+    training program, among them this share for networks other than Ethernet.
+    """
     if source.card and (source.card != target.card or source.card == "ethernet"):
         return TCP
     return float(engine.network)
 
 
 def machine_of_group(cluster: Cluster, group: Group, bits: int) -> Machine:
-    """Return the figures of the devices and links of one group.
+    """Return the figures of the devices and links of one ``group`` of ``cluster``, as the cost model reads them.
 
     ``bits``: width of the operands of matrix products.
     """
@@ -100,7 +104,10 @@ def machine_of_group(cluster: Cluster, group: Group, bits: int) -> Machine:
 def group_speeds(
     shape: Shape, engine: EngineConstants, cluster: Cluster, plan: Plan
 ) -> list[GroupSpeed]:
-    """Return the speed of every group of ``cluster`` under ``plan``."""
+    """Return the speed of every group of ``cluster`` under the layout ``plan``, in the order of the groups.
+
+    ``shape``: the model. ``engine``: constants of the training program.
+    """
     machines = [
         machine_of_group(cluster, group, int(plan.bits)) for group in cluster.groups
     ]

@@ -105,7 +105,7 @@ class Standing:
 
 
 def read_entrants(path: Path) -> list[Entrant]:
-    """Read the entrants that a TOML file declares: a table for each, with the keys ``set`` and ``tune``.
+    """Read the entrants that the TOML file ``path`` declares: a table for each, with the keys ``set`` and ``tune``.
 
     ``set`` lists settings as ``section.key=value``. ``tune`` maps settings to lists of values, all of whose
     combinations are candidates. Raises :class:`UsageError` if the file has another form.
@@ -244,8 +244,8 @@ def _studies(attempts: Sequence[TargetRun], target: float) -> Iterator[StudyResu
 def performance_profile(table: Sequence[Standing]) -> dict[str, list[float]]:
     """Return for each entrant the share of workloads that it finishes within each multiple of the best time.
 
-    The multiples are :data:`PROFILE`; the best time is the lowest median time of any entrant on a workload (Dolan
-    and More 2002).
+    ``table``: results of all entrants. The multiples are :data:`PROFILE`. The best time of a workload is the lowest
+    median time that any entrant takes for it (Dolan and More 2002).
     """
     best: dict[str, float] = {}
     for row in table:

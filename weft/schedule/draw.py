@@ -62,9 +62,9 @@ class Shades(NamedTuple):
 
 
 def shades_of(table: Table) -> Shades:
-    """Choose a shade for each action: shades tell apart the stages of a rank.
+    """Choose a shade for each action of ``table``, by which a picture tells apart the stages of a rank.
 
-    In DualPipe they tell apart the ends at which microbatches enter.
+    In DualPipe, shades tell apart the ends of the pipeline at which microbatches enter.
     """
     held = [table.held(rank) for rank in range(len(table.ranks))]
     places = {(a.rank, a.stage, a.microbatch) for a in table if not a.declared.inserted}
@@ -86,7 +86,10 @@ def shades_of(table: Table) -> Shades:
 
 
 def boxes(simulation: Simulation) -> list[Timed]:
-    """List the timed actions in the order of drawing: first compute streams, then communication streams."""
+    """Return the timed actions of ``simulation`` in the order in which a picture draws them.
+
+    All actions of compute streams come first, rank by rank, then those of communication streams.
+    """
     return [*chain(*simulation.timeline, *simulation.beside)]
 
 
@@ -136,7 +139,7 @@ class Look(NamedTuple):
 
 
 def legend(table: Table) -> dict[str, Any]:
-    """Return the variables with which the templates of pictures draw a legend.
+    """Return the variables, by name, with which templates draw the legend of a picture of ``table``.
 
     ``kinds`` lists ``(name, meaning, looks)`` of each kind of action, with a :class:`Look` for every shade; ``remark``
     is a line that explains numbers and shades.

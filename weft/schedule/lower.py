@@ -42,7 +42,10 @@ def links(lowered: Table) -> set[tuple[int, int]]:
 
 
 def producers(table: Table) -> dict[Value, Action]:
-    """Return the action that writes each value. Raises :class:`ScheduleError` if two actions write one value."""
+    """Return, for each value of ``table``, the action that writes it.
+
+    Raises :class:`ScheduleError` if two actions write one value.
+    """
     writers: dict[Value, Action] = {}
     for a in table:
         for value in a.writes if a.kind != RECV else ():

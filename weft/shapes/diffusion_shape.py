@@ -282,7 +282,10 @@ class _DiffusionRows(ParameterRows):
         self.linear(f"{path}.modulation", conditions, self.embed, self.zeroed(settings))
 
     def zeroed(self, settings: DiffusionSettings) -> float:
-        """Return the standard deviation of what adaLN-Zero begins with zeros."""
+        """Return the standard deviation of the initial values of weights that adaLN-Zero sets to zero at first.
+
+        It is 0 if ``settings.zero`` is set, else that of other weights.
+        """
         return 0.0 if settings.zero else self.std
 
 

@@ -39,8 +39,10 @@ class LinkExchange(NamedTuple):
 
 
 def links_of(how: Sync, islands: int) -> Links:
-    """Return the pairs of islands that exchange vectors, as ``sync.partner`` and ``sync.graph`` say: the edges of the
-    graph, of a ring, or all pairs.
+    """Return the pairs of islands that exchange vectors, as ``sync.partner`` and ``sync.graph`` say.
+
+    These are the edges of the graph, the neighbours in a ring, or all pairs of ``islands`` islands. ``how``: the
+    recipe's section ``[sync]``.
     """
     if how.partner == "graph":
         return sorted({(min(link), max(link)) for link in how.graph})

@@ -196,7 +196,7 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
 
 
 def report_notes(recorder: Recorder, *notes: str) -> None:
-    """Print and record the lines ``notes``; empty ones are left out."""
+    """Print the lines ``notes``, and record them as events by ``recorder``; empty lines are left out."""
     for note in filter(None, notes):
         recorder.event(note)
 

@@ -232,12 +232,16 @@ def validate_tiles(table: TileTable) -> TileTable:
 
 
 def zigzag_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the blocks of the sequence that each rank owns: an early and a late one, so that causal work is even."""
+    """Return, for each of ``ranks`` ranks, the blocks of the sequence that it owns: rank ``r`` has block ``r`` and the
+    ``r``-th block from the end.
+
+    A rank thus has an early and a late block, so that all ranks have equal work under the causal mask.
+    """
     return tuple((r, 2 * ranks - 1 - r) for r in range(ranks))
 
 
 def contiguous_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the blocks of the sequence that each rank owns if rank ``r`` owns block ``r`` alone."""
+    """Return, for each of ``ranks`` ranks, the blocks of the sequence that it owns: rank ``r`` has only block ``r``."""
     return tuple((r,) for r in range(ranks))
 
 
