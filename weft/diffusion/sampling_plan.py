@@ -39,6 +39,7 @@ class PlannedTable:
         ``synchronous``: number of steps without stale keys.
         ``error``: relative distance of its samples from those of one device.
         ``refused``: why the table is not possible; empty if it is.
+        ``split``: whether two halves of the ranks divide classifier-free guidance, each with a table of its own.
     """
 
     word: str

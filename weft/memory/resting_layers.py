@@ -88,8 +88,10 @@ class RestingWeight:
 
 
 class LayerRecord(NamedTuple):
-    """The weights of one layer, with the bytes that they take in a record, and the bytes that they take in the
-    model's type.
+    """The weights of one layer, as a record of a file holds them.
+
+    ``weights``: the weights. ``size``: bytes of the record. ``widened``: bytes of memory for those weights that are
+    converted from the record's type to the model's wider type.
     """
 
     weights: list[RestingWeight]

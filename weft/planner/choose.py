@@ -23,8 +23,8 @@ from weft.shapes.shape import shape_of
 class ChosenLayout:
     """A recipe with the layout that the planner has chosen for it.
 
-    ``overrides``: the layout and changed settings as arguments of a command line. ``line``: a line of text that tells
-    the user what was chosen.
+    ``recipe``: the recipe with this layout. ``overrides``: the layout and changed settings as arguments of a command
+    line. ``line``: a line of text that tells the user what was chosen.
     """
 
     recipe: Recipe

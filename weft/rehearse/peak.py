@@ -35,8 +35,8 @@ from weft.train.step import clear_gradients, reduced_gradients, update
 class Peak:
     """Bytes of tensors on one rank in a step.
 
-    ``state``: bytes of parameters and optimizer state before the step. ``peak``: largest number of bytes within the
-    step.
+    ``rank``: number of the rank. ``state``: bytes of parameters and optimizer state before the step. ``peak``: largest
+    number of bytes of all tensors within the step.
     """
 
     rank: int

@@ -43,8 +43,9 @@ class Entrant:
 class TargetRun(NamedTuple):
     """One run of a comparison: an entrant with one of its candidates, on one workload, with one seed.
 
-    A study is the runs with one seed: every entrant with every candidate on every workload. ``folder``: folder of
-    the run.
+    ``workload``: name of the workload. ``candidate``: further settings, as texts ``section.key=value``. ``folder``:
+    folder of the run. The runs with the same ``seed`` form a study: every entrant with every candidate on every
+    workload.
     """
 
     workload: str
@@ -73,8 +74,8 @@ class Reached(NamedTuple):
 class StudyResult:
     """The best candidate of an entrant in one study.
 
-    A study is the runs with one seed. ``candidate``: settings of the best candidate; ``reached``: when that candidate
-    reached the target.
+    A study is the runs with one ``seed``. ``candidate``: settings of the best candidate, as texts
+    ``section.key=value``; ``reached``: when that candidate reached the target.
     """
 
     seed: int
@@ -86,9 +87,9 @@ class StudyResult:
 class Standing:
     """Result of an entrant on a workload.
 
-    ``rank``: place among the entrants by the median time, from 1 on; those that did not reach the target share the last
-    place. ``steps``, ``seconds``: medians over studies, infinite if half of the studies or more did not reach the
-    target.
+    ``workload``, ``entrant``: their names. ``rank``: place among the entrants by the median time, from 1 on; entrants
+    that did not reach the target share the last place. ``steps``, ``seconds``: medians over studies, infinite if half
+    of the studies or more did not reach the target. ``studies``: the result of each study (the runs with one seed).
     """
 
     workload: str

@@ -40,9 +40,10 @@ class Clock(Enum):
 
 
 class Visit(NamedTuple):
-    """A microbatch at a stage of its path.
+    """A microbatch at one of the pipeline stages that it passes.
 
-    ``before``, ``after``: the stages that the microbatch passes before and after this one; None if there is none.
+    ``stage``, ``microbatch``: their numbers. ``before``, ``after``: numbers of the stages that the microbatch passes
+    just before and just after this one; None if there is none.
     """
 
     stage: int
@@ -72,12 +73,12 @@ class Visit(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Name of a result of one action that other actions read. It consists of a word for the kind of result, the stage
-    and the microbatch.
+    """Identifier of a result of one action that other actions read, such as a stage's output for one microbatch.
 
-    These are the values of ``name`` in every schedule. ``act``: output of the stage. ``grad``: gradient of the stage's
-    input. ``saved``: the tensors that the stage's backward needs. ``tape``: the part of ``saved`` that a postponed
-    weight gradient needs. ``saved`` and ``tape`` never leave their rank.
+    ``name``: kind of the result; ``stage``, ``microbatch``: their numbers. Every schedule has these kinds: ``act``,
+    the output of the stage; ``grad``, the gradient of the stage's input; ``saved``, the tensors that the stage's
+    backward needs; ``tape``, the part of ``saved`` that a postponed weight gradient needs. ``saved`` and ``tape`` never
+    leave the rank that has computed them.
     """
 
     name: str
@@ -89,7 +90,7 @@ class Value(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """The values that an action reads and writes.
+    """The values that an action ``reads`` and ``writes``.
 
     A value is a result of one action that other actions read, such as a stage's output.
     """

@@ -52,7 +52,8 @@ class ExpertSet:
 class OpenedExperts:
     """The opened models of an :class:`ExpertSet` on one device. A token id means the same token in all of them.
 
-    ``files``: contents of the files beside the first model's weights, by name.
+    ``models``: the models, in the order of the set's names. ``files``: contents of the files beside the first model's
+    weights, by name. ``tokenizer``: the first model's tokenizer. ``router``: computes the weight of each model.
     """
 
     models: tuple[Transformer, ...]
