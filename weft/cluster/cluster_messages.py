@@ -106,7 +106,7 @@ class EngineBeat(NamedTuple):
         ``rates``: seconds of a step for one of each of the numbers of :func:`weft.generate.step_work.work_of`; none
             until there are measurements.
         ``keys``: number of cached tokens that belong to the answers that the engine writes.
-        ``longest``: number of cache blocks of its longest answer, as far as they could be moved to a lender.
+        ``longest``: largest number of cache blocks of one answer that could be moved to a lender.
         ``seconds``: measured parts of the duration of a step, the four fields of :class:`StepSeconds` in their order;
             empty until there are measurements.
     """

@@ -148,7 +148,7 @@ class EngineLoad(NamedTuple):
         ``lent``: cache blocks of this engine that hold tokens of other engines' requests.
         ``role``: 0 if the engine does all kinds of work; 1 if it only computes prompts; 2 if it only goes on with
             answers that other engines have begun; 3 if it only keeps cache blocks for the other engines.
-        ``looked``: blocks for which requests have looked outside the engine's cache when they began.
+        ``looked``: number of blocks that requests did not find in the engine's cache when they began.
         ``sources``: for each place outside the cache that keeps cache blocks, such as host memory, how many blocks and
             bytes it has given and taken: values of :class:`weft.generate.block_source.SourceUsage`.
     """

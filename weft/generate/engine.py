@@ -206,8 +206,8 @@ class Engine:
         ``policy``: shares a step's budget among the requests.
         ``size``: tokens of a cache block; 0: the usual number.
         ``drafter``: guesses next tokens, which changes only the speed; None: no guesses.
-        ``invariant``: log-probabilities are bitwise equal to those of a pass over the whole text.
-        ``ranks``: the model is cut over several ranks, of which this is the first; the others run
+        ``invariant``: whether log-probabilities are bitwise equal to those of a pass over the whole text.
+        ``ranks``: whether the model is cut over several ranks, of which this is the first; the others run
             :func:`weft.generate.leader.follow_leader`.
         ``attention``: name of the attention backend (:mod:`weft.models.attention_backend`); "": the fastest one.
         ``graphs``: whether steps in which each text computes one token are recorded as CUDA graphs, if the model and

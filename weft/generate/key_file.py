@@ -156,7 +156,7 @@ class KeyFile:
     :class:`TierError` if the folder cannot be used, or its disk is full.
 
     Attributes:
-        ``calls``: reads past the page cache that were begun so far.
+        ``calls``: number of reads without the page cache that were begun so far.
         ``unused``: bytes that were read ahead and then not needed.
         ``cached_bytes``: bytes that were read through the page cache.
     """

@@ -269,10 +269,12 @@ class Arrival:
         self._parts.setdefault(frame.head["layer"], []).append(frame)
 
     def take(self, frame: MoveFrame) -> Generation | None:
-        """Keep the contents of a frame. Return the request, which runs here from now on, if it is the last frame.
+        """Keep the contents of ``frame``. If it is the last frame, start the request in this engine and return it;
+        otherwise return None.
 
         Raises :class:`WeftError` if there is no room, the frame is damaged or out of order, or the engine lacks the
-        adapter or the grammars that the request needs. All that was taken is then given back.
+        adapter or the grammars that the request needs. All cache blocks that the request has taken so far are then
+        freed.
         """
         try:
             return self._take(frame.head, b"".join(frame.payload))

@@ -168,8 +168,8 @@ class Request:
         """
 
     def take(self, rows: T) -> Sequence["Generation"]:
-        """Take the logits ``rows`` ``[1 + tokens of branches, vocab]`` behind the text's last token and behind each
-        token of its branches.
+        """Take the logits ``rows`` ``[1 + tokens of branches, vocab]``. The first row is computed at the text's last
+        token, and predicts the next one. Then comes one row for each guessed token of the branches.
 
         Return a list of this text itself if the engine is to sample its next token from the first row, otherwise an
         empty list.
@@ -354,10 +354,10 @@ class Written(NamedTuple):
 
 
 class WantedRows(NamedTuple):
-    """Which rows of logits a forward pass returns for a request.
+    """Which rows of logits a forward pass returns for a request: first ``prompt`` rows, then ``drawn`` rows.
 
-    ``prompt``: number of rows that score the prompt, from its token ``first`` on. ``drawn``: number of rows behind
-    these, from which tokens are sampled.
+    ``first``: index of the first prompt token that has a row. ``prompt``: number of rows that score the prompt's
+    tokens. ``drawn``: number of rows from which tokens are sampled.
     """
 
     request: Request

@@ -58,7 +58,7 @@ class TextState(NamedTuple):
 
     @property
     def changes(self) -> bool:
-        """Whether the logits are changed before a token is sampled."""
+        """Whether a bias, penalties or a mask of allowed ids change the logits before a token is sampled."""
         masked = self.allowed is not None or bool(self.forbidden)
         return masked or bool(self.how.bias) or self.counts is not None
 

@@ -21,8 +21,8 @@ T = torch.Tensor
 
 
 class SampledText:
-    """A text for which tokens are sampled from the logits of a pass. The pass has computed a row of logits behind the
-    text's last token, and one behind each guessed token of the request's branches.
+    """A text for which tokens are sampled from the logits of a pass. The pass has computed a row of logits at the
+    text's last token, and one at each guessed token of the request's branches. A row predicts the token that follows.
 
     Attributes:
         ``generation``: the request.
@@ -52,8 +52,8 @@ class SampledText:
         return self._guesses[at] if at < len(self._guesses) else None
 
     def follow(self, token: int) -> bool:
-        """Continue behind the sampled ``token``. Return whether a branch has guessed it, so that the pass has computed
-        logits behind it.
+        """Continue after ``token``, which has been sampled. Return True if a branch has guessed this token: the pass
+        then has a row of logits from which the next token can be sampled.
         """
         self._live = [
             (branch, first)

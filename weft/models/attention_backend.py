@@ -92,12 +92,12 @@ class AttentionBackend:
 
     Attributes:
         ``name``: the name by which an engine asks for the backend.
-        ``takes``: function of a tensor of the queries' type, the cache, and the elements of a value. It says whether
-            the backend attends to this cache.
-        ``group``: function of texts' new tokens, the cache, the window, and a tensor like the queries ``[..., heads,
-            width]``: the pieces of work, one for each call.
-        ``group_rows``: function of the texts of a decode step, the cache, the window, and a tensor like the queries:
-            the one piece of work. Nothing is copied from or to the host.
+        ``takes``: function that returns whether the backend supports a cache. Its arguments are a tensor of the
+            queries' type, the cache, and the number of elements of a value.
+        ``group``: function that returns a list of pieces of work, one for each call of ``attend``. Its arguments are
+            texts' new tokens, the cache, the window, and a tensor like the queries ``[..., heads, width]``.
+        ``group_rows``: function that returns the one piece of work of a decode step, and copies nothing from or to the
+            host. Its arguments are the step's texts, the cache, the window, and a tensor like the queries.
         ``attend``: function that computes a piece of work and writes its results. Its arguments are the queries of all
             new tokens ``[tokens, heads, width]``, the cache, the piece, the window, and the tensor for the results,
             ``[tokens, heads, value elements]``.

@@ -39,7 +39,7 @@ class Hooks:
 
     Attributes:
         ``criterion``: the loss of tokens; None: cross entropy.
-        ``objective``: the loss of answers, of pairs or a policy's; None: the loss of tokens.
+        ``objective``: the loss of pairs of answers, or a policy's loss; None: the loss of tokens.
         ``saver``: offloads the tensors that blocks save for backward; None: they stay on the device.
         ``passed``: called after each pass of a training step, with the number of passes done and of all passes.
     """

@@ -60,9 +60,11 @@ def drawn_choices(draws: T, path: str) -> T:
 
 
 class DuoFeedForward(Module):
-    """A big and a small dense feed-forward; each token takes one of them or none. Tokens take the modules of
-    :func:`on_paths`, else random ones while the model is trained, else all the big one. ``shape``: shape of the model;
-    ``mesh``: ranks that share the model; ``layer``: index of the layer.
+    """A big and a small dense feed-forward; each token takes one of them or none. Inside the context :func:`on_paths`,
+    the context says which module a token takes. Outside it, a token takes a random one while the model is trained, and
+    the big one otherwise.
+
+    ``shape``: shape of the model; ``mesh``: ranks that share the model; ``layer``: index of the layer.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:

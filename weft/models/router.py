@@ -84,8 +84,8 @@ class RouterPass:
 
     @property
     def rows(self) -> T:
-        """Index of each token's document, ``[tokens]``, with which tensors with a row per document are read; padding
-        has 0.
+        """Index of each token's document, ``[tokens]``; 0 for padding. It selects each token's row from tensors that
+        have one row per document.
         """
         return self.documents.clamp(min=0)
 

@@ -60,9 +60,10 @@ class SharedWeights:
         return sum(each.nbytes for each in alive)
 
     def living(self, known: Digests) -> dict[str, nn.Module]:
-        """Return the parts of a model (embedding, blocks, norm, head) that another model in memory already has with
-        equal weights: modules by the parts' names. ``known``: hashes of the model's weights, by the names of the
-        parameters.
+        """Find the parts of a model (embedding, blocks, norm, head) whose weights equal those of a part of another
+        model in memory. Return that other model's modules, by the parts' names.
+
+        ``known``: hashes of the model's weights, by the names of the parameters.
         """
         parts = {
             part: self.modules.get(part_key(part, names, known))

@@ -48,7 +48,7 @@ def read_sparse_word(word: str) -> SparseWord | None:
     """Return the meaning of ``word``, a value of ``--weights``: ``sparse`` or ``sparse:SHARE``, either with
     ``:bfloat16`` after it; None for other words.
 
-    Raises :class:`UsageError` if SHARE is no share.
+    Raises :class:`UsageError` if SHARE is not a number from 0 to below 1.
     """
     first, *others = word.split(":")
     if first != SPARSE:

@@ -50,7 +50,7 @@ class Weave:
     Attributes:
         ``parts``: the parts, which together have each token once. All rows are cut at the same tokens. Of parts of the
             same rows the one with the earlier tokens comes first.
-        ``order``: function of the parts that yields the index of the part whose turn it is.
+        ``order``: function that takes the parts, and yields turn after turn the index of the part that computes.
         ``columns``: number of pieces in which the last product of attention and of a feed-forward is computed. The
             reduction of a piece travels while the next piece is computed.
     """

@@ -58,31 +58,33 @@ class PassWork(NamedTuple):
 
     @property
     def inside(self) -> list[float]:
-        """Features of a linear model of the seconds that a pass spends in the model's blocks without experts. In order:
-        1, tokens, tokens up to :data:`FEW` (small matrix products cost more per token), texts, keys that are read, and
-        products of queries and keys.
+        """Features of a linear model of the seconds that a pass spends in the model's blocks, apart from their experts.
+        In order: 1; number of tokens; this number, but at most :data:`FEW`, because small matrix products cost more per
+        token; number of texts; number of keys that are read; number of products of queries and keys.
         """
         _, tokens, texts, _, keys, products = self.step
         return [1.0, tokens, min(tokens, FEW), texts, keys, products]
 
     @property
     def experts(self) -> list[float]:
-        """Features of a linear model of the seconds that a pass spends in experts. In order: chosen experts, rows, and
-        rows up to :data:`FEW` per chosen expert (small matrix products cost more per row).
+        """Features of a linear model of the seconds that a pass spends in experts. In order: number of chosen experts;
+        number of rows; this number, but at most :data:`FEW` per chosen expert, because small matrix products cost more
+        per row.
         """
         return [self.chosen, self.rows, min(self.rows, FEW * self.chosen)]
 
     @property
     def outside(self) -> list[float]:
-        """Features of a linear model of the seconds that a pass spends outside of the model's blocks. In order: 1,
-        tokens, texts, and rows of logits.
+        """Features of a linear model of the seconds that a pass spends outside of the model's blocks. In order: 1, and
+        the numbers of tokens, of texts and of rows of logits.
         """
         return list(self.step[:4])
 
 
 class MeasuredPass(NamedTuple):
-    """A forward pass that was measured. ``work``: its amount of work. ``inside``, ``experts``, ``outside``: seconds in
-    blocks without experts, in experts without waiting for their weights, and outside of blocks.
+    """A forward pass that was measured. ``work``: its amount of work. ``inside``: seconds in the model's blocks, apart
+    from their experts. ``experts``: seconds in experts, without waiting for their weights. ``outside``: seconds outside
+    of blocks.
     """
 
     work: PassWork

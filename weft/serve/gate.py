@@ -34,8 +34,8 @@ class GateRules:
     Attributes:
         ``loopback``: whether the server listens on this computer only. It then accepts as ``Host`` only the names of
             this computer, and those in ``hosts``.
-        ``hosts``: further accepted host names. ``*`` accepts all, ``*.example.com`` all below that name. If the list is
-            empty and ``loopback`` is not set, every name is accepted.
+        ``hosts``: further accepted host names. ``*`` accepts all names, and ``*.example.com`` all names that end in
+            ``.example.com``. If the list is empty and ``loopback`` is not set, every name is accepted.
         ``origins``: other web sites whose pages may send requests; ``*`` stands for all.
     """
 

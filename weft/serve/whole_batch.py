@@ -113,8 +113,8 @@ def write_prompt_file(
 
 
 def prompts_of_file(file: Path) -> list[str]:
-    """Return the prompts of ``file``: of a ``.jsonl`` file one per line, a string or an object with "prompt"; of other
-    files each line that is not empty.
+    """Return the prompts in ``file``. In a ``.jsonl`` file each line is a prompt: a JSON string, or an object with the
+    field "prompt". In other files each line that is not empty is a prompt.
 
     Raises :class:`UsageError` for a file that cannot be read, a line without a prompt, and a file without prompts.
     """
