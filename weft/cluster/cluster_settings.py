@@ -34,9 +34,9 @@ class ClusterLimits(Section):
 
 
 class ClusterRoles(Section):
-    """Numbers of the engines that have a special role, out of those that the server starts: they only compute prompts,
-    only continue answers that have begun, or only keep cache blocks. All other engines compute prompts and write
-    answers.
+    """How many of the engines that the server starts have a special role: engines that only compute prompts, engines
+    that only continue answers that have begun, and engines that only keep cache blocks. All other engines compute
+    prompts and write answers.
     """
 
     prefill: NonNegativeInt = Field(

@@ -19,8 +19,10 @@ from weft.net.wire import Head
 @dataclass
 class EarlyEvents:
     """Events of an answer that moves to another engine. The new engine may send them before the router knows that the
-    move is complete; the router passes them on afterwards. ``tokens``, ``begun``, ``failures``: the answer's entries in
-    the lists of these names in the new engine's messages.
+    move is complete; the router passes them on afterwards.
+
+    Messages of an engine have lists called ``tokens``, ``begun`` and ``failures``. Each field keeps the entries of this
+    answer from the list of the same name.
     """
 
     tokens: list[Any] = field(default_factory=list)
@@ -39,8 +41,8 @@ class EngineLink:
         ``flights``: answers that the engine writes, by number.
         ``calls``: searches and embeddings that the engine computes, by number.
         ``cache``: the router's knowledge of the engine's cache: its usage, and the blocks that it has.
-        ``incoming``: events of the answers that are moving to this engine, by the answers' numbers here. They wait
-            until the other engine, which an answer leaves, has confirmed the move.
+        ``incoming``: early events of each answer that is moving to this engine, by its number at this engine. They are
+            held back until the engine that the answer leaves has confirmed the move.
         ``role``: the engine's present role: that in ``about``, until the router chooses another one.
         ``kept``: keys of answers that the engine has kept for clients of an earlier router.
         ``draining``: whether the engine takes no new requests.

@@ -63,7 +63,7 @@ class Flight:
         ``tokens``: tokens that were passed on to the client.
         ``hits``: tokens of the prompt that were in the cache of the engine that began the answer.
         ``prompt_scores``: log-probabilities of the prompt's tokens, if they were asked for.
-        ``log_probabilities``: those of ``tokens``, if they were asked for.
+        ``log_probabilities``: log-probabilities of ``tokens``, if they were asked for.
         ``engine``: name of the engine that writes the answer; empty if it waits for an engine.
         ``weights``: version of the oldest weights that may write the answer's next tokens.
         ``versions``: pairs of the index of a token and the version of the weights that have written the tokens from

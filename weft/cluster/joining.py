@@ -34,8 +34,9 @@ class RouterSeat(NamedTuple):
 
 def ask_to_join(channel: Channel, router: Address, about: EngineAbout) -> RouterSeat:
     """Connect over ``channel`` to the router at the address ``router``, introduce this process by ``about``, and wait
-    until it is accepted. Return the connection. Raises OSError if the router cannot be reached, and
-    :class:`RouterRefusal` if it refuses this process.
+    until it is accepted. Return the connection, with the reason for which the router had given this process up before.
+
+    Raises OSError if the router cannot be reached, and :class:`RouterRefusal` if it refuses this process.
     """
     connection = channel.dial(router, {"name": about.name}, DIAL_S, ROUTER_SILENT_S)
     try:

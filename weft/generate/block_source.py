@@ -19,8 +19,7 @@ class SourceUsage(NamedTuple):
     """Numbers of cache blocks that a source has given and taken so far.
 
     Attributes:
-        ``name``: kind of source: ``host`` memory, ``files``, other ``engines``, or
-        ``caches``: cache engines.
+        ``name``: kind of source: "host" (host memory), "files", "engines" (other engines) or "caches" (cache engines).
         ``fetched``: number of blocks that were read from it.
         ``fetched_bytes``: their bytes.
         ``stored``: number of blocks that it has taken.

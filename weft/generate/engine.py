@@ -55,9 +55,9 @@ LOOK_S = 0.002
 
 class LaunchedPass(NamedTuple):
     """A forward pass that was launched and whose results have not been taken yet. ``drawn``: the requests that get a
-    token from the pass, and how many tokens it computes for each. ``rows``: number of rows of logits of each request
-    that wants some, in the order of the logits. ``logits``: function that waits for the logits ``[rows, vocab]`` and
-    returns them. ``version``: version of the weights that the pass uses.
+    token from the pass, each with the number of its tokens that the pass computes. ``rows``: number of rows of logits
+    of each request that wants some, in the order of the logits. ``logits``: function that waits for the logits ``[rows,
+    vocab]`` and returns them. ``version``: version of the weights that the pass uses.
     """
 
     drawn: ScheduledStep

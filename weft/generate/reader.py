@@ -53,7 +53,7 @@ class TextSlice(NamedTuple):
 
     Attributes:
         ``ids``: the token ids.
-        ``past``: number of the text's tokens before them.
+        ``past``: number of the text's tokens before ``ids``.
         ``table``: numbers of the cache blocks of the text.
         ``rows``: number of last tokens whose logits are returned.
         ``offset``: position of the text's first token.

@@ -65,7 +65,7 @@ class TextOptions:
 
     @property
     def number(self) -> int:
-        """Number of texts that are sampled: the number of ``--think`` if it is one, else ``texts``."""
+        """Number of texts that are sampled: the value of ``--think`` if it is a number, else ``texts``."""
         return int(self.think) if self.reasons else self.texts
 
     def check_choice(self, chat: bool) -> None:

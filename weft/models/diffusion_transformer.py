@@ -40,18 +40,18 @@ NORM_EPS = 1e-6
 
 
 class Signals(NamedTuple):
-    """Inputs that all blocks of a diffusion transformer read beside the vectors of the patches.
+    """Inputs that all blocks of a diffusion transformer read beside the vectors of the patches. An empty tensor, of
+    shape ``[0]``, stands for an input that is not used.
 
     Attributes:
-        ``cos``,
-        ``sin``: rotations of queries and keys, ``[batch, seq/cp, head_dim / 2]``; ``[0]``: no rotation.
+        ``cos``, ``sin``: rotations of queries and keys, ``[batch, seq/cp, head_dim / 2]``; empty: no rotation.
         ``time``: noise levels ``[batch]``; after :meth:`DiffusionTransformer.conditioned` the conditioning vectors
             ``[batch, embed]``.
         ``condition``: numbers of classes ``[batch]``, captions ``[batch, words, pieces]``, or states of text ``[batch,
-            words, text]``; ``[0]``: no condition.
-        ``modulation``: shifts, scales and gates that all blocks share, ``[batch, 6 embed]``; ``[0]``: blocks compute
+            words, text]``; empty: no condition.
+        ``modulation``: shifts, scales and gates that all blocks share, ``[batch, 6 embed]``; empty: blocks compute
             their own.
-        ``real``: which patches of all ranks are of the image, bool ``[batch, patches]``; ``[0]``: all are.
+        ``real``: which patches of all ranks are of the image, bool ``[batch, patches]``; empty: all are.
     """
 
     cos: T

@@ -86,8 +86,8 @@ class Reading:
             index in the block.
         ``batches``: for each size of attention window in tokens, a list of groups of spans. The attention of a group is
             computed in one call. A size is added when a layer first needs it.
-        ``rows``: the texts of a step in which each computes one token; None: ``spans`` has the texts. No backend then
-            reads anything on the host.
+        ``rows``: for a step in which each text computes one token, these texts as tensors on the device, so that no
+            backend reads anything on the host; None: backends read ``spans``.
         ``prepared``: values that the first layer's selector has left for the selectors of the other layers, under a key
             that no other kind of selector uses.
     """
@@ -357,8 +357,8 @@ class LatentPages(KeyValuePages):
 
 
 class StatePages(Pages):
-    """Cache of linear attention: a block holds the recurrent state after the last token of its text in this block.
-    ``size``: tokens of a block. ``decay``: logarithms of the decay per token, one per head.
+    """Cache of linear attention. A block stands for ``size`` tokens of a text, and holds the recurrent state after the
+    last of these tokens that is computed. ``decay``: logarithms of the decay per token, one per head.
     """
 
     def __init__(self, size: int, decay: Sequence[float]) -> None:

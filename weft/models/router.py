@@ -56,7 +56,8 @@ class Choice(NamedTuple):
 class RouterPass:
     """What routers need in a forward and backward pass besides activations, and the counts that they record.
 
-    The counts are by layer. They are assigned, not added, so that a block that runs again for backward counts once.
+    The counts ``own``, ``chosen`` and ``dropped`` are dicts by the index of the layer. Counts are assigned, not added,
+    so that a block that runs again for backward counts once.
 
     Attributes:
         ``documents``: index of each token's document, int64 ``[tokens]``; -1 for padding.
@@ -65,7 +66,7 @@ class RouterPass:
         ``step_tokens``: a function that returns, in backward, the number of the step's tokens that are not padding.
         ``own``: how many of this rank's tokens of each document were routed to each expert, int64 ``[documents,
             experts]``.
-        ``chosen``: the same for the documents' tokens on all ranks, where the balancing loss needs it.
+        ``chosen``: like ``own``, but for the documents' tokens on all ranks; only if the balancing loss needs it.
         ``dropped``: the number of this rank's routes that a full expert dropped.
     """
 

@@ -62,7 +62,7 @@ class WovenLayers:
     """Runs layers of a model with their tokens in parts that take turns.
 
     ``overlap``: decides about parts and turns. ``asked``: number of parts that the layout asks for; 0: ``overlap``
-    chooses the number. ``least``: the fewest tokens of a pass that is cut in parts. ``whole_blocks``: whether a block
+    chooses the number. ``least``: passes with fewer tokens are not cut. ``whole_blocks``: whether a block
     must be called once for all parts, as hooks gather its parameters.
     """
 
