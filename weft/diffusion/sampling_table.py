@@ -213,7 +213,10 @@ def cut_units(shape: SamplingShape, parts: int) -> tuple[int, ...]:
 
 
 def cut_layers(layers: int, ranks: int) -> tuple[LayerRange, ...]:
-    """Divide ``layers`` evenly into ``ranks`` stages. Raises :class:`SamplingTableError` if a stage would have none."""
+    """Divide ``layers`` layers into ``ranks`` ranges of nearly equal length, one for each rank.
+
+    Raises :class:`SamplingTableError` if a rank would have no layer.
+    """
     if ranks > layers:
         raise SamplingTableError(
             f"{layers} layers cannot be cut into {ranks} stages; take fewer ranks"

@@ -70,7 +70,10 @@ def write_plotly(folder: Path) -> None:
 
 
 def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
-    """Fill the page's template with ``values`` and with the parts that pages of one and of several runs share."""
+    """Return the HTML page about ``runs``.
+
+    It is the template, filled with ``values`` by name and with the parts that pages of one and of several runs share.
+    """
     drawn = charts(runs) + (
         checkpoint_charts(runs[0].records) if len(runs) == 1 else []
     )

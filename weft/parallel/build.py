@@ -247,7 +247,7 @@ def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) ->
 def whole_model(
     shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024, hooks: Hooks = NO_HOOKS
 ) -> Transformer:
-    """Make the model ``shape`` with all its layers on this rank: Weft's transformer, or a plugin's model.
+    """Build a model of ``shape`` with all its layers on this rank, and return it: Weft's transformer, or a plugin's.
 
     ``loss_chunk``: tokens whose logits are in memory at once; ``hooks``: functions that passes call.
     """

@@ -31,9 +31,9 @@ TURNS = {"passes": Beside.OTHER_PASS, "pairs": Beside.SAME_PASS}
 
 
 def layer_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Cut ``stages`` into stages of one layer each.
+    """Return stages of one layer each, for the layers of ``stages`` in their order.
 
-    The first of them also holds the embedding, and the last one the norm and head at the model's end.
+    The first stage also holds the embedding, and the last one the norm and head at the model's end.
     """
     layers = [i for stage in stages for i in stage.layers]
     return tuple(

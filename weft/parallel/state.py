@@ -371,7 +371,7 @@ class State:
         self.tiers.forget_sums()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Replace the trained parameters by their moving averages (``optimizer.ema``) inside of the ``with`` block.
+        """Return a context in which moving averages (``optimizer.ema``) replace the trained parameters.
 
         Nothing may save or update the state meanwhile. Afterwards every bit is as before.
         """
@@ -379,7 +379,7 @@ class State:
 
     @contextmanager
     def swapped(self, slot: str) -> Iterator[None]:
-        """Replace each trained parameter by its slot named ``slot``, such as ``ema``, inside of the ``with`` block.
+        """Return a context in which the slot named ``slot``, such as ``ema``, replaces each trained parameter.
 
         Parameters without the slot stay. Nothing may save or update the state meanwhile. Afterwards every bit is as
         before.

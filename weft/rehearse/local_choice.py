@@ -355,7 +355,7 @@ def choose_here(
 def rehearsals(
     recipe: Recipe, local: ProbedMachine, paces: dict[int, float] | None = None
 ) -> list[Rehearsal]:
-    """Rehearse the recipe's step on every rank, with times scaled to the speed that the probe measured.
+    """Return a rehearsal of the recipe's step for every rank, with times scaled to the speed that the probe measured.
 
     The step runs on the recipe's first batch if its data is present, else on artificial rows. All rehearsed work is
     multiplied by a factor, which corrects for the load of the machine at this moment. The factor comes from the step of

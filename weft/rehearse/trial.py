@@ -46,7 +46,7 @@ class Measured:
 
 
 def trial(recipe: Path, world: int) -> Measured:
-    """Run some steps of the recipe in file ``recipe`` on this machine, and measure them.
+    """Run some steps of the recipe in the file ``recipe`` on this machine, and return their time and memory.
 
     ``world``: number of ranks of the recipe's layout.
     """

@@ -114,7 +114,7 @@ class Table:
         return (action for actions in self.ranks for action in actions)
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """List the ranks that compute with the parameters of ``stage``."""
+        """Return the ranks that compute with the parameters of ``stage``, ascending."""
         ranks = {a.rank for a in self if a.stage == stage}
         return tuple(sorted(ranks))
 

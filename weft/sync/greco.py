@@ -24,10 +24,10 @@ KEPT = 4_000
 def allocate_compressors(
     tensors: Mapping[str, T], default: Compressor, seed: int = 0
 ) -> dict[str, Compressor]:
-    """Choose a compressor for each of ``tensors`` from the :meth:`Compressor.alternatives` of ``default``.
+    """Choose a compressor for each of ``tensors``: ``default`` or a variant of it (:meth:`Compressor.alternatives`).
 
-    Neither the total bytes nor the total squared error are larger than with ``default`` for all tensors. ``seed``: seed
-    of the compressors' random choices.
+    Returns the compressors by the tensors' names. Neither the total bytes nor the total squared error are larger than
+    with ``default`` for all tensors. ``seed``: seed of the compressors' random choices.
     """
     options = {name: alternatives_of(default, x.shape) for name, x in tensors.items()}
     errors = [

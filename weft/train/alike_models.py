@@ -26,7 +26,7 @@ class AlikeModels(NamedTuple):
 def open_alike(
     places: Sequence[Where], device: str, warn: Callable[[str], None], ema: bool = False
 ) -> AlikeModels:
-    """Open the models at ``places``, whose token ids must mean the same tokens.
+    """Open the models at ``places`` (paths or names), and check that a token id means the same token in all of them.
 
     ``device``, ``warn`` and ``ema`` are arguments of :func:`weft.checkpoint.model.open_model`. Raises
     :class:`UsageError` if a model's tokenizer or vocabulary size differs from that of the first one.

@@ -96,7 +96,7 @@ def open_members(
     ema: bool = False,
     average: Average = "probabilities",
 ) -> EnsembleMembers:
-    """Open the models at ``places`` as the members of an ensemble; a single model is an ensemble of one.
+    """Open the models at ``places`` (paths or names) as members of an ensemble; a single model is an ensemble of one.
 
     A single place may also be a set of experts (:mod:`weft.train.expert_set`), whose router then weights the members.
 

@@ -145,7 +145,7 @@ def _is_readable(checkpoint: StoredCheckpoint) -> bool:
 def open_run(
     recipe: Recipe, out: Path | None, resume: str | None, lease: Lease, size: int
 ) -> Run:
-    """Choose and lease the folder of a run and the storage of its checkpoints.
+    """Choose and lease the folder of a run and the storage of its checkpoints. Returns both, as a :class:`Run`.
 
     ``out``: the folder to create. ``resume``: the run or checkpoint to continue. ``lease``: the lease that is taken, so
     that no other run writes there. ``size``: estimated bytes of a checkpoint.
@@ -175,9 +175,9 @@ def island_folder(island: int) -> str:
 def open_for_island(
     mesh: Mesh, open_first: Callable[[], Run], recipe: Recipe, lease: Lease, size: int
 ) -> Run:
-    """Open the run of this island. Called on the island's first rank.
+    """Choose and lease the folder and the storage of this island's run, and return them. Called on its first rank.
 
-    The first island opens the run by ``open_first``. All other islands get a folder inside the first island's folder.
+    The first island calls ``open_first`` for this. All other islands get a folder inside the first island's folder.
     ``lease``: the lease that is taken on the island's folder. ``size``: estimated bytes of a checkpoint. Raises
     :class:`WeftError` if the first island cannot open its run.
     """

@@ -50,7 +50,7 @@ class Scorer:
 
 
 def pack_texts(texts: Sequence[Text], room: int) -> RowList:
-    """Pack ``texts`` into rows of at most ``room`` tokens.
+    """Return ``texts`` packed into rows of at most ``room`` tokens.
 
     The field ``weights`` of the rows holds, in place of a weight, the index from 1 of each label's text;
     :class:`Scorer` adds up scores by this index.

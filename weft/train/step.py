@@ -311,7 +311,7 @@ def as_flat(
 def split_like(
     flat: torch.Tensor, like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Split ``flat`` into views with the names and shapes of the tensors in ``like``."""
+    """Split the tensor ``flat``, and return views by name that have the names and shapes of the tensors in ``like``."""
     pieces = flat.split([x.numel() for x in like.values()])
     return {
         name: piece.view(x.shape)
@@ -727,7 +727,7 @@ def share_of_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Te
 
 
 def sum_over_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
-    """Sum ``numbers``, which each rank has added up over its own forward passes, over the passes of all ranks.
+    """Return the sum of ``numbers`` over all ranks; each rank has added them up over its own forward passes.
 
     Passes that several ranks compute count once (:func:`share_of_passes`).
     """

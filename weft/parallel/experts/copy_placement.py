@@ -127,7 +127,7 @@ def swapped(loads: Array, order: Array, sizes: Array) -> Array:
 
 
 def copies_away(copies: Array, order: Array, sizes: Array) -> int:
-    """Count the copies of experts on ranks that do not own the expert.
+    """Return the number of copies of experts on ranks that do not own the expert.
 
     ``copies``: whether a rank has an expert, bool ``[experts, ranks]``; ``order``: all experts, those of the first
     owner, then those of the second, and so on; ``sizes``: number of experts of each owner.

@@ -70,7 +70,7 @@ class ExpertRanks(Homes):
             ]
 
     def placed(self, choice: Choice) -> Choice:
-        """Replace the experts in a routing ``choice`` by slots: positions in the ranks' stacks of expert weights.
+        """Return a routing ``choice`` with slots in place of experts: positions in the ranks' stacks of expert weights.
 
         Slots are numbered over all ranks. An expert that is cut becomes the slots of all its pieces, each with the
         expert's routing weight; an expert with copies becomes the slot of one of them.

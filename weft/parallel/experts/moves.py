@@ -50,7 +50,7 @@ def better_order(
 
 
 def tensors_of(state: Sequence[Held]) -> list[torch.Tensor]:
-    """List the tensors on this rank of the parameters in ``state``: values and optimizer slots."""
+    """Return this rank's tensors of the parameters in ``state``: for each parameter its value, then its slots."""
     return [
         t for h in state for t in (h.local, *(part.values for part in h.slots.values()))
     ]

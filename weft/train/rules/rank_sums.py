@@ -53,11 +53,14 @@ class RankSums:
         return [axis for axis in dict.fromkeys(cutting) if self.mesh.size(axis) > 1]
 
     def sum(self, x: T, held: Held, *dims: int) -> T:
-        """Sum ``x`` in place over the ranks among which ``held`` is cut along the dimensions with indices ``dims``."""
+        """Sum ``x`` in place over ranks, and return it. Collective.
+
+        The ranks are those among which the parameter ``held`` is cut along the dimensions with indices ``dims``.
+        """
         return self._reduced(x, held, dims, dist.ReduceOp.SUM)
 
     def largest(self, x: T, held: Held, *dims: int) -> T:
-        """Replace ``x``, in place, by its elementwise maximum over ranks.
+        """Replace ``x``, in place, by its elementwise maximum over ranks, and return it. Collective.
 
         The ranks are those among which the parameter ``held`` is cut along the dimensions with indices ``dims``.
         """
