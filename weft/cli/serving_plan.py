@@ -24,11 +24,11 @@ class ServingQuestion(NamedTuple):
     """Requirements and load of ``weft plan --serve``.
 
     Attributes:
-        ``ttft``: most seconds to the first token.
-        ``tpot``: most seconds per further token.
-        ``rate``: requests per second.
-        ``prompt``: mean tokens of a prompt.
-        ``answer``: mean tokens of an answer.
+        ``ttft``: largest allowed time to the first token, in seconds.
+        ``tpot``: largest allowed time per further token, in seconds.
+        ``rate``: number of requests per second.
+        ``prompt``: mean number of tokens of a prompt.
+        ``answer``: mean number of tokens of an answer.
     """
 
     ttft: float

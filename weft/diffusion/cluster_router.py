@@ -41,9 +41,9 @@ UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, Runtime
 
 
 class RouterLayer(nn.Module):
-    """A residual layer of a router, whose input is scaled and shifted by time and condition.
+    """A residual layer of a :class:`ClusterRouter`. Time and condition scale and shift the layer's input.
 
-    ``width``: number of elements of its vectors.
+    ``width``: number of elements of the layer's input and output.
     """
 
     def __init__(self, width: int) -> None:

@@ -49,10 +49,10 @@ class NamedTable(NamedTuple):
 def table_of_options(layout: Layout, stale: int | None, table: str) -> NamedTable:
     """Return the sampling table that the options ``--layout``, ``--stale`` and ``--table`` name.
 
-    ``layout``: its ranks along ``cp`` divide the image into bands, those along ``pp`` divide the layers. ``stale``:
-    number of steps before the present one in which the keys of other ranks were computed (0: in the same step); None:
-    not given. ``table``: name and settings of a table; "": not given. Raises :class:`UsageError` for options that
-    contradict each other or name no table.
+    ``layout``: its ranks along ``cp`` divide the image into bands, those along ``pp`` divide the layers. ``stale``: how
+    many steps ago the keys of other ranks were computed that a rank uses (0: in the same step); None: not given.
+    ``table``: name and settings of a table; "": not given. Raises :class:`UsageError` for options that contradict each
+    other or name no table.
     """
     sizes = {"cp": layout.cp, "pp": layout.pp}
     if layout.world != max(sizes.values()):

@@ -80,8 +80,6 @@ def axis_groups(layout: Layout, device: torch.device, table: np.ndarray) -> Axis
 
 
 def numbers_within(group: dist.ProcessGroup, whole: dist.ProcessGroup) -> list[int]:
-    """Return the ranks of the members of ``group``, in its order, as they are numbered in the larger group
-    ``whole``.
-    """
+    """Return the rank in the larger group ``whole`` of each member of ``group``, in the order of ``group``."""
     ranks = dist.get_process_group_ranks(group)
     return [dist.get_group_rank(whole, rank) for rank in ranks]

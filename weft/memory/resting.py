@@ -67,7 +67,7 @@ class RestingGroup:
         ``coming``: transfer that reads them; None if there is none.
         ``leaving``: transfer that writes them back; None if there is none.
         ``in_use``: whether they are in the memory in which they are used.
-        ``piece``: bytes of a piece of every transfer, such as those of one row; 0: as many as are fast.
+        ``piece``: bytes of a piece of every transfer, such as those of one row; 0: chosen for speed.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class Tiers(OnDevice):
 
         The tensor objects stay the same. ``owner``: unit of the state (parameters updated together) to which they
         belong; ``kind``: "weights", "gradients" or "moments"; ``piece``: bytes of a piece of their transfers, such as
-        a row of a tensor that is also read alone; 0: as many as are fast.
+        a row of a tensor that is also read alone; 0: chosen for speed.
         """
         place = self.places.get(kind, "device")
         tensors = [t for t in tensors if t.numel()]

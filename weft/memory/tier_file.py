@@ -207,7 +207,7 @@ class Region:
         ``size``: bytes of the region.
         ``memory``: the region's bytes mapped into this process, uint8; empty in a file that an earlier process wrote.
         ``sums``: checksums of the pieces that were written last, by the byte of the region at which they begin.
-        ``piece``: bytes of a piece of every transfer; 0: as many as are fast.
+        ``piece``: bytes of a piece of every transfer; 0: chosen for speed.
 
     While a transfer to or from the region runs, nothing else may change its bytes: neither another transfer nor a write
     to ``memory``.
@@ -404,7 +404,7 @@ class TierFile:
         """Reserve ``size`` bytes, filled with zeros, at the end of the file, and return them as a region.
 
         Of a file that an earlier process wrote, the next ``size`` bytes are the region. ``piece``: bytes of a piece of
-        its transfers, whole pages; 0: as many as are fast.
+        its transfers, whole pages; 0: chosen for speed.
 
         Raises :class:`TierError` if the disk is full.
         """

@@ -43,8 +43,8 @@ class PlanQuestion:
         ``engine``: the class of training program whose constants apply.
         ``calibration``: where these constants come from, in words.
         ``band``: error of predicted times in percent; None if no prediction was compared with a measurement.
-        ``rehearsed``: whether layouts were timed on a probed machine, so that the page shows no times by formulas
-            beside theirs.
+        ``rehearsed``: whether the layouts' times come from rehearsals on a probed machine. The page then does not show
+            the times that formulas predict.
         ``untrainable``: why ``weft train`` cannot train the model yet; empty if it can.
     """
 

@@ -33,10 +33,10 @@ BLOCK, LEAST = 16, 4
 class ThinkingModel:
     """Sizes of a model that determine the cost of reasoning with it.
 
-    ``parameters``: number of parameters that multiply each token; ``width``: bytes of a parameter. ``layers``: number
-    of layers; ``keys``: bytes of a token's keys and values in all layers; ``queries``: elements of a token's queries in
-    all layers. ``shares``: the shares of earlier keys to choose from, for attention that reads only some of them; 1:
-    all keys.
+    ``name``: name of the model. ``parameters``: number of parameters with which each token is multiplied; ``width``:
+    bytes of a parameter. ``layers``: number of layers; ``keys``: bytes of a token's keys and values in all layers;
+    ``queries``: number of elements of a token's queries in all layers. ``shares``: for attention that reads only some
+    of the earlier keys, the shares of keys among which the planner may choose; 1: all keys.
     """
 
     name: str

@@ -45,7 +45,7 @@ class Wire:
     """Asynchronous transfers of values (results of actions) between the ranks of one pipeline.
 
     Ranks are numbered along the mesh axis ``pp``. On NCCL each pair of a sender and a receiver has its own
-    communicator. With one for both directions, two ranks that send to each other would wait for each other for ever.
+    communicator. If both directions shared one, two ranks that send to each other would wait for each other for ever.
 
     Args:
         ``group``: process group of the pipeline.

@@ -41,7 +41,7 @@ def convert(
     """Convert the checkpoint ``source`` to another format, and write it to the new folder or file ``out``.
 
     ``kind``: format of ``source``, by default detected; ``to``: format of ``out``, one of :data:`WRITERS`; ``config``:
-    the model's ``config.json``, if it lies elsewhere; ``dtype``: type of the weights (None keeps theirs);
+    the model's ``config.json``, if it lies elsewhere; ``dtype``: type of the written weights (None: as stored);
     ``optimizer``: whether to write the optimizer's moments; ``upcycle``: settings of experts that replace dense layers
     (:func:`.upcycled_shape`), or None. Returns the opened checkpoint that was written. Raises :class:`WeftError`, and
     then leaves no checkpoint at ``out``.
@@ -110,7 +110,7 @@ def write_weft(
 ) -> None:
     """Write ``foreign`` as a Weft checkpoint with one data file to the storage ``out``.
 
-    ``dtype``: type of the weights (None keeps theirs); ``optimizer``: whether to write the optimizer's moments.
+    ``dtype``: type of the written weights (None: as stored); ``optimizer``: whether to write the optimizer's moments.
     """
     wanted = _plan(foreign, dtype, optimizer)
     tensors = {name: output.about for name, output in sorted(wanted.items())}
@@ -158,7 +158,7 @@ def write_hf(
 ) -> None:
     """Write ``foreign`` as a Hugging Face model to the new folder ``out``.
 
-    ``dtype``: type of the weights (None keeps theirs, or for a Weft run the type of the model that it started from).
+    ``dtype``: type of the written weights. None: as stored; for a Weft run, that of the model from which it started.
     ``optimizer`` has no effect, as the format has no optimizer state.
     """
     if foreign.model.kind == "diffusion":
@@ -227,7 +227,7 @@ def export_dcp(
 ) -> None:
     """Write ``foreign`` as a PyTorch DCP checkpoint with Hugging Face's names to the new folder ``out``.
 
-    No process group is needed. ``dtype``: type of the weights (None keeps theirs). With ``optimizer`` the moments are
+    No process group is needed. ``dtype``: type of the written weights (None: as stored). With ``optimizer`` moments are
     written, too, as ``optimizer.state.NAME.exp_avg`` and ``optimizer.state.NAME.exp_avg_sq``.
     """
     wanted: dict[str, tuple[_Output, int | None]] = {}
@@ -287,9 +287,9 @@ def write_gguf(
 ) -> None:
     """Write ``foreign`` as a GGUF file to ``out``.
 
-    ``out``: the file, if its name ends in ``.gguf``, else a new folder for the file. ``dtype``: type of the weights
-    (None: the type in the model's ``config.json``, else theirs). ``optimizer`` has no effect, as the format has no
-    optimizer state.
+    ``out``: the file, if its name ends in ``.gguf``, else a new folder for the file. ``dtype``: type of the written
+    weights (None: the type in the model's ``config.json``, without one as stored). ``optimizer`` has no effect, as the
+    format has no optimizer state.
     """
     kept = str(
         dtype or exported_dtype(None, foreign.files) or foreign.sources[TYPICAL].dtype
