@@ -66,7 +66,7 @@ class Storage(Protocol):
 
     @property
     def granule(self) -> int:
-        """Number of bytes that one request reads most efficiently."""
+        """Number of bytes per read request with which reading is most efficient."""
 
     def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
         """Fill ``buffers``, one after another, with the bytes of the object ``name`` from byte ``offset`` on.

@@ -232,7 +232,7 @@ def open_denoiser(
     ``where``: the run's folder or a checkpoint. ``device``: device on which it computes. ``say``: called with a line
     for each damaged checkpoint that is skipped for an older one. ``ema``: whether to take the moving averages of the
     parameters. ``autoencoder``: folder of the autoencoder whose latents the model makes; empty: where it was in
-    training. A model that has learned several sizes makes images of the one that most images of its training had.
+    training. A model that has learned several sizes makes images of the size that most of its training images had.
     Raises :class:`UsageError` if the model is not a diffusion transformer.
     """
     from weft.checkpoint.model import open_model

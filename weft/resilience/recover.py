@@ -59,7 +59,7 @@ class Recovery:
 
 
 def newest_recovery(facts: Sequence[Facts]) -> Recovery | None:
-    """Return the newest state of which the members of the next view (set of ranks) together hold complete copies.
+    """Return the newest state that members of the next view (set of ranks) can restore from the copies that they hold.
 
     Returns None if there is no such state. ``facts``: for each member, by its rank in the next view, what it said in
     the agreement. The entry :data:`FACT` lists its copies.

@@ -42,9 +42,9 @@ def by_kind(times: ModelTimes) -> Callable[[Action], float]:
 def uniform_costs(table: Table, times: Times = EQUAL) -> Costs:
     """Return costs for simulating ``table`` if all its stages take equally long.
 
-    ``times``: times of one microbatch on a rank. With ``v`` stages per rank each stage takes ``1 / v`` of them. Memory
-    is counted in units of what a rank saves for one microbatch. A stage saves ``1 / v`` of a unit, from its forward to
-    its weight gradient.
+    ``times``: times of one microbatch on a rank. With ``v`` stages per rank each stage takes ``1 / v`` of them. The
+    unit of memory is what a rank saves for the backward of one microbatch. A stage occupies ``1 / v`` of a unit, from
+    its forward to its weight gradient.
     """
     chunks = table.stages / len(table.ranks)
     return Costs(

@@ -79,7 +79,7 @@ class Guard:
     def presence(self, mesh: Mesh, recipe: Recipe) -> Iterator[Presence | None]:
         """Connect this rank to the other islands of the run for the duration of the context.
 
-        Yields the record of which islands take part, or None if the run has no other islands.
+        Yields an object that knows which islands take part, or None if the run has no other islands.
         """
         if mesh.island_store is None:
             yield None

@@ -50,9 +50,9 @@ def compressors(how: Sync) -> tuple[Compressor, Compressor]:
 def add_slots(state: State, how: Sync) -> None:
     """Add the slots that islands need (:func:`slots_of`) to every trained parameter.
 
-    A slot is a tensor kept for each parameter, in float32 or the parameter's type if wider. The method says what it
-    starts with: most start the slot ``anchor`` as a copy of the parameter, all others as zeros. Nothing is added if
-    islands exchange gradients in place of parameters. ``how``: the recipe's section ``[sync]``.
+    A slot is a tensor kept for each parameter, in float32 or the parameter's type if wider. The method gives its
+    initial value: most methods start the slot ``anchor`` as a copy of the parameter, all others as zeros. Nothing is
+    added if islands exchange gradients in place of parameters. ``how``: the recipe's section ``[sync]``.
     """
     if how.of_gradients:
         return

@@ -27,7 +27,7 @@ CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of a tensor that one rank of another program stored.
+    """Part of a tensor, as one rank of another program has stored it.
 
     ``shape`` and ``dtype``: shape and type of this part. ``read(lo, hi)`` reads its rows ``lo:hi`` on demand.
     """
