@@ -37,7 +37,8 @@ CONNECT_S, TAKE_S, AGAIN_S = 2.0, 5.0, 1.0
 
 
 class CacheStock:
-    """The blocks of a cache engine: in ``memory``, and in ``files`` if they are given.
+    """The stock of cache blocks of a cache engine. Blocks are kept in ``memory``, and also in ``files`` unless that is
+    None.
 
     It is a :class:`weft.generate.block_channel.BlockStock`.
     """

@@ -96,7 +96,7 @@ class LoanParty(Protocol):
         """Return how many cache blocks are in loans. May be called in any thread."""
 
     def close(self) -> None:
-        """End the processes that hold blocks for this engine alone."""
+        """End processes that were started to hold cache blocks of this engine, such as owners of files."""
 
 
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:

@@ -50,8 +50,8 @@ class BlockWeights(NamedTuple):
 
 
 class LeanBlock:
-    """Computes a plain block with packed weights (:func:`packed_weights`) in few operators. ``block``: the block;
-    ``weights``: its weights.
+    """Computes a block in few operators, in passes without gradients. :func:`packed_weights` says for which blocks this
+    is possible. ``block``: the block. ``weights``: its packed weights.
     """
 
     def __init__(self, block: Block, weights: BlockWeights) -> None:
@@ -110,7 +110,11 @@ def split_of(module: Projections, *names: str) -> SplitProduct:
 
 
 def packed_weights(block: Block) -> BlockWeights | None:
-    """Return the packed weights of ``block`` if it is so plain that :class:`LeanBlock` computes it, else None."""
+    """Return the packed weights of ``block`` if :class:`LeanBlock` can compute it, else None.
+
+    It can compute a block on one device with softmax attention and a dense SiLU feed-forward. The block must have no
+    further norms and no dropout, and its weights must be packed for oneDNN.
+    """
     if type(block) is not Block or block.dropout or block.ladder:
         return None
     attention, ffn = block.attention, block.ffn

@@ -371,9 +371,10 @@ def part_inputs(
     seen: RouterPass | None,
     rows: int,
 ) -> PartInputs:
-    """Return a part's cosines and sines, where documents begin in its rows, and where routers record its counts.
+    """Return the inputs of the layers for one part of the tokens, cut out of the inputs of the whole pass.
 
-    ``rows``: number of rows of the pass. The other arguments are those of the pass.
+    ``part``: the tokens of the part. ``rows``: number of rows of the whole pass. ``rope``, ``cu_seqlens``, ``seen``:
+    cosines and sines, where documents begin, and where routers record their counts, for the whole pass.
     """
     at = slice(part.top, part.bottom), slice(part.first, part.last)
     turned = [each[:, *at] for each in rope[:2]]

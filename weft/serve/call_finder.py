@@ -104,7 +104,7 @@ class CallFinder:
 
     @property
     def full(self) -> bool:
-        """Whether as many calls have been found as an answer may have."""
+        """Whether the answer has the largest number of tool calls that it may have."""
         return len(self.calls) == self.most
 
     def _is_callable(self, name: Any) -> bool:
