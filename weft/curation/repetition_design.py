@@ -27,8 +27,8 @@ class ProposedRun:
         ``pool``: name of the pool.
         ``size``: number of samples of the part of the pool that is read.
         ``epochs``: how often that part is read.
-        ``uncertainty``: standard error that the half-life of the pool whose half-life is known worst has after this run
-            and those proposed before it, as a share of the half-life.
+        ``uncertainty``: largest relative standard error of a pool's half-life, over all pools, after this run and the
+            runs proposed before it.
     """
 
     pool: str

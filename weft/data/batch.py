@@ -21,8 +21,9 @@ class Pass(NamedTuple):
     has.
 
     A balanced step spreads documents over data ranks by the time that they take
-    (:mod:`weft.parallel.document_balance`). ``peers``: numbers of the data ranks, over which the joined documents are
-    cut. ``documents``: the documents' numbers within the step.
+    (:mod:`weft.parallel.document_balance`). ``peers``: numbers of the data ranks that compute the pass; the joined
+    tokens of its documents are cut into parts, one for each of these ranks. ``documents``: the documents' numbers
+    within the step.
     """
 
     peers: tuple[int, ...]

@@ -55,7 +55,7 @@ class ClipForm:
             not overlap.
         ``size``: height and width in pixels to which frames are scaled; empty: that of the videos.
         ``colours``: whether pixels have three channels; None: as many as the frames have.
-        ``anywhere``: whether moving digits are anywhere at first, or in the middle.
+        ``anywhere``: whether moving digits begin at random positions; otherwise they begin in the middle of the frame.
     """
 
     frames: int = 16

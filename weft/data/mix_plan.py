@@ -50,16 +50,19 @@ class MixFacts(NamedTuple):
     position: int = 0
 
     def sample(self, at: int | float) -> int:
-        """Return the number of the first sample from a moment of the run on.
+        """Return the number of the sample with which a step of the run begins; at least 0.
 
-        ``at``: an integer is a step; a float is a fraction of the run's steps, from 0 to 1.
+        ``at``: the step, as its number (an integer) or as a fraction of the run's steps (a float from 0 to 1).
         """
         step = at if isinstance(at, int) else round(at * self.steps)
         return max(0, self.position + (step - self.begun) * self.batch)
 
     @property
     def block(self) -> int:
-        """Number of samples of a block whose shares may move: a power of 2 from 16 to 8,192, about 1/1024 of a run."""
+        """Number of samples of a block, for a mixture whose shares change from block to block.
+
+        It is a power of 2 from 16 to 8,192, about 1/1024 of the samples of the run.
+        """
         samples = self.steps * self.batch
         return min(max(16, 1 << max(0, samples // 1024).bit_length()), 8192)
 

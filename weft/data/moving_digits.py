@@ -23,8 +23,8 @@ def moving_digits(
 
     The digit moves one pixel per frame, and what leaves the frame on one side enters on the other. ``frames``: number
     of frames of a video. ``every``: stride of the frames that are taken, so that digits move faster. ``size``: height
-    and width of a frame, at least 8; empty: 8 x 8. ``anywhere``: whether a digit is anywhere at first, or in the
-    middle. Raises :class:`UsageError` if scikit-learn is not installed.
+    and width of a frame, at least 8; empty: 8 x 8. ``anywhere``: whether a digit begins at a random position; otherwise
+    it begins in the middle of the frame. Raises :class:`UsageError` if scikit-learn is not installed.
     """
     from weft.errors import UsageError
 

@@ -49,7 +49,7 @@ class PictureSet:
         ``sizes``: height and width of each image, int64 ``[samples, 2]``, if images have different sizes; the pixels
             beyond an image's size are 0. None: all images have one size.
         ``encoder``: folder of the autoencoder whose latents the pixels are; empty: they are pixels.
-        ``notes``: lines about the source that its reader should see, such as captions of no image.
+        ``notes``: lines about the source to print for the user, such as one about captions that belong to no image.
         ``groups``: number of the video that each clip was cut from, int64 ``[samples]``. All clips of a video are held
             out for validation, or none. None: samples are held out one by one.
     """

@@ -46,7 +46,11 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 
 @contextmanager
 def naming_file(path: Path, kind: str) -> Iterator[None]:
-    """Convert errors inside the context as :func:`reading` does."""
+    """Convert errors of reading ``path`` inside the context to a :class:`WeftError` of one line, as :func:`reading`
+    does.
+
+    Unlike :func:`reading`, it does not download the file. ``kind``: what the error calls the format of the file.
+    """
     try:
         yield
     except ImportError as error:

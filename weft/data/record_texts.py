@@ -94,7 +94,7 @@ def parquet_texts(
 
 
 def is_wanted(record: Mapping[str, Any], source: Source) -> bool:
-    """Return whether a record has the values that ``where`` of its source asks for."""
+    """Return whether the fields of a record have the values that the setting ``where`` of ``source`` demands."""
     return all(record.get(name) == value for name, value in source.where.items())
 
 

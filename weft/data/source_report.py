@@ -49,7 +49,7 @@ class SourceReport:
         self.skip(error)
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Add the fields of the report of a later part of the source, as JSON has them."""
+        """Add the counts of a report on a later part of the source. ``values``: the fields of that report by name."""
         self.records += values["records"]
         self.skipped += values["skipped"]
         self.empty += values["empty"]

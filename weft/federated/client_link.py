@@ -43,10 +43,10 @@ class ServerLink:
     A thread keeps the connection and sends heartbeats, so that the server knows that the client lives while it trains.
     An answer is sent again over every new connection until the server confirms it.
 
-    ``dial``: function that connects, with the client's hello (first message). ``forms``: encodings of tensors.
-    ``kept``: the client's state on disk. ``name``: the client's name. ``clip``: largest norm of a difference, 0 for
-    none. ``patience``: seconds to wait for a server that cannot be reached. ``say``: prints a line. ``mask``: the
-    client's key for secure sums, or None.
+    ``dial``: function that connects, with the client's hello (first message). ``forms``: encodings of the tensors that
+    are sent and received. ``kept``: the client's state on disk. ``name``: the client's name. ``clip``: largest norm of
+    a difference, 0 for none. ``patience``: seconds to wait for a server that cannot be reached. ``say``: prints a line.
+    ``mask``: the client's key for secure sums, or None.
     """
 
     def __init__(

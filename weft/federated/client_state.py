@@ -107,7 +107,10 @@ class ClientState:
     def expect(
         self, token: str, group: str, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Store ``tensors`` as what the group called ``group`` becomes if the server takes the answer ``token``."""
+        """Store ``tensors`` as the next content of ``group``.
+
+        They replace its present content if the server takes the answer with the token ``token`` (:meth:`settle`).
+        """
         if token != self.waiting:
             self.waiting, self.awaited = token, {}
         self.awaited[group] = tensors

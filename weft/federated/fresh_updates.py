@@ -155,8 +155,8 @@ def _values(net: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class EstimatedUpdate:
-    """What is kept of an estimate in place of a stale update: the stale update, the version of the model for which it
-    was replaced, and the synthetic samples that gave the estimate (``data``).
+    """Record of a stale update that was replaced by an estimate. ``version``: version of the model for which it was
+    estimated. ``stale``: the stale update. ``data``: the synthetic samples from which the estimate was computed.
     """
 
     version: int

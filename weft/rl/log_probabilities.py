@@ -85,7 +85,8 @@ def token_readings(
     Arguments:
         ``state``: state of the model; None on one device.
         ``mesh``: the ranks that compute together.
-        ``texts``: token ids of each text, and which of them are marked. The first token of a text cannot be marked.
+        ``texts``: for each text its token ids, and a mask that marks the tokens to compute. The first token of a text
+            cannot be marked.
         ``rows``: number of rows that a rank computes in a forward pass.
         ``passes``: number of forward passes of a rank in a step.
         ``room``: number of tokens in a row. If the longest text has more, rows are as long as that text.

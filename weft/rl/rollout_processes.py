@@ -84,7 +84,7 @@ def open_remote_rollouts(
             joined.
         ``say``: prints a line.
         ``threads``: number of threads of each of these engines; 0: an equal share of the cores.
-        ``wait``: seconds that the first weights wait for engines.
+        ``wait``: seconds for which the first :meth:`RolloutSource.take_weights` waits until engines have joined.
         ``interrupted``: returns whether this rank is asked to end the run.
         ``listen``: address of the first rank at which other engines join with ``weft engine --checkpoint policy:``; the
             run must then have ``WEFT_SECRET``. None: only engines of this host can join.

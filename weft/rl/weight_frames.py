@@ -129,9 +129,9 @@ def weight_frames(
         ``moves``: the elements that this rank sends to the other, from :func:`moves_to_others`.
         ``tensors``: shapes and types, by name.
         ``sources``: the weights, from :func:`copied_sources`.
-        ``before``: the same of the version ``base`` that the receiver has; None: all elements are sent. Otherwise each
-            piece is sent in the shortest of three forms: all elements; a bit mask and the changed elements; or indices
-            and values of the changed elements.
+        ``before``: a copy of the weights of version ``base``, which the receiver has; None: all elements are sent.
+            Otherwise each piece is sent in the shortest of three forms: all elements; a bit mask and the changed
+            elements; or indices and values of the changed elements.
         ``most``: largest number of bytes of weights in a frame.
     """
     frames = buckets(moves, tensors, most) or [[]]

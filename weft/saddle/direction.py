@@ -22,7 +22,7 @@ class Direction:
     residuals: dict[int, Values] | None = None
 
     def nbytes(self, values: Values) -> int:
-        """Return how many bytes a message takes that has, for each tensor of ``values``, a compressed tensor of the
-        same shape.
+        """Return the bytes of a message with all tensors of ``values``, each compressed. They depend on shapes and
+        types alone.
         """
         return sum(self.compressor.nbytes(t.shape, t.dtype) for t in values.values())

@@ -45,7 +45,7 @@ class PolicyFind(NamedTuple):
     Attributes:
         ``expression``: the best expression.
         ``seen``: costs on the workloads of the search: of the result, as "find", and of each baseline by its name.
-        ``held_out``: the same on held-out workloads, which decide whether the result is better.
+        ``held_out``: the same costs on held-out workloads, by which the result is judged to be better or not.
         ``judged``: number of expressions that were judged.
     """
 

@@ -36,9 +36,9 @@ Batch = list[dict[str, Any]]
 
 
 def encode_process_count(source: Source) -> int:
-    """Return how many processes encode a source of conversations; 1: this one.
+    """Return how many processes encode a source of conversations; 1: only the calling process.
 
-    Judgements are paired across records, and need one process.
+    The result is 1 for a small source, and for judged answers, because each is paired with one of another record.
     """
     size = sum(file_state(file)[0] for file in documents_of(source).read)
     if source.kind == "feedback" or size < LARGE:

@@ -33,8 +33,9 @@ class PairWeight(NamedTuple):
 
 
 class RecordTokens(NamedTuple):
-    """Tokens of one record of a source: its ``place``, its ``documents``, and the weight of the ``pair`` that they are,
-    or None.
+    """Tokens of one record of a source. ``place``: file and line of the record. ``documents``: tokens of each
+    conversation of the record. ``pair``: weight and margin if the documents are a pair of answers; None if they are no
+    pair.
     """
 
     place: RecordLocation

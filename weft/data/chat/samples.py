@@ -42,7 +42,8 @@ def messages_field(source: Source) -> str | None:
 def placed_records(
     source: Source, wrong: Callable[[Any], None] | None
 ) -> PlacedRecords:
-    """Yield ``(place, record)`` for each record in the files of a source, as it is there.
+    """Yield ``(place, record)`` for each record in the files of a source, with the columns' names as they are in the
+    file.
 
     ``wrong``: called with the error for a line that is no record; None: the error is raised.
     """
@@ -62,8 +63,10 @@ def read_samples(
 
     The content is a conversation or, in sources of preferences and judgements, a pair of answers. Errors name file and
     line. With ``on_error = "skip"`` malformed records are skipped. ``report`` counts records, skipped records and
-    unread fields. ``records``: some of the source's records; None: all of them, of which every renamed column has to be
-    in one. ``renaming``: the renaming of columns to use, which then knows the columns that were seen.
+    unread fields. ``records``: the records to read, such as a part of the source, as :func:`placed_records` yields
+    them; None: all records of the source. ``renaming``: the object that renames columns, and that notes which of them
+    occur; None: a new one. Raises :class:`UsageError` if all records were read and a column that the recipe renames is
+    in none of them.
     """
     report = report or SourceReport()
     renamed = renaming or Renaming(source.columns, source.roles)

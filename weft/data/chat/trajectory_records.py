@@ -129,8 +129,8 @@ def _atif_step(number: int, turn: Turn) -> Record:
 def atif_trajectory(record: Mapping[str, Any]) -> Trajectory:
     """Convert a record of ATIF 1.x (Agent Trajectory Interchange Format) to a trajectory.
 
-    Raises :class:`ConversationError`, which names the step, for a malformed record, and for the result of a call that
-    the step does not make. It also does so if a step has not as many log-probabilities as tokens.
+    Raises :class:`ConversationError`, which names the step, in three cases: the record is malformed, a step has the
+    result of a call that it does not make, or its numbers of tokens and log-probabilities differ.
     """
     from_atif(Fields(record))  # checks it
     turns = tuple(

@@ -19,7 +19,8 @@ HEAD = 16
 class WeightsVersion(NamedTuple):
     """A version of the weights that a learner has published.
 
-    ``version``: number of the version; 0: none is published yet. ``explore``: share of random actions with them.
+    ``version``: number of the version; 0: none is published yet. ``explore``: probability with which a worker takes a
+    random action in place of the policy's. ``weights``: all parameters one after another, ``[parameters]``.
     """
 
     version: int
@@ -52,7 +53,7 @@ class PublishedWeights:
     def publish(self, explore: float, weights: np.ndarray) -> int:
         """Make ``weights`` the newest version, and return its number. Does not wait for readers.
 
-        ``explore``: share of random actions with these weights.
+        ``explore``: probability with which a worker takes a random action in place of the policy's.
         """
         # the place that readers of the newest version do not read
         other = self._read_version() + 1

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class AllTokensToAll(DispatchWay):
-    """Sends each of a rank's ``T`` tokens to all ``P`` ranks: each rank sends ``T (P - 1)`` rows in each direction
-    (DeepSpeed-MoE, Rajbhandari et al. 2022).
+    """Sends each of a rank's ``T`` tokens to all ``P`` ranks: each rank sends ``T (P - 1)`` rows on the way to the
+    experts, and as many on the way back (DeepSpeed-MoE, Rajbhandari et al. 2022).
     """
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:

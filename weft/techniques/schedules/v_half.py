@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     figure="peak P/2+1",
 )
 class VHalf(ScheduleBuilder):
-    """A schedule with two stages per rank that holds activations of about half the microbatches of 1F1B, and has less
-    than half of its bubble (Qi et al. 2024). A rank holds the activations of at most ``ranks / 2 + 1`` microbatches if
+    """A schedule with two stages per rank (Qi et al. 2024). It needs about half of 1F1B's memory for activations, and
+    has less than half of 1F1B's bubble. A rank holds the activations of at most ``ranks / 2 + 1`` microbatches if
     ``ranks`` is even, else ``(ranks + 3) / 2``.
     """
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     figure="peak at most (P+4)/3",
 )
 class VMin(ScheduleBuilder):
-    """A schedule with two stages per rank that holds activations of about a third of the microbatches of 1F1B (Qi et
-    al. 2024). A rank holds the activations of at most ``(ranks + 4) / 3`` microbatches.
+    """A schedule with two stages per rank, which needs about a third of 1F1B's memory for activations (Qi et al. 2024).
+    A rank holds the activations of at most ``(ranks + 4) / 3`` microbatches.
     """
 
     about = "a third of 1F1B's peak, two thirds of its bubble"

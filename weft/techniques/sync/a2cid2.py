@@ -92,8 +92,8 @@ class A2CiD2(SyncMethod):
 
     It is the successor of DADAO by the same authors, for deep networks: what the islands learn on average is exactly
     the mean of their optimizers' steps, without DADAO's own momentum. A second copy of the parameters, ``ahead``, takes
-    the same steps and larger pulls towards other islands, and both mix continuously; islands that are linked by few
-    others so come together sooner.
+    the same steps, and is pulled more strongly towards other islands. Parameters and copy mix continuously. Islands
+    with few links therefore agree sooner.
 
     The slot ``anchor`` is the parameters as the last event left them.
     """

@@ -65,7 +65,9 @@ def _table(part: dict[str, Any]) -> Task:
 
 @register("task", "combined", settings=CombinedSettings, title="Several rewards of one answer")  # fmt: skip
 class Combined(RewardTask):
-    """Asks the questions of its first part, and combines the rewards that all parts give the answer."""
+    """Asks the questions of the first task in ``parts``. The reward of an answer is the weighted sum or product of the
+    rewards that all tasks in ``parts`` give it, divided by ``scale``.
+    """
 
     def __init__(self, settings: Task, seed: int = 0) -> None:
         super().__init__(settings, seed)
