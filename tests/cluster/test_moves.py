@@ -6,15 +6,27 @@ import asyncio
 import threading
 import time
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.cluster.inprocess import Cluster, InThread, alone, asked, until, written_by
+from tests.cluster.inprocess import (
+    Cluster,
+    InThread,
+    alone,
+    asked,
+    build,
+    until,
+    written_by,
+)
 from weft.cluster.balance import BalancingMove, MovableAnswer, balancing_move
 from weft.cluster.dispatch_policy import EngineView
 from weft.cluster.engine_link import EngineLink
+from weft.cluster.mover import AnswerMove
+from weft.errors import WeftError
 from weft.generate.backend import AnswerRequest, TokenEvent
+from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY, Sampling
 from weft.net.wire import Head
 
@@ -306,3 +318,27 @@ def test_grammars_and_waiting_answers_move() -> None:
 
         assert asyncio.run(written_by(cluster.router, requests, seen)) == plain
         assert cluster.router.counts()["answers_moved"] >= 3
+
+
+def test_a_mover_lets_go_of_an_answer_that_has_ended() -> None:
+    """No step may follow in which what it waits for could come; and nobody wants it back."""
+    engine = Engine(build(), size=4)
+    thread = SimpleNamespace(engine=engine, tells={}, seconds=0.0)
+
+    def begun(after_first: bool) -> AnswerMove:
+        (one,) = engine.submit([5, 6, 7], 8)
+        move = AnswerMove(thread, one, print, after_first)  # type: ignore[arg-type]
+        engine.step()
+        return move
+
+    move = begun(after_first=True)
+    assert move._next_frame() is None  # layers are still to be sent
+    engine.cancel(move.generation)
+    with pytest.raises(WeftError, match="has ended"):
+        move._next_frame()
+    gone = begun(after_first=False)
+    while not gone._left:
+        assert gone._next_frame() is not None
+    gone.generation.finished = "stop"  # cancelled on its way, and refused there
+    gone._stay()
+    assert not thread.tells and not engine.scheduler.waiting

@@ -167,8 +167,11 @@ def test_pairs_and_values_that_json_lacks(
 def test_a_process_that_dies_is_named(
     place: Path, tmp_path: Path, several: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also in the middle of an answer."""
     worker = tmp_path / "dying_worker.py"
-    worker.write_text("import os, sys\nsys.stdin.readline()\nos._exit(9)\n")
+    worker.write_text(
+        "import os, sys\nsys.stdin.readline()\nos.write(1, b'{\"re')\nos._exit(9)\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.getcwd()}")
     real = encode_processes.LineProcesses
     monkeypatch.setattr(

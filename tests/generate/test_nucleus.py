@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,3 +40,14 @@ def test_a_wrong_guess_is_none() -> None:
     weights[::48] = 1.0
     total = float(weights.sum())
     assert cut_to_nucleus(weights, 0.5 * total, total) is None
+
+
+def test_zeros_are_not_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a grammar allows few tokens."""
+    weights = torch.zeros(7001)
+    weights[[5, 48, 900]] = torch.tensor([0.5, 1.0, 0.25])
+    sizes, sort = list[int](), np.sort
+    monkeypatch.setattr(np, "sort", lambda row: (sizes.append(len(row)), sort(row))[1])
+    kept = cut_to_nucleus(weights, 0.8 * 1.75, 1.75)
+    assert kept is not None and kept.nonzero()[:, 0].tolist() == [5, 48]
+    assert max(sizes) < 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from weft.observe.run_metrics import RecordedRun, read_metrics
 from weft.observe.run_page import write_report
 from weft.recipe import Recipe, Source, build_recipe
 from weft.registry import register
+from weft.rl import rl_setup
 from weft.rl.environment import Environment, EnvironmentStep
 from weft.rl.reward_task import RewardTask
 from weft.rl.rl_loader import RlLoader
@@ -293,6 +295,20 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=why):
         train(recipe(**sections), out=tmp_path / "run")
+
+
+def test_what_a_pretrained_model_brings_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = rl_setup.completed_job
+
+    def begun(*asked: Any) -> Any:
+        job = complete(*asked)
+        return replace(job, shape=job.shape.model_copy(update={"small_ffn": 4}))
+
+    monkeypatch.setattr(rl_setup, "completed_job", begun)
+    with pytest.raises(UsageError, match=r"model.small_ffn = 4 draws by the samples"):
+        train(recipe(), out=tmp_path / "run")
 
 
 def scored(rewards: list[float], lags: tuple[int, ...] = (0,)) -> ScoredGroup:

@@ -39,7 +39,7 @@ from weft.generate.embedding import embed
 from weft.generate.engine import Engine
 from weft.generate.engine_thread import EngineThread, RunningSearch
 from weft.generate.grammar import Grammar, Grammars, GrammarSource, Kind
-from weft.generate.migration import Arrival, MoveFrame
+from weft.generate.migration import MOVED, Arrival, MoveFrame
 from weft.generate.outside_cache import attach_caches
 from weft.generate.request import Generation, Written
 from weft.generate.step_curve import StepWatch
@@ -557,6 +557,8 @@ class EngineMember:
                 del current.counts[answer]
                 current.keys.pop(answer, None)
                 self.thread.end([generation])
+                if generation.finished == MOVED:  # and does not come back
+                    generation.finished = "stop"
             else:
                 current.unwelcome.append(answer)
         for call in calls:

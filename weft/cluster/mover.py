@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from weft.errors import WeftError
 from weft.generate.engine_thread import EngineThread, Tell
-from weft.generate.migration import Departure, MoveFrame
+from weft.generate.migration import MOVED, Departure, MoveFrame
 from weft.generate.request import Generation
 from weft.net.endpoint import Address, Channel
 from weft.net.wire import Head, SealedConnection
@@ -142,7 +142,9 @@ class AnswerMove:
         if not streams and (frame := departure.round()) is not None:
             return frame
         waits = early or (streams and self._lags())
-        if waits or generation in self.thread.engine.scheduler.due:
+        waits = waits or generation in self.thread.engine.scheduler.due
+        # of one that has ended no step may follow, so that `leave` refuses it now
+        if waits and not generation.finished:
             return None
         last = departure.leave()
         self._left = time.monotonic()
@@ -150,8 +152,8 @@ class AnswerMove:
         return last
 
     def _stay(self) -> None:
-        """Let the request go on here, if it has left."""
-        if self._left:
+        """Let the request go on here, if it has left and was not cancelled since."""
+        if self._left and self.generation.finished == MOVED:
             self.departure.stay()
             self.thread.tells[self.generation] = self.tell
 

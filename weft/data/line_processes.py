@@ -71,7 +71,9 @@ class LineProcesses:
             answered = process.stdout.readline()
         except BrokenPipeError:
             answered = ""
-        if not answered:
+        if not answered.endswith(
+            "\n"
+        ):  # it was killed, perhaps in the middle of a line
             raise WeftError(
                 f"a process that tokenizes {about} has ended with code {process.wait()}; if memory was short, "
                 "set WEFT_TOKENIZE_PROCESSES=1"

@@ -34,7 +34,8 @@ def cut_to_nucleus(weights: T, least: float, total: float) -> T | None:
     spread = float(np.linalg.norm(rising[:at])) / max(float(rising[at]), 1e-30)
     reach = int(DOUBT * min(spread, len(rising))) + DOUBT
     # just below a value, so that equal ones are looked at
-    low = float(np.nextafter(rising[at - reach], row.dtype.type(-1))) if at > reach else -1.0  # fmt: skip
+    low = float(np.nextafter(rising[at - reach], row.dtype.type(-1))) if at > reach else 0.0  # fmt: skip
+    low = max(low, 0.0)  # most of a row is 0 where a grammar allows few tokens
     high = float(rising[at + reach]) if at + reach < len(rising) else np.inf
     near = np.flatnonzero((row > low) & (row <= high))
     kept = F.threshold(weights, low, 0)
@@ -43,7 +44,8 @@ def cut_to_nucleus(weights: T, least: float, total: float) -> T | None:
     above = float(kept.sum()) - float(ends[-1]) if len(near) else least
     if above >= least or above + ends[-1] < least:
         return None
-    last = int(ends.searchsorted(least - above))
+    # sums are rounded, so that the last one may be just too small
+    last = min(int(ends.searchsorted(least - above)), len(ends) - 1)
     values, border, cut = row[near], falling[last], kept.numpy()
     cut[near[values < border]] = 0
     if last + 1 < len(falling) and falling[last + 1] == border:

@@ -28,10 +28,13 @@ class LeanNorm:
 
     def __init__(self, norm: Norm) -> None:
         self.scale: T = norm.scale.detach()
-        self.eps, self.share = self.scale.new_tensor(norm.eps), 1 / len(self.scale)
+        self.norm_eps, self.share = norm.eps, 1 / len(self.scale)
+        self.eps = self.scale.new_tensor(norm.eps)
 
     def __call__(self, x: T) -> T:
         """Apply the norm to ``x`` ``[..., size]``."""
+        if x.dtype == torch.bfloat16:  # which F.rms_norm computes in float32
+            return F.rms_norm(x, self.scale.shape, self.scale, self.norm_eps)
         size = torch.linalg.vector_norm(x, 2, -1, True)
         inverse = torch.addcmul(self.eps, size, size, value=self.share).rsqrt_()
         return torch.mul(x, inverse).mul_(self.scale)
@@ -90,13 +93,14 @@ class LeanBlock:
         """
         batch, tokens = joined.shape[:2]
         heads = joined.view(batch, tokens, -1, self.width)
-        turned = joined.new_empty(batch, tokens, self.rotated, self.width)
         cos, sin = rope[0][self.base], rope[1][self.base]
+        # in the type of the angles, so that bfloat16 is rounded once
+        turned = cos.new_empty(batch, tokens, self.rotated, self.width)
         a, b = heads[:, :, : self.rotated].chunk(2, -1)
         first, second = turned.chunk(2, -1)
         torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
         torch.mul(b, cos, out=second).addcmul_(a, sin)
-        attention = self.attention
+        attention, turned = self.attention, turned.to(joined.dtype)
         q, k = turned[:, :, : self.queries], turned[:, :, self.queries :]
         v = heads[:, :, self.rotated :]
         return attention.attend(q, k, v, cu_seqlens, *attention.window).flatten(2)

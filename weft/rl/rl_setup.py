@@ -11,6 +11,9 @@ from weft.data.loader import Corpus
 from weft.data.order import Order
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
+from weft.recipe.conflicts import AskedRecipe
+from weft.refusal import refuse
+from weft.registry import find
 from weft.rl.build_task import reward_task
 from weft.rl.questions import QuestionStream
 from weft.rl.rl_job import RlJob
@@ -31,6 +34,9 @@ def prepare_rl(recipe: Recipe) -> RlJob:
     Raises :class:`UsageError` or :class:`weft.errors.WeftError` if a setting or a task is wrong.
     """
     job = completed_job(recipe, lambda own: _corpus(recipe, own), RlJob)
+    # a pretrained model may have small feed-forwards, or an adapter with dropout
+    begun = AskedRecipe(rl=recipe.rl, model=job.shape, adapter=job.shape.adapter)
+    refuse(begun, find("samples", "rl").rules)
     rewarded = tuple(task for task in recipe.tasks if task.reward)
     tokenizer = job.corpus.tokenizer
     chats = any(task.chat for task in rewarded)
