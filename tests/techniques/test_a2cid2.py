@@ -11,6 +11,7 @@ from tests.cases import write_corpus
 from tests.sync.test_islands import in_threads, tree
 from weft.errors import UsageError
 from weft.recipe import build_recipe
+from weft.sync.neighbour_moments import average_square
 from weft.techniques.sync.a2cid2 import AveragingDynamics
 
 T = torch.Tensor
@@ -105,6 +106,14 @@ def test_second_moments_of_neighbours_are_those_of_adamw_in_every_step(
     with pytest.raises(UsageError, match="second moments of AdamW") as raised:
         build_recipe({"layout": {"island": 2}} | change | {"sync": wish})
     assert "\n" not in str(raised.value)
+
+
+def test_gradients_of_skipped_steps_change_no_second_moments() -> None:
+    skipped, square = torch.full((3,), float("nan")), torch.ones(3)
+    average_square(square, torch.ones(3), [skipped], 0.5)
+    assert square.tolist() == [1.0, 1.0, 1.0]
+    average_square(square, torch.ones(3), [skipped, torch.full((3,), 3.0)], 0.5)
+    assert square.tolist() == [2.5, 2.5, 2.5]
 
 
 @pytest.mark.parametrize("setting", [{"compress": "int8"}, {"partner": "pairs"}])

@@ -71,8 +71,10 @@ def average_square(
     """Change AdamW's second moments ``square`` in place, as if the last gradient had been a mean over islands.
 
     ``own``: the last gradient of the island, whose square the moments already have; ``others``: those of other islands
-    after the same step. ``beta``: decay of the second moments.
+    after the same step, of which those that are not finite do not count, as their islands have skipped the step.
+    ``beta``: decay of the second moments.
     """
+    others = [other for other in others if other.isfinite().all()]
     if others:
         mean = (own + sum(others)) / (1 + len(others))
         square.add_((mean.square() - own.square()) * (1 - beta)).clamp_(min=0)

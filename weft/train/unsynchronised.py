@@ -47,7 +47,7 @@ class Unsynchronised(PhaseFiller):
         self.held = context.state.learning
         self.replicas = replicas_of(self.held, context.mesh)
         slots = how.method.slots
-        self.averages_squares = BEFORE in slots
+        self.averages_squares, self.skipped = BEFORE in slots, False
         self.dynamics, self.rows = dynamics, [name for name in slots if name != BEFORE]
         optimizer = context.state.optimizer
         self.betas = (
@@ -64,6 +64,7 @@ class Unsynchronised(PhaseFiller):
         due = self.steps % self.how.every == 0
         if due:
             results += finish()
+            self.skipped = bool(results) and results[-1].skipped
         results = self._without_stop(results)
         if due:
             self.context.before_update()
@@ -105,13 +106,16 @@ class Unsynchronised(PhaseFiller):
             self._average_squares(gradient, heard.values())
 
     def _last_gradient(self) -> T | None:
-        """Return this island's gradient of the last step, clipped; None if second moments are the island's own."""
+        """Return this island's gradient of the last step, clipped; None if second moments are the island's own.
+
+        It is NaN if the step was skipped, so that no island averages its square.
+        """
         if not self.averages_squares:
             return None
         average = flat_values(self.held, MOMENTS[0])
         gradient = gradient_of(average, flat_values(self.held, BEFORE), self.betas[0])
         keep_values(BEFORE, self.held, average)
-        return gradient
+        return gradient.fill_(float("nan")) if self.skipped else gradient
 
     def _average_squares(self, gradient: T, others: Collection[T]) -> None:
         """Let the second moments average squares of the mean of ``gradient`` and those of ``others`` of the same
