@@ -145,6 +145,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "neighbours that make one model": ("island=2", "sync.update=co2 sync.partner=ring"),
     "a graph of other islands": ("island=2", "sync.partner=graph"),
     "a graph for nobody": ("island=2", "sync.graph=[[0,1]]"),
+    "second moments of neighbours": ("island=2", "sync.update=a2cid2 sync.moments=neighbours optimizer.kind=sgd"),
     "compressed neighbours": ("island=2", "sync.compress=int8 sync.update=noloco"),
     "a way back without one there": ("island=2", "sync.compress_back=int8"),
     "judged answers without a whole step's passes": (
