@@ -80,7 +80,9 @@ def test_a_text_goes_on_from_any_of_its_tokens(settings: dict[str, Any]) -> None
         for cut in range(0, len(text.written) + (text.finished == "stop"), 3)
     ]
     said = Counter[Any]()
-    while step := engine.step():
+    waits = engine.scheduler
+    # a step in a small cache may have no token: its text gave up its blocks
+    while (step := engine.step()) or waits.running or waits.waiting:
         said.update(each.request for each in step if each.token is not None)
     for text, cut, rest in further:
         assert rest.written == text.written and rest.finished == text.finished

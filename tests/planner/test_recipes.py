@@ -213,10 +213,10 @@ def test_a_planned_recipe_keeps_all_sections(
     assert [line.split()[1] for line in lines] == changed.split()
 
 
-@pytest.mark.parametrize("name", ["coded", "robust"])
-def test_every_plan_of_a_recipe_is_one_that_it_takes(name: str) -> None:
+@pytest.mark.parametrize(("name", "devices"), [("coded", 4), ("robust", 5)])
+def test_every_plan_of_a_recipe_is_one_that_it_takes(name: str, devices: int) -> None:
     job = read_job(
-        name, "h100", 4, None, None, None, "weft", [], 1.0, shape_named
+        name, "h100", devices, None, None, None, "weft", [], 1.0, shape_named
     )  # fmt: skip
     ranked = rank_layouts(job, None, Path("none"), 5)
     for final in ranked.finals:

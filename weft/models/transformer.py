@@ -258,6 +258,9 @@ class Block(Module):
     computes again: ``none``, ``full``, or ``selective`` (all but attention and the transfers inside it).
     """
 
+    # computes the block in other operators, or returns None (weft.models.lean_block)
+    lean: Callable[[T, tuple[T, ...], T], T | None] | None = None
+
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
         super().__init__(mesh, layer_table(shape, layer), f"blocks.{layer}")
         self.attention_norm = self.norm_of("attention_norm", shape.norm_eps)
@@ -268,8 +271,6 @@ class Block(Module):
         self.ffn_out_norm = self.norm_of("ffn_out_norm", shape.norm_eps)
         self.ladder, self.dropout = shape.is_ladder(layer), shape.dropout
         self.recompute = "none"
-        # computes the block in other operators, or returns None (weft.models.lean_block)
-        self.lean: Callable[[T, tuple[T, ...], T], T | None] | None = None
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
     def forward(

@@ -440,13 +440,14 @@ def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
 def local_cluster(device: str, memory: float, world: int, per_node: int) -> Cluster:
     """Return a cluster of ``world`` devices, ``per_node`` on each node, with ``memory`` bytes each.
 
-    ``device``: the name of the device. For an unknown name, the GPU preset with the nearest memory is used.
+    ``device``: the name of the device. For an unknown name, the GPU preset with the nearest memory is used; of several,
+    the fastest.
     """
     try:
         name = find_device(device, memory / 1e9).name
     except UsageError:
         gpus = [d for d in DEVICES.values() if d.name != "CPU"]
-        name = min(gpus, key=lambda d: abs(d.memory - memory / 1e9)).name
+        name = min(gpus, key=lambda d: (abs(d.memory - memory / 1e9), -d.bf16)).name
     return Cluster(
         device=name,
         count=world,
