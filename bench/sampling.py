@@ -43,9 +43,10 @@ KINDS = {
 
 def shares(folder: Path, rows: int, steps: int) -> dict[str, Any]:
     """By kind of settings: seconds of a step, of its sampling, and the share."""
-    engine = Engine(opened(folder), tokens=rows * 256, budget=512)
+    length = (steps + 2) * len(KINDS)
+    engine = Engine(opened(folder), tokens=rows * (160 + length), budget=512)
     texts = [
-        engine.submit(prompt_of(40 + 15 * (r % 8), r), 150, Sampling(seed=r))[0]
+        engine.submit(prompt_of(40 + 15 * (r % 8), r), length, Sampling(seed=r))[0]
         for r in range(rows)
     ]
     while engine.scheduler.waiting or not all(text.written for text in texts):

@@ -429,8 +429,8 @@ def main() -> None:
                 "load": round(os.getloadavg()[0], 1)
             }
             print(json.dumps({name: found[name]}, indent=1), flush=True)
-    if given.json:
-        write(found, given.json)
+            if given.json:
+                write(found, given.json)
 
 
 if __name__ == "__main__":
