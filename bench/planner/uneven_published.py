@@ -5,8 +5,10 @@
 Each row's cluster, placement and cut are those that its source states; nothing is fitted to the rows. ``error`` is
 predicted over measured seconds, less one; by paper the median and mean of its absolute value, and how many rows are
 within 15 %. ``regret``: how much slower the layout predicted to be fastest is than the fastest of the same job and
-nodes, mean over jobs. ``plain``: the same error if every device counts as the weakest one and every link as the
-slowest one, by the closed form, as before.
+nodes, mean over jobs. ``timed``: the same error if layers take what the source has timed on one node of each kind of
+device (``timed`` in the rows), so that only what is made of them is predicted: pipelines, transfers, sums. ``plain``:
+the same error if every device counts as the weakest one and every link as the slowest one, by the closed form, as
+before.
 """
 
 import argparse
@@ -19,12 +21,12 @@ from typing import Any
 
 from script import run
 
-from weft.planner.cost import Plan, schedule_number, step_time
+from weft.planner.cost import MicrobatchSeconds, Plan, schedule_number, step_time
 from weft.planner.engine_constants import ENGINES, EngineConstants
 from weft.planner.finalists import finalists
 from weft.planner.layout_search import Pin, describe, search
 from weft.planner.machine import Cluster, validated_cluster
-from weft.planner.placed_pipeline import PlacedPipeline
+from weft.planner.placed_pipeline import PlacedPipeline, group_speeds
 from weft.recipe.toml import read_toml
 from weft.schedule.build import build
 from weft.schedule.stages import Stage
@@ -52,15 +54,22 @@ class Row:
     plan: Plan
     nodes: tuple[tuple[int, ...], ...]
     stages: tuple[Stage, ...]
+    layers: tuple[MicrobatchSeconds, ...] = ()
 
-    def predicted(self, shape: Shape, engine: EngineConstants) -> Any:
-        """Return the predicted step (:class:`weft.planner.placed_pipeline.PlacedStep`)."""
+    def predicted(
+        self, shape: Shape, engine: EngineConstants, timed: bool = False
+    ) -> float:
+        """Return the predicted seconds of the step; ``timed``: with the layers that the source has timed."""
         pp = int(self.plan.pp)
         table = build("1f1b", pp, int(self.plan.microbatches), None)
         placed = PlacedPipeline(
             shape, engine, self.cluster, self.plan, self.nodes, self.stages, range(pp)
         )
-        return placed.step([table], checked=False)
+        if timed:
+            speeds = group_speeds(shape, engine, self.cluster, self.plan)
+            pairs = zip(speeds, self.layers, strict=True)
+            placed = replace(placed, measured=[replace(s, times=t) for s, t in pairs])
+        return float(placed.step([table], checked=False).seconds)
 
     def plain(self, shape: Shape, engine: EngineConstants) -> float:
         """Return the seconds of the closed form, for which all devices are the weakest and all links the slowest."""
@@ -132,7 +141,20 @@ def sailor_row(paper: dict[str, Any], row: list[Any]) -> Row:
         paper, tp=tp, dp=len(cut[0][1]), pp=len(cut), micro_batch=micro, batch=batch
     )
     stages = stages_of([layers for layers, _ in cut])
-    return Row(f"{which} {file}", seconds, cluster, plan, tuple(map(tuple, nodes)), stages)  # fmt: skip
+    timed = {
+        kind: layer_seconds(*layout_and_times[2:])
+        for kind, *layout_and_times in paper["timed"]
+        if layout_and_times[:2] == [tp, micro]
+    }
+    layers = tuple(timed[kind] for kind in kinds)
+    return Row(f"{which} {file}", seconds, cluster, plan, tuple(map(tuple, nodes)), stages, layers)  # fmt: skip
+
+
+def layer_seconds(forward: float, backward: float, *head: float) -> MicrobatchSeconds:
+    """Return the seconds of a microbatch in a layer and in the output layer, from those that a source has timed."""
+    nothing = dict.fromkeys(("again", "tp", "cp", "ep", "hop"), 0.0)
+    known = {"forward": forward, "backward": backward, "weight": backward / 2}
+    return MicrobatchSeconds(count=2.0, head=sum(head), **known, **nothing)
 
 
 READERS = {"amp": amp_row, "sailor": sailor_row}
@@ -180,23 +202,25 @@ def judged(name: str, paper: dict[str, Any]) -> dict[str, Any]:
     embed = paper["embed"]
     shape = shape_of_sizes(paper["layers"], embed=embed, heads=paper["heads"], ffn=4 * embed, vocab=paper["vocab"],
                            gated=0, tied=1)  # fmt: skip
-    engine = replace(ENGINES["megatron-2021"], gradient=4.0)
+    engine = replace(ENGINES[paper["program"]], gradient=4.0)
     if paper["network"]:
         engine = replace(engine, network=paper["network"])
     rows = []
     for line in paper["rows"]:
         row = READERS[name](paper, line)
-        step = row.predicted(shape, engine)
+        seconds = row.predicted(shape, engine)
         plain = row.plain(shape, engine)
-        rows.append(
-            {
-                "row": row.name,
-                "seconds": row.seconds,
-                "predicted": round(step.seconds, 3),
-                "error": round(step.seconds / row.seconds - 1, 3),
-                "plain": round(plain / row.seconds - 1, 3),
-            }
-        )
+        entry = {
+            "row": row.name,
+            "seconds": row.seconds,
+            "predicted": round(seconds, 3),
+            "error": round(seconds / row.seconds - 1, 3),
+            "plain": round(plain / row.seconds - 1, 3),
+        }
+        if row.layers:
+            timed = row.predicted(shape, engine, timed=True)
+            entry["timed"] = round(timed / row.seconds - 1, 3)
+        rows.append(entry)
     jobs: dict[Any, list[dict[str, Any]]] = {}
     for row, line in zip(rows, paper["rows"], strict=True):
         job = (line[0], line[4], line[1].split("_")[0]) if name == "sailor" else name
@@ -213,7 +237,16 @@ def judged(name: str, paper: dict[str, Any]) -> dict[str, Any]:
             "plain mean": round(fmean(plain), 3),
             "regret": round(fmean(regrets), 3),
         }
+        | timed_summary(rows)
     )
+
+
+def timed_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the summary of the errors with timed layers; nothing if the source has timed none."""
+    sizes = [abs(row["timed"]) for row in rows if "timed" in row]
+    if not sizes:
+        return {}
+    return {f"timed {key}": value for key, value in summary(sizes).items()}
 
 
 def summary(sizes: list[float]) -> dict[str, Any]:
@@ -238,10 +271,14 @@ def main() -> None:
         if "regret" in paper:
             line += f"; as the weakest {paper['plain median']:.1%} and {paper['plain mean']:.1%}"
             line += f"; regret {paper['regret']:.1%}"
+        if "timed median" in paper:
+            line += f"; with timed layers {paper['timed median']:.1%} and {paper['timed mean']:.1%}, "
+            line += f"{paper['timed within 15 %']} within 15 %"
         print(line)
         for row in paper["rows"] if options.rows else ():
             print(
                 f"  {row['row']:36} {row['seconds']:8.2f} s, predicted {row['predicted']:8.2f} ({row['error']:+.0%})"
+                + (f", timed ({row['timed']:+.0%})" if "timed" in row else "")
             )
     if options.out:
         found = {

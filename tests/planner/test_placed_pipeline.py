@@ -9,6 +9,7 @@ from weft.planner.cost import Plan, Roofline, schedule_number
 from weft.planner.engine_constants import ENGINES
 from weft.planner.machine import Cluster, find_device, machine_of, validated_cluster
 from weft.planner.placed_pipeline import (
+    BUFFER,
     TCP,
     PlacedPipeline,
     group_speeds,
@@ -106,12 +107,38 @@ def test_first_and_last_stage_sum_the_table_that_both_hold() -> None:
 
 
 def test_programs_with_paired_calls_wait_for_their_transfers() -> None:
-    tables = [build("1f1b", 2, 16, None)]
-    waits = placed(plan_of(pp=2), [[0], [1]])
-    hop = 2 * 1024 * 1024 / 1e9
-    freely = replace(waits, engine=replace(ENGINE, blocks=0.0))
-    more = waits.step(tables).seconds - freely.step(tables).seconds
-    assert 2 * 14 * hop < more < 2 * 18 * hop
+    # eight sequences are four times what NCCL's buffer takes at once, one is half of it
+    for size, hop_count in ((8, 2 + 2 * (1 - BUFFER / 2**24)), (1, 2)):
+        plan = plan_of(pp=2, micro_batch=size, batch=16 * size)
+        waits = placed(plan, [[0], [1]])
+        hop = size * 2 * 1024 * 1024 / 1e9
+        freely = replace(waits, engine=replace(ENGINE, blocks=0.0))
+        tables = [build("1f1b", 2, 16, None)]
+        more = waits.step(tables, checked=False).seconds
+        more -= freely.step(tables, checked=False).seconds
+        each = hop_count / 2 * hop
+        assert 14 * each < more < 18 * each
+
+
+def test_masks_and_whole_gradients_are_sent_by_every_tp_rank() -> None:
+    plain = placed(plan_of(pp=2, tp=4, micro_batch=2), [[0], [1]])
+    sent = 2 * 2 * 1024 * 1024
+    assert (plain.sent(0, 1), plain.sent(1, 0)) == (sent, sent)
+    old = replace(plain, engine=replace(ENGINE, masks=1.0, whole_gradients=1.0))
+    assert (old.sent(0, 1), old.sent(1, 0)) == (sent + 4 * 2 * 1024**2, 4 * sent)
+
+
+def test_layers_that_were_timed_take_the_place_of_presets() -> None:
+    pipeline = placed(plan_of(pp=2), [[0], [1]])
+    engine = replace(ENGINE, blocks=1.0)
+    speeds = group_speeds(SHAPE, engine, pipeline.cluster, pipeline.plan)
+    table = build("1f1b", 2, 16, None)
+    same = replace(pipeline, engine=engine, measured=speeds)
+    assert same.step([table]) == replace(pipeline, engine=engine).step([table])
+    slow = [replace(s, times=replace(s.times, forward=1.0)) for s in speeds]
+    # 16 microbatches of 4 layers in each rank, and one more pass of the other rank
+    step = replace(pipeline, measured=slow).step([table])
+    assert 4 * 17 < step.seconds < 4 * 17 + 1
 
 
 def test_float32_has_wider_elements_and_its_own_rate() -> None:

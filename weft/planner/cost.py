@@ -50,14 +50,9 @@ HOST, FILE = (PLACES.index(place) for place in ("host", "file"))
 BITS = {"float64": 32, "float32": 32, "bfloat16": 16}
 #: Seconds of one launch.
 LAUNCH = 20e-6
-#: Bytes of two-byte numbers that are written or read: of a score by unfused attention (made, scaled and masked, turned
-#: into a share, used), of a logit by the loss (made, read for its sum, turned into a gradient, used).
-SCORE_BYTES = LOGIT_BYTES = 8
 #: Keys at which fused attention reaches half of its speed, and the head's width that takes as long as exponentials.
 #: From kernels that Dao 2023 (2307.08691, figures 4 and 7) measured on A100 and H100, 512 to 16,384 tokens.
 HALF_SPEED, EXPONENTIALS = 520, 20
-#: Bytes that the optimizer reads or writes per parameter: parameter and two moments both, in four bytes.
-OPTIMIZER_BYTES = 24
 #: Exponent of the smooth maximum of device time and launch time.
 SHARP = 8
 #: Memory-bound work that products of 8 or 4 bits add, as a share: everything is read once more to scale and to cast.
@@ -446,7 +441,7 @@ class Roofline:
             4 * score * shape.score_dim / (machine.peak16 * 0.5)
             # mask and softmax are one kernel in 16 bits alone, else two
             + (self.element / 2 + (self.element > 2))
-            * SCORE_BYTES
+            * self.engine.scores
             * score
             / machine.hbm
         )
@@ -589,7 +584,7 @@ def passes(
     )
     again = again + (plan.recompute == Recompute.SELECTIVE) * selective
     tokens, vocab = parts.tokens, shape.vocab
-    logits = LOGIT_BYTES * parts.element / 2 * tokens * vocab / plan.tp / machine.hbm
+    logits = engine.logits * parts.element / 2 * tokens * vocab / plan.tp / machine.hbm
     head = (3 - shape.frozen) * parts.product(
         tokens, vocab / plan.tp, shape.embed
     ) + logits
@@ -685,8 +680,11 @@ def gradients(
     moved = sharded * gathers + learns * reduced
     hideable = (1 - engine.exposed_dp) * moved
     local = own / np.where(plan.zero >= 1, replicas, 1.0)
-    updated = OPTIMIZER_BYTES * local / machine.hbm * learns
-    return moved - np.minimum(hideable, np.where(sharded, cover, turn)), updated
+    updated = engine.update * local / machine.hbm * learns
+    flattened = (replicas > 1) * engine.flattened * own / machine.hbm * learns
+    return moved - np.minimum(
+        hideable, np.where(sharded, cover, turn)
+    ), updated + flattened
 
 
 def schedules() -> tuple[str, ...]:

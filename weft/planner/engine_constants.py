@@ -43,6 +43,16 @@ class EngineConstants:
         ``weaves``: 1 if the program can compute half of the tokens while sums of the others travel over ``tp``.
         ``blocks``: 1 if a pipeline rank waits while it sends or receives, as programs with paired calls do; 0 if it
             computes meanwhile.
+        ``scores``: bytes that unfused attention moves per score of two bytes, in a third of forward and backward: at
+            least 8, for it is made, masked, turned into a share, and used.
+        ``logits``: bytes that the loss moves per logit of two bytes in forward and backward, beside products.
+        ``update``: bytes that the optimizer moves per parameter that it updates.
+        ``flattened``: bytes that are moved per parameter to flatten, cast and scale gradients around their sum over
+            replicas.
+        ``masks``: 1 if pipeline ranks send the attention mask, in two bytes per pair of positions, with every
+            microbatch's activations, each rank of ``tp`` all of it.
+        ``whole_gradients``: 1 if in a pipeline each rank of ``tp`` sends all of the activations' gradient, 0 if its
+            part.
         ``whole``: 1 if experts are never cut over ``tp``; 0 if they are, unless the ranks of ``tp`` are among those
             over which experts are spread.
 
@@ -86,6 +96,12 @@ class EngineConstants:
     whole: Num = 1.0
     weaves: Num = 0.0
     blocks: Num = 0.0
+    scores: Num = 8.0
+    logits: Num = 8.0
+    update: Num = 24.0
+    flattened: Num = 0.0
+    masks: Num = 0.0
+    whole_gradients: Num = 0.0
     gradient: Num = 4.0
     master: Num = 12.0
     constant: Num = 3.0

@@ -31,6 +31,8 @@ from weft.shapes.shape import Shape
 
 #: Share of an Ethernet card's bandwidth that TCP reaches: 1,448 bytes of payload in 1,538 on the wire.
 TCP = 0.94
+#: Bytes of a message that NCCL takes from a sender before the receiver asks for it: its buffer, ``NCCL_BUFFSIZE``.
+BUFFER = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,13 @@ class GroupSpeed:
     group: Group
     machine: Machine
     times: MicrobatchSeconds
+
+
+class StageWaits(NamedTuple):
+    """Seconds of a microbatch in which a rank sends or receives and so cannot compute, in each pass of a stage."""
+
+    forward: float = 0.0
+    backward: float = 0.0
 
 
 class PlacedStep(NamedTuple):
@@ -125,6 +134,7 @@ class PlacedPipeline:
         ``shape``, ``engine``, ``cluster``, ``plan``: the model, the program's constants, the cluster and the layout.
         ``nodes[rank][replica]``: number of the node with the tp ranks of this pipeline rank in this replica.
         ``stages``: the part of the model at each stage; ``held[s]``: pipeline rank of stage ``s``.
+        ``measured``: speed of each group of ``cluster``, where layers have been timed on its devices; empty: presets.
     """
 
     shape: Shape
@@ -134,13 +144,16 @@ class PlacedPipeline:
     nodes: Sequence[Sequence[int]]
     stages: Sequence[Stage]
     held: Sequence[int]
+    measured: Sequence[GroupSpeed] = ()
 
     def step(self, tables: Sequence[Table], checked: bool = True) -> PlacedStep:
         """Simulate a step; ``tables``: its schedule for one or two numbers of microbatches, the larger one first.
 
         Raises :class:`UsageError` if a rank does not fit in its device's memory, unless ``checked`` is false.
         """
-        speeds = group_speeds(self.shape, self.engine, self.cluster, self.plan)
+        speeds = self.measured or group_speeds(
+            self.shape, self.engine, self.cluster, self.plan
+        )
         kinds = nodes_by_group(self.cluster)
         span = 0.0
         known: dict[Any, float] = {}
@@ -177,15 +190,26 @@ class PlacedPipeline:
         The keys of the result are pairs (sender, receiver) of pipeline ranks, in both directions. ``places``: the group
         and machine of each pipeline rank. ``replica``: index of the data-parallel replica.
         """
-        plan = self.plan
-        tokens = float(plan.micro_batch * plan.seq / plan.cp)
-        sent = float(element_bytes(plan)) * tokens * float(self.shape.embed)
         transfers = {}
         for source, target in set(zip(self.held, self.held[1:], strict=False)):
             for a, b in ((source, target), (target, source)):
                 if a != b:
+                    sent = self.sent(a, b)
                     transfers[a, b] = self._transfer(places, replica, a, b, sent)
         return transfers
+
+    def sent(self, source: int, target: int) -> float:
+        """Return the bytes that the tp ranks of pipeline rank ``source`` send together to ``target`` per microbatch.
+
+        They are activations, and masks where the program sends them, or the activations' gradient.
+        """
+        plan, engine = self.plan, self.engine
+        tokens = float(plan.micro_batch * plan.seq / plan.cp)
+        sent = float(element_bytes(plan)) * tokens * float(self.shape.embed)
+        forward = (source, target) in set(zip(self.held, self.held[1:], strict=False))
+        if forward:
+            return sent + float(engine.masks) * 2 * float(plan.seq) ** 2 * float(plan.tp)  # fmt: skip
+        return sent * (float(plan.tp) if float(engine.whole_gradients) else 1.0)
 
     def _transfer(
         self,
@@ -228,14 +252,9 @@ class PlacedPipeline:
         self, places: Sequence[GroupSpeed], hops: dict[tuple[int, int], float]
     ) -> Any:
         blocks = float(self.engine.blocks)
-        waits = [0.0] * len(self.stages)
-        for s in range(len(self.stages)):
-            for other in (s - 1, s + 1):
-                if 0 <= other < len(self.stages):
-                    waits[s] += blocks * hops.get((self.held[s], self.held[other]), 0.0)
         times = [
-            stage_times(self.shape, stage, places[rank].times, wait)
-            for stage, rank, wait in zip(self.stages, self.held, waits, strict=True)
+            stage_times(self.shape, stage, places[rank].times, self._waits(s, hops))
+            for s, (stage, rank) in enumerate(zip(self.stages, self.held, strict=True))
         ]
         ends = Times(0.0, 0.0, 0.0), Times(0.0, 0.0, 0.0)
         kept = float(held_bytes(self.shape, self.plan, self.engine))
@@ -245,6 +264,26 @@ class PlacedPipeline:
             return (1 - blocks) * hops.get((source, target), 0.0)
 
         return replace(costs, move=move)
+
+    def _waits(self, stage: int, hops: dict[tuple[int, int], float]) -> StageWaits:
+        """Return the seconds in which the rank of ``stage`` waits for its transfers in a program with paired calls.
+
+        It waits for all that it receives. What it sends it waits for beyond what NCCL's buffer takes at once.
+        """
+        last = len(self.stages) - 1
+        blocks = float(self.engine.blocks)
+
+        def both(source: int, target: int) -> float:
+            waits = 0.0
+            if 0 <= source <= last:
+                waits += hops.get((self.held[source], self.held[stage]), 0.0)
+            if 0 <= target <= last:
+                pair = self.held[stage], self.held[target]
+                message = self.sent(*pair) / float(self.plan.tp)
+                waits += max(0.0, 1 - BUFFER / message) * hops.get(pair, 0.0)
+            return blocks * waits
+
+        return StageWaits(both(stage - 1, stage + 1), both(stage + 1, stage - 1))
 
     def _gradients(
         self, speeds: Sequence[GroupSpeed], kinds: Sequence[int]
@@ -314,11 +353,14 @@ class PlacedPipeline:
 
 
 def stage_times(
-    shape: Shape, stage: Stage, times: MicrobatchSeconds, wait: float = 0.0
+    shape: Shape,
+    stage: Stage,
+    times: MicrobatchSeconds,
+    waits: StageWaits = StageWaits(),  # noqa: B008
 ) -> Times:
     """Return the seconds of one microbatch's passes at a stage.
 
-    ``times``: those of one layer on the stage's devices. ``wait``: seconds of each pass in which the rank sends or
+    ``times``: those of one layer on the stage's devices. ``waits``: seconds of each pass in which the rank sends or
     receives and so cannot compute.
     """
     exposed = times.tp + times.cp + times.ep
@@ -334,7 +376,11 @@ def stage_times(
         + stage.embedding * look_up / 1.5
     )
     weight = count * times.weight
-    return Times(float(forward) + wait, float(back - weight) + wait, float(weight))
+    return Times(
+        float(forward) + waits.forward,
+        float(back - weight) + waits.backward,
+        float(weight),
+    )
 
 
 def makespan_of(runs: Sequence[Simulation], microbatches: int) -> float:
