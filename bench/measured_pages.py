@@ -23,9 +23,9 @@ RESULTS, PAGES = ROOT / "bench/results", ROOT / "docs/measured/results"
 GROUPS = read_toml(Path(__file__).with_suffix(".toml"))
 #: Rows and columns of a table, tables of a result, bars of a plot, and letters of a text.
 ROWS, COLUMNS, TABLES, BARS, LETTERS = 12, 7, 4, 16, 60
-#: What is no figure.
+#: What is no figure: under which conditions a run was made.
 ASIDE = {"machine", "command", "script", "date", "torch", "cpu", "cores", "load_before", "load_after", "shape", "model",
-         "settings", "source", "paper", "about", "note"}  # fmt: skip
+         "settings", "source", "paper", "about", "note", "load", "took_s", "quick", "weights are random"}  # fmt: skip
 #: Scripts that wrote a result of another name.
 SCRIPTS = {
     "compositions": "tests/soak",
