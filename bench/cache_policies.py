@@ -2,6 +2,10 @@
 
     nice -n 10 python bench/cache_policies.py [--model FOLDER] [--work FOLDER] [--quick] [--json FILE]
 
+``alisa`` reads prompts whole and chooses keys for what is written, as its paper does: perplexity is then that of the
+second half as a continuation of the first, and a needle's digits continue the question. ``alisa-prompts`` chooses for
+all tokens of the text, as the other policies do.
+
 Two models: SmolLM2-135M in ``--model`` (a Hugging Face folder), and a small one that Weft trains here on files of the
 standard library (recipes/quickstart.toml on one rank, kept in ``--work``). Perplexity is that of the second half of
 each text, where a policy leaves most out; texts are prose of Python's documentation for SmolLM2, and held-out files of
@@ -48,6 +52,7 @@ COLOURS = {
     "window": "#667085",
     "blocks": "#2563eb",
     "alisa": "#dc2626",
+    "alisa-prompts": "#f59e0b",
     "attended": "#16a34a",
 }
 
@@ -68,13 +73,41 @@ def policies(length: int, shares: Sequence[float]) -> dict[str, str]:
     for share in shares:
         words[f"window {share}"] = f"window:{int(share * length) - SINK}"
         words[f"blocks {share}"] = f"blocks:{share}"
-        words[f"alisa {share}"] = f"alisa:{share}"
-    words["alisa-int8 0.25"] = "alisa:0.25:int8"
+        words[f"alisa {share}"] = f"continued:{share}"
+        words[f"alisa-prompts {share}"] = f"alisa:{share}:prompts"
+    words["alisa-int8 0.25"] = "continued:0.25:int8"
     words["attended 0.25"] = "attended:0.25"
     return words
 
 
-class AttendedSelector(WeightSumSelector):
+class ContinuedSelector(WeightSumSelector):
+    """ALISA's choice for the tokens from number ``prompt`` on, as if they had been written behind a prompt."""
+
+    prompt = 0
+
+    def dense_until(self, span: Span) -> int:
+        return self.prompt
+
+    def count(self, every: int, chosen: int, read: int) -> None:
+        """Count what is written alone: the pass behind the prompt, which is a pass of its own."""
+        self.passes = getattr(self, "passes", 0) + 1
+        if self.passes > 1:
+            super().count(every, chosen, read)
+
+
+class ContinuedWindow(SparseWindow):
+    """Cache policy of :class:`ContinuedSelector`."""
+
+    prompt = 0
+    kind = ContinuedSelector
+
+    def selector(self, size: int) -> BlockSelector:
+        selector = self.kind(self.share, size, self.rounded)
+        selector.prompt = self.prompt
+        return selector
+
+
+class AttendedSelector(ContinuedSelector):
     """ALISA's choice with the weights of the queries themselves in place of sums over earlier queries.
 
     All keys are read for it, so it saves nothing: it shows how much of the loss is the fault of the sums.
@@ -85,6 +118,8 @@ class AttendedSelector(WeightSumSelector):
         super().attend(pages, q, out, window)
 
     def _choose(self, span: Span) -> torch.Tensor:
+        if span.past < self.prompt:
+            return super()._choose(span)
         heads, before = self.keys.shape[2], span.past // self.size * self.size
         count = max(LEAST * self.size, math.ceil(self.share * (before + self.size)))
         count -= self.size
@@ -101,33 +136,47 @@ class AttendedSelector(WeightSumSelector):
         return torch.cat([weights.topk(count // 2, -1).indices, near], 1)
 
 
-class AttendedWindow(SparseWindow):
+class AttendedWindow(ContinuedWindow):
     """Cache policy of :class:`AttendedSelector`."""
 
-    def selector(self, size: int) -> BlockSelector:
-        return AttendedSelector(self.share, size, self.rounded)
+    kind = AttendedSelector
 
 
-Scores = list[tuple[float, dict[int, float]]]
+class Scores(NamedTuple):
+    """Log-probabilities of the tokens of each text from the second one on, those of the likeliest beside them, and the
+    share of the keys that were attended to.
+    """
+
+    texts: list[list[tuple[float, dict[int, float]]]]
+    share: float
 
 
 def scores(
-    subject: Subject, word: str, texts: Sequence[Sequence[int]]
-) -> tuple[list[Scores], float]:
-    """Log-probabilities of all tokens of the texts from the second one on, and the share of the keys."""
+    subject: Subject, word: str, texts: Sequence[Sequence[int]], prompt: int
+) -> Scores:
+    """Score texts, of which the first ``prompt`` tokens are the prompt."""
     name, _, argument = word.partition(":")
-    policy = (
-        AttendedWindow.of_argument(argument)
-        if name == "attended"
-        else cache_policy_of(word)
+    bench = {"attended": AttendedWindow, "continued": ContinuedWindow}
+    policy: Any = (
+        bench[name].of_argument(argument) if name in bench else cache_policy_of(word)
     )
-    engine = Engine(subject.model, cache_policy=policy, budget=1024)
-    asked = [engine.submit(ids, 1, GREEDY, top=1, scored=True)[0] for ids in texts]
-    engine.run()
+    if name in bench:
+        policy.prompt = prompt
+    engine = Engine(subject.model, cache_policy=policy, budget=prompt)
+    said = []
+    for ids in texts:
+        for layer in engine.reader.pages:
+            if isinstance(
+                selector := getattr(layer, "selector", None), ContinuedSelector
+            ):
+                selector.passes = 0
+        asked = engine.submit(ids, 1, GREEDY, top=1, scored=True)[0]
+        engine.run()
+        said.append(asked.prompt_scores)
     selectors = [getattr(pages, "selector", None) for pages in engine.reader.pages]
     reads = [each.reads for each in selectors if each is not None]
     share = sum(r.chosen for r in reads) / sum(r.all for r in reads) if reads else 1.0
-    return [each.prompt_scores for each in asked], share
+    return Scores(said, share)
 
 
 def needles(subject: Subject, count: int, length: int) -> list[tuple[list[int], int]]:
@@ -165,12 +214,12 @@ def measure(
     asked = needles(subject, count, length)
     rows: dict[str, Any] = {}
     for name, word in policies(length, shares).items():
-        said, share = scores(subject, word, prose)
+        said, share = scores(subject, word, prose, length // 2)
+        # the token behind the prompt is the first whose own keys are chosen
         losses = [-p for each in said for p, _ in each[length // 2 :]]
-        keys, _ = scores(subject, word, [ids for ids, _ in asked])
         right, logs = 0, []
-        for (ids, answer), each in zip(asked, keys, strict=True):
-            tail = each[-answer:]
+        for ids, answer in asked:
+            tail = scores(subject, word, [ids], len(ids) - answer).texts[0][-answer:]
             logs += [p for p, _ in tail]
             best = [max(top, key=top.__getitem__) for _, top in tail]
             right += best == ids[-answer:]

@@ -2,7 +2,9 @@
 
 SmolLM2-135M (or, where it is not in /tmp/inside-smollm2, random weights of its shape) in float32 reads a text and
 writes behind it, in turns: with all keys in its cache; with old keys in a file through the page cache; with half of the
-file's extents past it; and with all past it (direct I/O). Every process has one thread. The memory that counts is each
+file's extents past it; and with all past it (direct I/O). The shortest text is read in all ways; longer ones are read
+with all keys in the cache, whose blocks the other processes then get, since a text is read in minutes, and written
+behind in milliseconds. Every process has one thread. The memory that counts is each
 process's own (anonymous); pages of files, which the system takes back when it needs them, do not.
 
     python bench/keys_at_rest.py [--quick] [--folder /tmp] [--json bench/results/keys_at_rest.json]
@@ -20,13 +22,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
 from weft.checkpoint.model import open_model
 from weft.generate.engine import Engine
 from weft.generate.keys_at_rest import KeysAtRest, RestingKeys, rest_keys
-from weft.generate.request import Generation
+from weft.generate.request import Generation, Request
 from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models.products import read_only
@@ -82,15 +85,24 @@ class Writer:
         )
         return rest_keys(self.engine, words, 1, longest, print)
 
-    def read(self, tokens: int) -> dict[str, Any]:
+    def read(self, tokens: int, blocks: Path | None) -> dict[str, Any]:
+        """Begin a text of ``tokens`` tokens. ``blocks``: file of its blocks, which the resident mode writes, and others
+        fill their files from; None: all tokens are computed.
+        """
         if self.text is not None:
             self.engine.cancel(self.text)
         vocab = self.engine.model.shape.vocab
         ids = [(7919 * i + i * i) % (vocab - 64) + 32 for i in range(tokens)]
         begun = perf_counter()
         (self.text,) = self.engine.submit(ids, TURNS * NEW + 8, GREEDY)
+        if blocks and self.rest:
+            self._fill(self.text, torch.from_numpy(np.load(blocks, mmap_mode="c")))
         while len(self.text.written) < 4:
             self.engine.step()
+        if blocks and not self.rest:
+            size = self.engine.scheduler.pool.size
+            table = self.text.table[: (tokens - 1) // size]
+            np.save(blocks, self.engine.reader.read_blocks(table, size).numpy())
         stores = [pages.store for pages in self.engine.reader.pages]
         used = len(self.engine.scheduler.pool.owners) * sum(
             s[:, 0].nbytes for s in stores if s is not None
@@ -106,6 +118,27 @@ class Writer:
             "engine_own": memory_of(os.getpid()),
             "owners_own": owners,
         }
+
+    def _fill(self, text: Generation, rows: torch.Tensor) -> None:
+        """Give a text its blocks, ``[blocks, bytes]``, a run of the file at a time, as if it had computed them."""
+        assert self.rest is not None
+        scheduler, reader = self.engine.scheduler, self.engine.reader
+        pool, place = scheduler.pool, Request([], 0)
+        scheduler.remove(text)
+        scheduler.arriving.append(place)
+        for some in rows.split(self.rest.layout.blocks):
+            if text.runs:
+                table = [pool.take() for _ in some]
+                reader.write_blocks(table, pool.size, some)
+                text.table += table
+                text.computed += len(some) * pool.size
+            else:
+                assert scheduler.expect(place, len(some))
+                reader.write_blocks(place.table, pool.size, some)
+                text.computed = len(some) * pool.size
+                assert scheduler.adopt(place, text)
+            scheduler._remember(text)
+            self.rest.settle()
 
     def write(self) -> dict[str, Any]:
         assert self.text is not None
@@ -142,7 +175,8 @@ def work(mode: str, folder: Path, longest: int, quick: bool) -> None:
     print(json.dumps({"name": writer.name}), flush=True)
     for line in sys.stdin:
         word, *given = line.split()
-        answer = writer.read(int(given[0])) if word == "read" else writer.write()
+        file = Path(given[1]) if len(given) > 1 else None
+        answer = writer.read(int(given[0]), file) if word == "read" else writer.write()
         print(json.dumps(answer | {"formula": writer.formula()}), flush=True)
     writer.engine.close()
 
@@ -186,7 +220,7 @@ def main() -> None:
     tokens = 2200 if given.quick else given.tokens
     if given.worker:
         return work(given.worker, given.folder, tokens, given.quick)
-    lengths = [tokens // 4, tokens // 2, tokens]
+    lengths = [tokens // 8, tokens // 2, tokens]
     options = [
         "--folder",
         str(given.folder),
@@ -196,8 +230,11 @@ def main() -> None:
     ]
     workers = {mode: Worker(mode, *options) for mode in MODES}
     result: dict[str, Any] = {"model": workers["resident"].name, "lengths": []}
+    blocks = given.folder / f"weft-blocks-{os.getpid()}.npy"
     for length in lengths:
-        rows = {mode: worker.ask(f"read {length}") for mode, worker in workers.items()}
+        words = f"read {length}" + f" {blocks}" * (length > lengths[0])
+        rows = {mode: worker.ask(words) for mode, worker in workers.items()}
+        blocks.unlink(missing_ok=True)
         turns: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
         for _ in range(TURNS):
             for mode, worker in workers.items():
@@ -235,10 +272,10 @@ def main() -> None:
                 f"(formula {about['formula_mb_per_token']:.1f}, {about['direct_reads_per_token']} direct reads)",
                 flush=True,
             )
+        if given.json:
+            given.json.write_text(json.dumps(result, indent=1) + "\n")
     for worker in workers.values():
         worker.close()
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

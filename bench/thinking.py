@@ -7,17 +7,20 @@ are drawn, whose models, prompts, tokens, texts and shares of keys all may diffe
 less processor time, and both are measured, alone and in turn. As the plain alternative, the products of the parameters
 alone choose, as scaling laws do that count no memory.
 
-Quality: SmolLM2-135M in ``--model`` and a small model that Weft trains here on sums (kept in ``--work``) try questions
-of the task ``addition``, with 16 solved ones before each. Pairs of (model, share, budget) are drawn; the law says from
-some questions which setting answers more of others within the budget. Better is who answers more of held-back
-questions with as many texts as measured times permit. Equal answers count for neither.
+Quality: two small models of different size, which Weft trains here on sums until they solve some (kept in ``--work``),
+try questions of the task ``addition``, with 16 solved ones before each. Pairs of (model, share, budget) are drawn; the
+law says from some questions which setting answers more of others within the budget. Better is who answers more of
+held-back questions, which are in no training text either, with as many texts as measured times permit. Pairs whose
+difference on these is within twice its standard error count for neither, as it is not known which is better.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ from weft.planner.thinking_price import (
     StepRates,
     Thinking,
     ThinkingModel,
+    TriedText,
     coverage,
     fit_rates,
     seconds,
@@ -48,6 +52,7 @@ from weft.planner.thinking_price import (
     thinking_work,
 )
 from weft.recipe import ModelShape, Train, load_recipe
+from weft.rl.reward_task import is_held_out
 from weft.rl.thinking_trial import solved_before, time_thinking, try_questions
 from weft.shapes.shape import shape_of
 
@@ -61,6 +66,10 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 PAIRS = 10
 TEXTS = (1, 2, 4, 8, 16, 32)
+#: The task, and models of it that solve some: layers, width, steps.
+TASK = "addition:padded=true:reversed=true"
+ADDERS = {"adder": (2, 64, 700), "larger adder": (4, 128, 500)}
+QUESTIONS, TRIED = 48, 16
 
 
 def priced(name: str, model: Transformer) -> ThinkingModel:
@@ -123,25 +132,51 @@ def cost_pairs(
     return pairs
 
 
-def adder(work_folder: Path, quick: bool) -> Path:
-    """Train a small model on lines of sums."""
-    folder = work_folder / "sums"
+def sums_to_learn(folder: Path, count: int) -> None:
+    """Write lines of sums, none of which is a question that is held out."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = random.Random(1)
-    sums = [(drawn.randrange(100), drawn.randrange(100)) for _ in range(2_000 if quick else 60_000)]  # fmt: skip
-    (folder / "sums.txt").write_text("".join(f"{a}+{b}={a + b}\n" for a, b in sums))
+    drawn, lines = random.Random(1), list[str]()
+    while len(lines) < count:
+        a, b = drawn.randrange(100), drawn.randrange(100)
+        question = f"{a:02}+{b:02}="
+        if not is_held_out(question):
+            lines.append(question + f"{a + b:03}"[::-1] + "\n")
+    (folder / "sums.txt").write_text("".join(lines))
+
+
+def adder(work_folder: Path, name: str, quick: bool) -> Path:
+    """Train a small model on lines of sums."""
+    folder, (layers, width, steps) = work_folder / "sums", ADDERS[name]
+    sums_to_learn(folder, 2_000 if quick else 60_000)
     words = [
         f"data.sources=[{{ kind = 'text', path = '{folder}' }}]", "data.tokenizer='bytes'", "data.seq_len=192",
-        "layout.shard=1", "layout.tp=1", "model.layers=3", "model.embed=96", "train.batch=8",
-        f"train.steps={4 if quick else 450}", f"optimizer.decay={1 if quick else 150}", "optimizer.warmup=1",
+        "layout.shard=1", "layout.tp=1", f"model.layers={layers}", f"model.embed={width}", "train.batch=8",
+        f"train.steps={4 if quick else steps}", f"optimizer.decay={1 if quick else steps // 3}", "optimizer.warmup=1",
         f"data.cache='{work_folder}/cache'", "train.threads=1", "validation.every=0",
     ]  # fmt: skip
-    return run(work_folder / "adder", load_recipe(ROOT / "recipes" / "quickstart.toml", words))  # fmt: skip
+    recipe = load_recipe(ROOT / "recipes" / "quickstart.toml", words)
+    return run(work_folder / name.replace(" ", "-"), recipe)
+
+
+def solved_each(trials: Sequence[Sequence[TriedText]], texts: int) -> list[float]:
+    """How likely each question is solved by one of ``texts`` texts."""
+    return [coverage([each], 6, texts) if texts else 0.0 for each in trials]
+
+
+def differ(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether two settings differ on the same questions by more than twice the standard error."""
+    each = [a - b for a, b in zip(some, others, strict=True)]
+    error = statistics.stdev(each) / len(each) ** 0.5
+    return abs(statistics.mean(each)) > 2 * error
 
 
 def quality_pairs(opened: dict[str, Any], rates: StepRates, quick: bool) -> dict[str, Any]:  # fmt: skip
     """Pairs of settings within a budget, and what was tried of each."""
-    task, count, texts = task_of_word("addition"), 3 if quick else 16, 2 if quick else 8
+    task, count, texts = (
+        task_of_word(TASK),
+        3 if quick else QUESTIONS,
+        2 if quick else TRIED,
+    )
     shots = solved_before(task, 16)
     known = [task.question(100 + i) for i in range(count)]
     held = [task.question(i, held_out=True) for i in range(count)]
@@ -154,7 +189,9 @@ def quality_pairs(opened: dict[str, Any], rates: StepRates, quick: bool) -> dict
             trials[key] = try_questions(model, tokenizer, task, known, texts, 6, share, shots)  # fmt: skip
             later[key] = try_questions(model, tokenizer, task, held, texts, 6, share, shots)  # fmt: skip
             spent[key] = {
-                n: measured(model, Thinking(name, 6, n, share), prompts[name], 1)
+                n: measured(
+                    model, Thinking(name, 6, n, share), prompts[name], 1 if quick else 3
+                )
                 for n in TEXTS
             }
             print(key, coverage(trials[key], 6, 1), coverage(later[key], 6, 1), spent[key], flush=True)  # fmt: skip
@@ -178,12 +215,14 @@ def quality_pairs(opened: dict[str, Any], rates: StepRates, quick: bool) -> dict
             ]
             real = [n for n, s in spent[key].items() if s <= budget]
             both.append({
+                "solved": solved_each(later[key], max(real, default=0)),
                 "model": key[0], "share": key[1], "texts": max(rooms, default=0),
                 "predicted": coverage(trials[key], 6, max(rooms)) if rooms else 0.0,
                 "measured": coverage(later[key], 6, max(real)) if real else 0.0,
             })  # fmt: skip
         a, b = both
-        if abs(a["measured"] - b["measured"]) < 0.01:
+        solved = [each.pop("solved") for each in both]
+        if not quick and not differ(*solved):
             continue
         right = (a["predicted"] > b["predicted"]) == (a["measured"] > b["measured"])
         pairs.append({"budget": budget, "settings": both, "right": right})
@@ -211,10 +250,13 @@ def main() -> None:
     before = machine()
     torch.set_num_threads(1)
     work_folder = given.work / "quick" if given.quick else given.work
-    opened = {"adder": open_model(adder(work_folder, given.quick), "cpu", print)[:2]}
-    if given.model.is_dir() and not given.quick:
-        opened["SmolLM2-135M"] = open_model(str(given.model), "cpu", print)[:2]
+    opened = {
+        name: open_model(adder(work_folder, name, given.quick), "cpu", print)[:2]
+        for name in ADDERS
+    }
     models = random_models(given.quick) | {name: model for name, (model, _) in opened.items()}  # fmt: skip
+    if given.model.is_dir() and not given.quick:
+        models["SmolLM2-135M"] = open_model(str(given.model), "cpu", print)[0]
     rounds = 1 if given.quick else given.rounds
     rates = fitted(models, rounds)
     print(rates, flush=True)

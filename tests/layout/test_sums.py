@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from weft.layout.sums import WATCHED, MeasuredSum, TokenSums, total_in_order
+from weft.layout.sums import FEW, MANY, WATCHED, MeasuredSum, TokenSums, total_in_order
 from weft.net import rank_links
 
 NAMES = ("direct", "ring", "star", "two-level", "gloo")
@@ -90,6 +90,23 @@ def test_all_ranks_choose_alike_what_is_fastest(pool: Any) -> None:
     assert set(measured[0].seconds) == {*NAMES} - {"two-level"}
     assert chosen == [measured[0].fastest] * 2 + [measured[1].fastest] * 2
     assert "1 token: " in line and "4096 tokens: " in line
+
+
+def test_candidates_take_turns_and_near_ones_have_more() -> None:
+    """What the links carry besides grows while they are measured, and delays all alike."""
+    calls, sums = list[str](), TokenSums.__new__(TokenSums)
+    base = {"slow": 3.0, "second": 1.1, "first": 1.0}
+    sums.ways = {name: (lambda x, name=name: name) for name in base}  # type: ignore[misc]
+
+    def seconds(way: Any, x: Any) -> float:
+        calls.append(way(x))
+        return base[calls[-1]] * 0.01 * (1 + 0.2 * len(calls))
+
+    with mock.patch.object(sums, "_seconds", seconds):
+        found = sums._compared(torch.zeros(1))
+    assert min(found, key=lambda name: found[name]) == "first"
+    assert calls[:6] == [*base] * 2
+    assert [calls.count(name) for name in base] == [FEW, MANY, MANY]
 
 
 def test_the_order_of_summands_decides_the_bits() -> None:

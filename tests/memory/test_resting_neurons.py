@@ -230,8 +230,9 @@ def test_slots_hold_what_was_used_last(tmp_path: Path) -> None:
             wanted = np.array(sorted(drawn.sample(range(40), drawn.randint(0, 9))), int)
             before, held = staged.counts["read"], {*slots._neuron.tolist()} - {-1}
             got = list[int]()
-            for neurons, memory in slots.using(wanted):
-                assert (memory.view(torch.int32) == torch.from_numpy(neurons + 40)[:, None]).all()  # fmt: skip
+            for neurons, memory, records in slots.using(wanted):
+                numbers = memory[torch.from_numpy(records)].view(torch.int32)
+                assert (numbers == torch.from_numpy(neurons + 40)[:, None]).all()
                 got += neurons.tolist()
             assert sorted(got) == wanted.tolist()
             assert staged.counts["read"] - before == len({*wanted.tolist()} - held)

@@ -28,7 +28,7 @@ from weft.models.transformer import Transformer
 PROMPTS = [[(7 * i + 3 * j) % 31 for i in range(n)] for j, n in enumerate((5, 24, 40))]
 NEW = 14
 EXACT = ("window:100", "blocks:1.0", "alisa:1.0", "alisa:1")
-SPARSE = ("window:8", "blocks:0.2", "alisa:0.2", "alisa:0.2:host=48:int8")
+SPARSE = ("window:8", "blocks:0.2", "alisa:0.2", "alisa:0.2:host=48:int8:prompts")
 #: Settings that may change nothing, and whether they move blocks or take them from requests.
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunks": {"budget": 7},
@@ -161,6 +161,21 @@ def test_blocks_read_their_share() -> None:
     assert chosen == read and 0.24 < read / seen < 0.29
 
 
+def test_alisa_reads_prompts_whole_and_chooses_for_what_is_written() -> None:
+    """The first token is that of all keys; written tokens that become a prompt are read whole, too."""
+    none = written("none")[2]
+    dense, sparse = written("alisa:0.2")[2], written("alisa:0.2:prompts")[2]
+    assert abs(dense[1][0] - none[1][0]) < 1e-12 < abs(sparse[1][0] - none[1][0])
+    assert max(abs(a - b) for a, b in zip(dense[1], none[1], strict=True)) > 1e-6
+    engine = opened("alisa:0.2")
+    text = engine.submit([*PROMPTS[2], *none[0][:6]], 1, GREEDY, top=0)[0]
+    engine.run()
+    assert text.written == none[0][6:7]
+    assert abs(text.log_probabilities[0][0] - none[1][6]) < 1e-12
+    selector = engine.reader.pages[0].selector  # type: ignore[union-attr]
+    assert selector.reads.chosen == selector.reads.all
+
+
 def test_prefixes_are_shared_unless_sums_are_kept() -> None:
     """Texts that begin alike find their blocks, and several texts of a prompt share them."""
     for word in ("window:8", "blocks:0.2", "alisa:0.2"):
@@ -219,7 +234,8 @@ def test_each_rank_selects_for_its_heads(pool: Any, layout: str) -> None:
     ("windows:8", "cannot be 'windows:8'; give none or, for instance, alisa:0.25, blocks:0.25, window:1024"),
     ("window", "cannot be 'window'"), ("window:0", "cannot be 'window:0'"), ("window:-3", "cannot be"),
     ("blocks:0", "cannot be 'blocks:0'"), ("blocks:1.5", "cannot be"), ("blocks:nan", "cannot be"),
-    ("alisa:0.2:int4", "cannot be"), ("alisa:0.2:host=x", "cannot be"), ("none:3", "cannot be"),
+    ("alisa:0.2:int4", "cannot be"), ("alisa:0.2:int8:int8", "cannot be"),
+    ("alisa:0.2:host=x", "cannot be"), ("none:3", "cannot be"),
     ("window:3", "is less than a cache block of 4 tokens; give window:4 or more"),
     ("alisa:0.5:host=3", "room on the host for less than a cache block of 4 tokens; give host=4 or more"),
 ])  # fmt: skip

@@ -50,5 +50,5 @@ def spans_within(spans: Sequence[Span], part: TokenPart) -> list[Span]:
         if first < last:
             past = span.past + first - span.first
             at = first - part.first, last - part.first
-            cut.append(Span(*at, past, span.table))
+            cut.append(Span(*at, past, span.table, prompt=span.prompt))
     return cut

@@ -59,6 +59,7 @@ class TextSlice(NamedTuple):
         ``offset``: position of the text's first token.
         ``context``: cached tokens of other texts, to which the text attends as if they stood before it.
         ``adapter``: the adapter with which the tokens are computed, or None.
+        ``prompt``: number of tokens of the text's prompt.
     """
 
     ids: Sequence[int]
@@ -68,6 +69,7 @@ class TextSlice(NamedTuple):
     offset: int = 0
     context: Sequence[PrefixTile] = ()
     adapter: LentAdapter | None = None
+    prompt: int = 0
 
 
 def parts_of(step: ScheduledStep, again: bool = False) -> list[TextSlice]:
@@ -99,12 +101,18 @@ def parts_of(step: ScheduledStep, again: bool = False) -> list[TextSlice]:
                 request.offset,
                 tiles_of(request, step),
                 beside,
+                request.prompt,
             )
         )
         for path, table in request.branches[len(own) :]:
             parts.append(
                 TextSlice(
-                    [*request.ids[past:], *path], past, table, len(path), adapter=beside
+                    [*request.ids[past:], *path],
+                    past,
+                    table,
+                    len(path),
+                    adapter=beside,
+                    prompt=request.prompt,
                 )
             )
     return parts
@@ -154,8 +162,15 @@ class PackedRow(NamedTuple):
             ids,
             positions,
             [
-                Span(first, last, past, table, [PrefixTile(*tile) for tile in context])
-                for first, last, past, table, context in spans
+                Span(
+                    first,
+                    last,
+                    past,
+                    table,
+                    [PrefixTile(*tile) for tile in context],
+                    prompt,
+                )
+                for first, last, past, table, context, prompt in spans
             ],
             wanted,
             [
@@ -168,11 +183,11 @@ class PackedRow(NamedTuple):
 def pack(parts: Iterable[TextSlice]) -> PackedRow:
     """Return one row with the new tokens of all ``parts``, one part after the other."""
     row = PackedRow([], [], [], [], [])
-    for ids, past, table, rows, offset, context, adapter in parts:
+    for ids, past, table, rows, offset, context, adapter, prompt in parts:
         first = len(row.ids)
         row.ids.extend(ids)
         row.positions.extend(range(offset + past, offset + past + len(ids)))
-        row.spans.append(Span(first, len(row.ids), past, table, context))
+        row.spans.append(Span(first, len(row.ids), past, table, context, prompt))
         row.wanted.extend(range(len(row.ids) - rows, len(row.ids)))
         row.adapters.append(adapter)
     return row

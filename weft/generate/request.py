@@ -57,6 +57,7 @@ class Request:
     Attributes:
         ``ids``: token ids of the prompt and of what has been written.
         ``most``: largest number of tokens that ``ids`` may reach.
+        ``prompt``: number of tokens of the prompt; 0 if nothing depends on it.
         ``adapter``: name of the adapter with which the text is computed; "": the model alone.
         ``tenant``: whose cached prefixes the request may use.
         ``arrival``: number by which requests are ordered; earlier requests have smaller ones.
@@ -92,6 +93,7 @@ class Request:
     priority: int = (
         0  # the smaller, the earlier it is begun and the later it loses blocks
     )
+    prompt: int = 0
     computed: int = 0
     table: list[int] = field(default_factory=list)
     # of its full blocks; the first one is the root
@@ -185,7 +187,6 @@ class Generation(Request):
     Attributes:
         ``how``: settings of sampling.
         ``stops``: token ids that end the text.
-        ``prompt``: number of tokens of the prompt.
         ``resumed``: number of tokens after the prompt that another engine has written.
         ``least``: number of tokens that are written before a stop counts.
         ``top``: number of likeliest tokens whose log-probabilities are kept; 0: only that of the written token; None:
@@ -208,7 +209,6 @@ class Generation(Request):
 
     how: Sampling = field(default_factory=Sampling)
     stops: Collection[int] = ()
-    prompt: int = 0  # tokens of the prompt
     resumed: int = 0  # tokens behind it that another engine has written
     least: int = 0  # tokens before any of its stops
     # log-probabilities of so many likeliest tokens are kept; None: of none, nor the chosen one

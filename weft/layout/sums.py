@@ -26,8 +26,15 @@ from weft.registry import find, names
 
 T = torch.Tensor
 
-#: Times that a sum is measured, of which the quickest counts; fewer once they have taken so many seconds.
-TRIES, LONG_S = 10, 0.5
+#: Rounds in which each all-reduce is measured in turn, of which the median counts; at least the first number of them,
+#: and no more than the second, nor than take so many seconds.
+FEW, MANY, LONG_S = 3, 12, 4.0
+
+#: Sums of a round; the first of them is not measured, as the links may have rested before it.
+BURST = 3
+
+#: An all-reduce that takes so many times as long as the fastest after :data:`FEW` rounds is not measured any more.
+HOPELESS = 1.5
 
 #: Last sums whose median time is watched, and the factor by which it must have grown to be measured again. Times are
 #: those of this rank, with what it waits for others, so that they are compared with its own from after a measurement.
@@ -139,24 +146,43 @@ class TokenSums:
         measured = []
         for count in tokens:
             x = torch.zeros(count * embed, dtype=dtype)
-            each = {name: self._seconds(way, x) for name, way in self.ways.items()}
-            measured.append(MeasuredSum(count, x.nbytes, each))
+            measured.append(MeasuredSum(count, x.nbytes, self._compared(x)))
         self.measured = measured
         self._recent.clear()
         self._usual = 0.0
 
+    def _compared(self, x: T) -> dict[str, float]:
+        """Return the seconds of a sum of ``x`` by each all-reduce, by its name: the same numbers on all ranks.
+
+        All take turns, so that what else the links carry delays them alike, and those that may be the fastest have
+        more turns than others.
+        """
+        times: dict[str, list[float]] = {name: [] for name in self.ways}
+        left, spent = [*self.ways], 0.0
+        for turn in range(MANY):
+            for name in left:
+                times[name].append(self._seconds(self.ways[name], x))
+                spent += BURST * times[name][-1]
+            if turn + 1 < FEW:
+                continue
+            medians = {name: statistics.median(times[name]) for name in left}
+            least = min(medians.values())
+            left = [name for name in left if medians[name] < HOPELESS * least]
+            if len(left) == 1 or spent > LONG_S:
+                break
+        return {name: statistics.median(each) for name, each in times.items()}
+
     def _seconds(self, way: Callable[[T], T], x: T) -> float:
-        """Return the seconds of a sum of ``x``: the quickest try of the slowest rank, the same number on all ranks."""
-        times = list[float]()
-        while len(times) <= TRIES and sum(times) < LONG_S:
-            dist.barrier(self.group)
-            begun = time.perf_counter()
+        """Return the seconds of a sum of ``x`` on the slowest rank, the same number on all ranks."""
+        way(x)
+        dist.barrier(self.group)
+        begun = time.perf_counter()
+        for _ in range(BURST - 1):
             way(x)
-            spent = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
-            dist.all_reduce(spent, dist.ReduceOp.MAX, group=self.group)
-            times.append(float(spent))
-        # the first makes buffers, and opens the windows of its connections
-        return min(times[1:] or times)
+        each = (time.perf_counter() - begun) / (BURST - 1)
+        spent = torch.tensor(each, dtype=torch.float64)
+        dist.all_reduce(spent, dist.ReduceOp.MAX, group=self.group)
+        return float(spent)
 
     def line(self) -> str:
         """Return a line for the user that names the chosen all-reduces and their times; "" if nothing was measured."""

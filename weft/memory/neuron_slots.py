@@ -87,11 +87,13 @@ class NeuronGroup(NamedTuple):
 
     Attributes:
         ``neurons``: their indices in the layer, int64 ``[neurons]``.
-        ``memory``: their weights as records of bytes, uint8 ``[neurons, size]``.
+        ``memory``: weights as records of bytes, uint8 ``[records, size]``.
+        ``records``: which of the records are those of ``neurons``, int64 ``[neurons]``.
     """
 
     neurons: np.ndarray
     memory: T
+    records: np.ndarray
 
 
 class NeuronSlots:
@@ -134,14 +136,14 @@ class NeuronSlots:
         if len(here):
             at = slots[slots >= 0]
             self._used[at] = self._step
-            yield NeuronGroup(here, self.memory[torch.from_numpy(at).to(self.device)])
+            yield NeuronGroup(here, self.memory, at)
         for turn, part in enumerate(parts):
             assert coming is not None
             memory, transfer = coming
             transfer.wait()
             coming = self._begin(parts, turn + 1)
             memory = memory.to(self.device)
-            yield NeuronGroup(part, memory)
+            yield NeuronGroup(part, memory, np.arange(len(part)))
             self._keep(part, memory)
 
     def _begin(self, parts: list[np.ndarray], turn: int) -> tuple[T, Transfer] | None:

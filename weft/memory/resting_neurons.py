@@ -33,6 +33,9 @@ PARTS = ("gate", "up", "down")
 #: Weights of gates that are widened at a time.
 TILE = 1 << 20
 
+#: Bytes of records that are gathered and widened at a time, so that products find them in the processor's cache.
+GATHERED = 1 << 20
+
 
 class RestingFeedForward(Module):
     """Feed-forward with ReLU that reads the weights of active neurons from a file, and leaves out all others.
@@ -81,17 +84,29 @@ class RestingFeedForward(Module):
         chosen = active.any(0).nonzero().flatten().cpu().numpy()
         out = torch.zeros_like(x)
         for group in self.slots.using(chosen):
-            weights = (
-                self._weights(group.memory).to(x.dtype).unbind(1)
-            )  # [group, embed]
-            at = torch.from_numpy(group.neurons).to(x.device)
-            if self.predictor is None:
-                gated = gates[:, at]
-            else:
-                gated = (x @ weights[0].t()).relu_().mul_(active[:, at])
-            gated.mul_(x @ weights[-2].t())
-            out.addmm_(gated, weights[-1])
+            weights = self._weights(group.memory)
+            size = max(1, GATHERED // group.memory.shape[1])
+            records = torch.from_numpy(group.records).to(x.device).split(size)
+            neurons = torch.from_numpy(group.neurons).to(x.device).split(size)
+            for places, at in zip(records, neurons, strict=True):
+                gated = None if self.predictor else gates[:, at]
+                self._add(out, x, weights[places], active[:, at], gated)
         return out.view_as(whole)
+
+    def _add(self, out: T, x: T, weights: T, active: T, gated: T | None) -> None:
+        """Add to ``out`` ``[tokens, embed]`` what some neurons give for ``x``, of the same shape.
+
+        ``weights``: weights of the neurons, ``[neurons, parts, embed]``. ``active``: which neurons each token uses,
+        ``[tokens, neurons]``; ``gated``: values of their gates, if these are known already.
+        """
+        if gated is None:
+            gate = weights[:, 0].to(x.dtype)
+            gated = (x @ gate.t()).relu_().mul_(active)
+            # a predictor names more neurons than are active
+            used = (gated > 0).any(0).nonzero().flatten()
+            gated, weights = gated[:, used], weights[used, 1:]
+        up, down = weights.to(x.dtype).unbind(1)  # [neurons, embed]
+        out.addmm_(gated * (x @ up.t()), down)
 
     def _gates(self, x: T) -> T:
         """Return the gates of the tokens ``x``, of which some are widened at a time if they are stored in few bits."""

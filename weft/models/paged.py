@@ -445,6 +445,6 @@ def slots(spans: Iterable[Span], size: int) -> list[int]:
     """
     return [
         table[at // size] * size + at % size
-        for first, last, past, table, _ in spans
+        for first, last, past, table, *_ in spans
         for at in range(past, past + last - first)
     ]

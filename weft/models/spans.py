@@ -46,7 +46,7 @@ class Span(NamedTuple):
     """The new tokens of one text in a forward pass: the tokens ``first:last`` of a packed row.
 
     ``past``: the number of the text's earlier tokens. ``table``: numbers of the cache blocks of the text. ``context``:
-    prefixes of other texts that the new tokens also see.
+    prefixes of other texts that the new tokens also see. ``prompt``: number of tokens of the text's prompt.
     """
 
     first: int
@@ -54,6 +54,7 @@ class Span(NamedTuple):
     past: int
     table: Sequence[int]
     context: Sequence[PrefixTile] = ()  # of other texts, all of which comes before
+    prompt: int = 0
 
 
 class SpanBatch(NamedTuple):
@@ -255,7 +256,8 @@ def rounds(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
         turn = 0
         while first < span.last:
             count = min(size - past % size, span.last - first)
-            pieces.append((turn, Span(first, first + count, past, span.table)))
+            cut = span._replace(first=first, last=first + count, past=past, context=())
+            pieces.append((turn, cut))
             first = first + count
             past = past + count
             turn = turn + 1

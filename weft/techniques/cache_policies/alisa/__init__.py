@@ -22,16 +22,18 @@ if TYPE_CHECKING:
     figure="equal tokens whether blocks are on the device, on the host, or computed again",
 )
 class SparseWindow(CachePolicy):
-    """Lets each token see the fraction ``share`` of the tokens up to its own block (ALISA, 2403.17312). Half of the
-    seen tokens are the last ones; the others are those with the largest running sums of attention weights. These sums
-    are halved after each block. Each key head chooses for itself.
+    """Lets each written token see the fraction ``share`` of the tokens up to its own block (ALISA, 2403.17312). Half of
+    the seen tokens are the last ones; the others are those with the largest running sums of attention weights. These
+    sums are halved after each block. Each key head chooses for itself. Tokens of a prompt see all tokens before them,
+    unless ``prompts``.
 
     The cache has three phases. While blocks are free, all keys and values are on the device. When none is free, the
     oldest blocks of the longest text move to the host, from where single tokens are read. When the host has no room
     either, the latest text gives all its blocks back and is computed again later.
 
     ``host``: tokens for which the host has room; None: as many as the cache has. ``rounded``: whether keys and values
-    are rounded to 8 bits when they are computed, so that the host keeps them in 8 bits.
+    are rounded to 8 bits when they are computed, so that the host keeps them in 8 bits. ``prompts``: whether tokens of
+    a prompt see a fraction of the tokens, too.
     """
 
     example: ClassVar[str] = "alisa:0.25"
@@ -39,22 +41,29 @@ class SparseWindow(CachePolicy):
     windows: ClassVar[bool] = False
 
     def __init__(
-        self, share: float, host: int | None = None, rounded: bool = False
+        self,
+        share: float,
+        host: int | None = None,
+        rounded: bool = False,
+        prompts: bool = False,
     ) -> None:
         self.share, self.host, self.rounded = share, host, rounded
+        self.prompts = prompts
 
     @classmethod
     def of_argument(cls, argument: str) -> Self | None:
         first, *others = argument.split(":")
         share = share_of(first)
-        rounded = "int8" in others
-        rooms = [word for word in others if word != "int8"]
-        if share is None or len(rooms) > 1 or len(others) - len(rooms) > 1:
+        rounded, prompts = "int8" in others, "prompts" in others
+        rooms = [word for word in others if word not in ("int8", "prompts")]
+        if share is None or len(rooms) > 1 or len({*others}) < len(others):
             return None
         if not rooms:
-            return cls(share, None, rounded)
+            return cls(share, None, rounded, prompts)
         name, _, room = rooms[0].partition("=")
-        return cls(share, int(room), rounded) if name == "host" and room.isdecimal() else None  # fmt: skip
+        if name != "host" or not room.isdecimal():
+            return None
+        return cls(share, int(room), rounded, prompts)
 
     def check_size(self, size: int) -> None:
         if self.host is not None and 0 < self.host < size:
@@ -68,7 +77,7 @@ class SparseWindow(CachePolicy):
             WeightSumSelector,
         )
 
-        return WeightSumSelector(self.share, size, self.rounded)
+        return WeightSumSelector(self.share, size, self.rounded, self.prompts)
 
     def most_blocks(self, tokens: int, budget: int, size: int) -> int:
         from weft.techniques.cache_policies.alisa.host_phase import NEAR

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -27,6 +27,10 @@ LEAST = 4
 #: What is kept of the sums after each block of queries. Without it the first tokens of a text, which all queries have
 #: seen, would leave no room for later ones.
 FADING = 0.5
+
+#: Blocks at the end of a prompt whose queries count in the sums. Of sums from queries before them fading would leave
+#: less than a hundredth.
+RECENT = 8
 
 #: The largest number in 8 bits.
 BYTE = 127
@@ -67,12 +71,16 @@ class WeightSumSelector(BlockSelector):
     """Chooses the fraction ``share`` of the tokens: half of these are the last tokens, the others those with the
     largest running sums of attention weights. All tokens of a block choose by the sums from the blocks before. The
     choice thus does not depend on the pieces in which a text is computed. ``size``: tokens of a block; ``in_bytes``:
-    whether keys and values are rounded to 8 bits.
+    whether keys and values are rounded to 8 bits; ``prompts``: whether tokens of a prompt choose, too. Otherwise these
+    see all tokens before them, and the last ones of them begin the sums.
     """
 
-    def __init__(self, share: float, size: int, in_bytes: bool) -> None:
+    def __init__(
+        self, share: float, size: int, in_bytes: bool, prompts: bool = False
+    ) -> None:
         super().__init__()
         self.share, self.size, self.in_bytes = share, size, in_bytes
+        self.prompts = prompts
         # sums from finished blocks of queries, and from the present one: [2, blocks, size, kv_heads]
         self.sums: T | None = None
         self.host: HostTokens | None = None
@@ -140,11 +148,7 @@ class WeightSumSelector(BlockSelector):
         heads = store.shape[3]
         key = "rounds"
         if key not in reading.prepared:
-            away = [span for span in spans if min(span.table) < 0]
-            plain = [span for span in spans if min(span.table) >= 0]
-            whole = plain if self.share == 1 else []
-            others = away if self.share == 1 else list(spans)
-            reading.prepared[key] = whole, self._rounds(others, q)
+            reading.prepared[key] = self._parted(spans, q)
         whole, pieces = reading.prepared[key]
         chosen = seen_keys(whole) * heads
         if whole:
@@ -152,6 +156,41 @@ class WeightSumSelector(BlockSelector):
         for each in pieces:
             chosen += self._attend_round(store, q, out, each)
         self.count(seen_keys(spans) * heads, chosen, chosen)
+
+    def dense_until(self, span: Span) -> int:
+        """Return how many tokens at the beginning of the text of ``span`` see all tokens before them."""
+        return 0 if self.prompts else span.prompt
+
+    def _counted_from(self, span: Span) -> int:
+        """Return the position from which on tokens of a text count in the sums."""
+        return max(0, -(-self.dense_until(span) // self.size) - RECENT) * self.size
+
+    def _parted(self, spans: Sequence[Span], q: T) -> tuple[list[Span], list[_Round]]:
+        """Return which spans attend to all keys, none of which is on the host, and the rounds of the others."""
+        if self.share == 1:
+            near = [span for span in spans if min(span.table) >= 0]
+            return near, self._rounds([s for s in spans if min(s.table) < 0], q)
+        whole, dense, sparse = list[Span](), list[Span](), list[Span]()
+        for span in spans:
+            for first, last, kind in self._pieces(span):
+                here = kind == 0 and min(span.table) >= 0
+                past = span.past + first - span.first
+                part = span._replace(first=first, last=last, past=past)
+                (whole if here else sparse if kind == 2 else dense).append(part)
+        # sums of a prompt's tokens come before the choice of written ones
+        return whole, [*self._rounds(dense, q), *self._rounds(sparse, q)]
+
+    def _pieces(self, span: Span) -> Iterator[tuple[int, int, int]]:
+        """Yield where pieces of a span begin and end: those that see all tokens and count in no sums (0), those that
+        count (1), and those that choose (2).
+        """
+        ends = self._counted_from(span), self.dense_until(span), span.past + span.last
+        first = span.first
+        for kind, end in enumerate(ends):
+            last = min(span.last, max(first, end - span.past + span.first))
+            if last > first:
+                yield first, last, kind
+            first = last
 
     def _rounds(self, spans: Sequence[Span], q: T) -> list[_Round]:
         called = list[_Round]()
@@ -188,7 +227,9 @@ class WeightSumSelector(BlockSelector):
         attended = weights @ values[:, :, None]
         out[texts.rows] = attended.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out.dtype)
         if self.share < 1:
-            self._add(blocks, places % self.size, weights.sum((2, 3)) * known)
+            counted = [each.past >= self._counted_from(each) for each in texts.pieces]
+            counts = known & torch.tensor(counted, device=q.device)[:, None, None]
+            self._add(blocks, places % self.size, weights.sum((2, 3)) * counts)
             self._finish(texts.pieces)
         # the last ones of a piece see more of it than the first
         own = len(chosen) * tokens * (tokens - 1) // 2
@@ -198,6 +239,9 @@ class WeightSumSelector(BlockSelector):
         """Return the positions of the tokens that the new tokens of a piece see: ``[kv_heads, keys]``."""
         assert self.sums is not None
         size, heads = self.size, self.sums.shape[-1]
+        if span.past < self.dense_until(span):
+            end = span.past + span.last - span.first
+            return torch.arange(end, device=self.sums.device).expand(heads, -1)
         before = span.past // size * size
         count = max(LEAST * size, ceil(self.share * (before + size) - 1e-9)) - size
         last = before if count >= before else count - count // 2
