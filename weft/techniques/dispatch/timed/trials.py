@@ -4,28 +4,38 @@ Not all options are tried equally often, because a slow one costs what the choic
 several turns; in a turn each option that is left is taken in one pass, and options that are clearly slower than the
 best are then left out. What was measured is kept for the next run on the same machine, so that it begins with the best
 option and only tries options that are about as fast.
+
+Trials must not cost what the choice saves: a later round may take only a small share of the time since the last one, so
+that an option is tried again the more seldom, the slower it was. A pass is slow by chance as well. So an option is left
+out of a round by its shortest time, which chance can only lengthen, and chosen by its median over several rounds; and
+one odd look at the chosen option does not yet mean that the load has changed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
+from statistics import median_low
 
 #: How many times slower than the fastest an option may be after each turn of a round to be tried again. The first pass
 #: with an option is slow, so that little follows from it. Options that are nearly as fast cost little to try, and take
 #: more passes to tell apart.
 LEFT_OUT = (3.0, 1.5, 1.3, 1.2, 1.15, 1.1, 1.05, 1.03)
-#: Options that were at most so many times slower than the fastest are tried again in the first rounds that follow, and
-#: in all others.
-NEAR = (1.5, 1.5, 1.25)
+#: Number of the turn with which a round begins whose options have been tried before.
+AGAIN = 2
+#: Share of the time since the last round that a round may take longer than passes with the chosen option alone.
+SPENT = 0.01
+#: Passes of an option whose median counts, the latest.
+LATEST = 24
 #: Passes with the chosen option until those that are about as fast are tried again: at first fewer, and twice as many
 #: after each round, as the first times may be those of a moment.
 KEPT = 800
 #: Passes after which the chosen option's time is looked at, the last few of which are timed.
 WATCHED, LOOKS = 50, 3
-#: If the chosen option takes so many times longer or shorter than when it was chosen, all options are tried again.
+#: If the chosen option takes so many times longer or shorter than when it was chosen, and does so at the next look as
+#: well, all options are tried again.
 DRIFT = 1.25
 #: What another option must be faster by, so that noise does not change the choice to and fro.
-MARGIN = 0.02
+MARGIN = 0.01
 
 
 @dataclass
@@ -34,14 +44,15 @@ class OptionTimes:
     tries some options, each in several turns.
 
     Attributes:
-        ``known``: for each option, its shortest time in seconds on the slowest rank in the last round that tried it;
-            inf: never tried.
+        ``known``: for each option, its usual time in seconds on the slowest rank; inf: never tried.
         ``chosen``: index of the chosen option, -1 before the first choice.
         ``left``: options that this round still tries, in order; empty between rounds.
         ``best``: for each option, the shortest time in this round.
+        ``taken``: for each option, the seconds of its latest trials on the slowest rank since the load has changed.
         ``forward``,
         ``backward``: for each option, the shortest times on this rank since the ranks last agreed.
         ``usual``: the chosen option's forward time since it was chosen; inf: not measured yet.
+        ``doubted``: whether the last look found that the chosen option takes much more or less time than ``usual``.
         ``turn``: number of the turn in this round.
         ``passes``: number of passes in this turn, or since the round if none is under way.
         ``rounds``: number of rounds that have ended.
@@ -52,26 +63,27 @@ class OptionTimes:
     chosen: int = -1
     left: list[int] = field(default_factory=list)
     best: list[float] = field(default_factory=list)
+    taken: list[list[float]] = field(default_factory=list)
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     usual: float = inf
+    doubted: bool = False
     turn: int = 0
     passes: int = 0
     rounds: int = 0
     agreements: int = 0
 
     def __post_init__(self) -> None:
+        self.taken = [[] for _ in self.known]
         if all(map(isfinite, self.known)):
             self.chosen = min(range(len(self.known)), key=self.known.__getitem__)
             self._forget()
         else:
             self.try_again(range(len(self.known)))
 
-    def try_again(self, options: Sequence[int]) -> None:
-        """Begin a round of trials of ``options``, which are indices of dispatch options. Times of earlier rounds are
-        forgotten as trials replace them.
-        """
-        self.left, self.turn = [*options], 0
+    def try_again(self, options: Sequence[int], turn: int = 0) -> None:
+        """Begin a round of trials of ``options``, which are indices of dispatch options, with the turn ``turn``."""
+        self.left, self.turn, self.doubted = [*options], turn, False
         self.best, self.passes = [inf] * len(self.known), 0
         self._forget()
 
@@ -113,7 +125,10 @@ class OptionTimes:
             return False
         both = all(isfinite(backward[option]) for option in self.left)
         times = [a + b for a, b in zip(forward, backward, strict=True)]
-        self.best = [*map(min, self.best, times if both else forward)]
+        times = times if both else forward
+        for option in self.left:
+            self.taken[option] = [*self.taken[option], times[option]][-LATEST:]
+        self.best = [*map(min, self.best, times)]
         fastest = min(self.best[option] for option in self.left)
         limit = LEFT_OUT[self.turn] * fastest
         left = [option for option in self.left if self.best[option] <= limit]
@@ -121,9 +136,9 @@ class OptionTimes:
         if self.turn < len(LEFT_OUT) and (len(left) > 1 or self.turn == 1):
             self.left = left
             return False
-        for option, seconds in enumerate(self.best):
-            if isfinite(seconds):
-                self.known[option] = seconds
+        for option, seconds in enumerate(self.taken):
+            if seconds:
+                self.known[option] = median_low(seconds)
         self.left, self.usual = [], inf
         self.rounds += 1
         self.decide()
@@ -140,13 +155,32 @@ class OptionTimes:
 
     def _look(self, now: float) -> None:
         """Begin a round of trials if the chosen option has become slower or faster, or if it is time for one."""
-        every = range(len(self.known))
-        if isfinite(now) and isfinite(self.usual) and not self.usual / DRIFT <= now <= self.usual * DRIFT:  # fmt: skip
-            self.try_again(every)
-        elif self.passes >= min(KEPT, WATCHED << self.rounds):
-            near = NEAR[min(self.rounds, len(NEAR) - 1)] * min(self.known)
-            self.try_again(
-                [o for o in every if o == self.chosen or self.known[o] <= near]
-            )
-        elif not isfinite(self.usual):
+        change = max(now / self.usual, self.usual / now)
+        # nan and infinite while either is unknown
+        odd = DRIFT < change < inf
+        if odd and self.doubted:
+            self.taken = [[] for _ in self.known]
+            self.try_again(range(len(self.known)))
+            return
+        self.doubted = odd
+        if not odd and self.passes >= min(KEPT, WATCHED << self.rounds):
+            near = self.affordable()
+            if len(near) > 1:
+                self.try_again(near, AGAIN)
+        if not isfinite(self.usual):
             self.usual = now
+
+    def affordable(self) -> list[int]:
+        """Return the options, in order, whose trials in a round together cost no more than the share :data:`SPENT` of
+        the passes since the last round; those that are nearest to the chosen option first, and that option itself.
+        """
+        budget, near = SPENT * self.passes, [self.chosen]
+        for option in sorted(range(len(self.known)), key=self.known.__getitem__):
+            slower = self.known[option] / self.known[self.chosen]
+            turns = 1 + sum(limit >= slower for limit in LEFT_OUT[AGAIN:])
+            budget -= turns * max(0.0, slower - 1)
+            if budget < 0:
+                break
+            if option != self.chosen:
+                near.append(option)
+        return sorted(near)
