@@ -159,9 +159,10 @@ def test_bytes_of_a_move_are_those_of_the_formula() -> None:
         assert bytes_ % TOKEN == 0 and 59 <= bytes_ // TOKEN < 130
 
 
-def with_roles(cluster: Cluster, *roles: str) -> None:
+def with_roles(cluster: Cluster, *roles: str, rows: int = 0) -> None:
     for i, role in enumerate(roles):
-        cluster.engines.append(cluster.add(f"{role}-{i}", about={"role": role}))
+        about = {"role": role, "rows": rows}
+        cluster.engines.append(cluster.add(f"{role}-{i}", about=about))
     until(lambda: len(cluster.router.links) == len(roles))
 
 
@@ -342,3 +343,22 @@ def test_a_mover_lets_go_of_an_answer_that_has_ended() -> None:
     gone.generation.finished = "stop"  # cancelled on its way, and refused there
     gone._stay()
     assert not thread.tells and not engine.scheduler.waiting
+
+
+def test_an_answer_that_has_stayed_goes_on_elsewhere_once_another_has_ended_there() -> None:  # fmt: skip
+    """An engine that writes takes one answer at a time; the others stay where their prompts were read, until it can."""
+    requests = [asked([i + 1] * 10, tokens) for i, tokens in enumerate((6, 40, 40))]
+    plain = [alone(request)[0].written for request in requests]
+    with Cluster(0, slow=0.01) as cluster:
+        with_roles(cluster, "prefill", "decode", rows=1)
+        prefill, decode = cluster.engines
+        link, there = link_of(cluster, decode), list[int]()
+
+        def seen(event: TokenEvent) -> None:
+            there.append(len(link.flights) + len(link.incoming))
+
+        assert asyncio.run(written_by(cluster.router, requests, seen)) == plain
+        assert {*there} == {0, 1} and not link.full
+        # the first, and the second from the first one's end on; the third may come to it, too
+        assert 2 <= cluster.router.counts()["answers_moved"] <= 3
+        until(lambda: prefill.empty() and decode.empty())

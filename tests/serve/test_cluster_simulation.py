@@ -109,26 +109,37 @@ def test_two_requests_that_are_handed_over_go_to_two_engines() -> None:
 
 
 def test_a_slow_link_makes_others_wait_too() -> None:
-    slow = BlockLink(0.0, 1.0, 1.0)
+    slow = BlockLink(0.0, 16.0, 1.0)
     requests = [ClusterRequest(0.0, [i] * 8, 2) for i in range(3)]
     played = ClusterSimulation(
         [engine("p", "prefill"), engine("d", "decode")], requests, freest, slow
     ).run()
     assert all(each.moved == 8 for each in played)
     arrivals = [each.outcome.times[0] + each.stall for each in played]
-    # one after the other over one link, from the first prompt's end on
-    first = played[0].outcome.times[0]
-    assert arrivals == pytest.approx([first + 8, first + 16, first + 24])
+    # those whose prompts end together, one after the other over one link
+    first, second, third = (each.outcome.times[0] for each in played)
+    assert second == third
+    assert arrivals == pytest.approx([first + 0.5, second + 0.5, second + 1.0])
 
 
-def test_without_room_where_they_go_requests_go_on_where_they_are() -> None:
-    requests = [ClusterRequest(0.0, [i] * 12, 9) for i in range(4)]
+def test_blocks_that_lag_by_more_than_a_step_leave_after_a_further_one() -> None:
+    requests = [ClusterRequest(0.0, [1] * 8, 9)]
+    (played,) = ClusterSimulation(
+        [engine("p", "prefill"), engine("d", "decode")], requests, freest, BlockLink(0.0, 4.0, 1.0)
+    ).run()  # fmt: skip
+    # two seconds of blocks after a step of 1.8 s; the token that another step writes has blocks, too
+    assert played.moved == 9 and played.stall < 1.8
+    assert played.engines == ["p", "d"]
+
+
+def test_without_room_where_they_go_requests_go_on_where_they_are_until_there_is() -> None:  # fmt: skip
+    requests = [ClusterRequest(0.01 * i, [i] * 12, tokens) for i, tokens in enumerate((4, 90, 20, 20))]  # fmt: skip
     played = ClusterSimulation(
         [engine("p", "prefill"), engine("d", "decode", limit=1)], requests, freest, BlockLink(0, 1e9, 1)
     ).run()  # fmt: skip
-    # what was refused once stays
-    assert sorted(each.engines for each in played) == [["p"]] * 3 + [["p", "d"]]
-    assert all(len(each.outcome.times) == 9 for each in played)
+    # the second goes on where the first has ended; the others have no room there before they end
+    assert [each.engines for each in played] == [["p", "d"]] * 2 + [["p"]] * 2
+    assert [len(each.outcome.times) for each in played] == [4, 90, 20, 20]
 
 
 def test_the_router_knows_what_it_has_sent_and_what_engines_said() -> None:

@@ -171,6 +171,7 @@ def engine_command(
             loans=endpoint.address if options.lend else (),
             memory=endpoint.address if memories else (),
             role=role,
+            rows=engine.scheduler.limit,
         )
 
         def grammars() -> Grammars:

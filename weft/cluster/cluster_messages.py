@@ -68,6 +68,8 @@ class EngineAbout(NamedTuple):
         ``hung``: longest time in seconds, since it last joined, in which the engine computed and its threads could not
             run (:class:`weft.cluster.pulse.Pulse`).
         ``weights``: version of its weights, where a training run changes them; else 0.
+        ``rows``: largest number of answers of a step; further ones wait, or are refused if they come from another
+            engine. 0: not known.
     """
 
     name: str
@@ -88,6 +90,7 @@ class EngineAbout(NamedTuple):
     port: int = 0
     hung: float = 0.0
     weights: int = 0
+    rows: int = 0
 
 
 #: The parts that an engine may have in answering: computing prompts, writing, and keeping blocks for the others.

@@ -97,6 +97,11 @@ class EngineLink:
         """
         return self.about.cache + self.borrowable
 
+    @property
+    def full(self) -> bool:
+        """Whether a further answer could not be written at once: the engine has as many as a step can have."""
+        return 0 < self.about.rows <= len(self.flights) + len(self.incoming)
+
     def takes(self, adapter: str, tokens: int, answers: int) -> bool:
         """Return whether the engine can take ``answers`` more answers with the adapter named ``adapter``. ``tokens``:
         largest number of tokens that an answer and its prompt can have together.

@@ -427,13 +427,23 @@ class EngineRouter:
 
     def _onward(self, flight: Flight) -> Head | None:
         """Return the message that lets an answer leave the engine that computes its prompt, once its first token is
-        written; None if there is no other engine for it.
+        written; None if no other engine has room for it.
         """
         if flight.request.most - len(flight.tokens) > 1 and (
             target := self._target_of(flight, ("decode", ""), lightest)
         ):
-            return self._order_move(flight, target, after_first=True)
+            return self._order_move(flight, target, after_first=not flight.tokens)
         return None
+
+    def _relieve(self) -> None:
+        """Let answers go on elsewhere that have stayed with the engine of their prompt, as others had no room for them:
+        those that came first, as far as there is room now.
+        """
+        reading = [link for link in self._able() if link.role == "prefill"]
+        staying = [flight for link in reading for flight in link.flights.values() if not flight.target]  # fmt: skip
+        for flight in sorted(staying, key=lambda flight: flight.number):
+            if flight.rest_until <= time.monotonic():
+                self._move_on(flight)
 
     def _move_on(self, flight: Flight) -> None:
         """Have an answer leave an engine that from now on only computes prompts."""
@@ -452,6 +462,7 @@ class EngineRouter:
             if link.name != flight.engine
             and link.weights == self.links[flight.engine].weights
             and link.role in roles
+            and not link.full
             and link.takes(request.adapter, tokens, 1)
         ]
         if not fitting:
@@ -924,6 +935,8 @@ class EngineRouter:
             answers.deliver(batch)
         if "usage" in head:
             link.cache.note_beat(*head["usage"])
+        if any(event.finished for batch in events.values() for event in batch):
+            self._relieve()
         self._release(link)
 
     def _note(
@@ -998,8 +1011,10 @@ class EngineRouter:
                     loans_at = time.monotonic() + LOANS_S
                 for link in [each for each in self.links.values() if each.draining]:
                     self._evacuate(link)
-                if self.balances and time.monotonic() - balanced >= BALANCE_S:
-                    self._balance()
+                if time.monotonic() - balanced >= BALANCE_S:
+                    self._relieve()
+                    if self.balances:
+                        self._balance()
                     balanced = time.monotonic()
                 if not self._waiting:
                     continue

@@ -3,10 +3,10 @@
 As in :mod:`weft.serve.load_simulation`, the model is not run. Engines can differ in speed and role. An engine of the
 role ``prefill`` hands each request over once it has a first token: its cache blocks travel over a link in rounds while
 later parts of the prompt are computed, so that only the last part is waited for (DistServe, Zhong et al. 2024,
-2401.09670). If there is no room for it, it goes on where it is. As a real router, the simulated one sees only what
-engines say with their tokens and signs of life, and what it has sent since. A request may be a stage of a workflow that
-begins when earlier stages have ended. Events are played in the order of their times. The dispatch policies are those of
-the real router.
+2401.09670). If no other engine has room for it, it goes on where it is until one has. As a real router, the simulated
+one sees only what engines say with their tokens and signs of life, and what it has sent since. A request may be a stage
+of a workflow that begins when earlier stages have ended. Events are played in the order of their times. The dispatch
+policies are those of the real router.
 """
 
 import heapq
@@ -182,7 +182,8 @@ class _Pass:
 class _Engine:
     """State of a simulated engine. ``known``: what the router knows of its cache; ``coming``: requests that will be
     handed over to it; ``arriving``: those that have come and are not taken in yet; ``link``: when the engine's link is
-    free again; ``passes``: those under way of an engine with two phases; ``quota``: its quota.
+    free again; ``passes``: those under way of an engine with two phases; ``quota``: its quota; ``seconds``: of its last
+    step.
     """
 
     setup: SimulatedEngine
@@ -194,6 +195,7 @@ class _Engine:
     failed: bool = False
     passes: dict[Phase, _Pass] = field(default_factory=dict)
     quota: float = 0.5
+    seconds: float = 0.0
 
     @property
     def scheduler(self) -> Scheduler:
@@ -202,6 +204,12 @@ class _Engine:
     @property
     def requests(self) -> list[Request]:
         return [*self.scheduler.running, *self.scheduler.waiting]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request could run at once."""
+        under_way = len(self.requests) + len(self.coming)
+        return not self.failed and under_way < self.scheduler.limit
 
     def blocks(self, request: Request) -> int:
         """The blocks of a request's text."""
@@ -249,7 +257,6 @@ class ClusterSimulation:
         ]
         self._numbers: dict[Request, int] = {}
         self._travels: dict[Request, _Travel] = {}
-        self._refused = set[Request]()  # that no engine has taken in
         self._beats = 0  # among the events
         self._open = [set(each.after) for each in load]
         self._order = count()
@@ -326,7 +333,7 @@ class ClusterSimulation:
         engine.known.remember(engine.keys(request))
         stage = request.workflow.stage if request.workflow else ""
         self.times.begin(engine.setup.name, request, stage, len(request.ids), self.now)
-        if engine.setup.role == "prefill" and request.most > len(request.ids):
+        if engine.setup.role == "prefill":
             self._book(engine, request)  # as the real router does
         self._enter(request, engine)
 
@@ -342,6 +349,12 @@ class ClusterSimulation:
         able = [engine for engine in alive if engine.setup.role in roles] or alive
         if not able:
             raise WeftError("all engines of the simulated cluster have failed")
+        return self._pick(able, request, dispatch)
+
+    def _pick(
+        self, able: Sequence[_Engine], request: Request, dispatch: DispatchPolicy
+    ) -> _Engine:
+        """Ask ``dispatch`` for one of the engines ``able``."""
         job = request.workflow
         session, stage = (job.id, job.stage) if job else ("", "")
         asked = DispatchRequest(len(request.ids), session, 0)
@@ -372,8 +385,8 @@ class ClusterSimulation:
         step = engine.scheduler.plan()
         if step.work:
             engine.step = step
-            ends = self.now + engine.setup.curve(step) + self.delays.step
-            self._at(ends, self._finish, engine, step)
+            engine.seconds = engine.setup.curve(step) + self.delays.step
+            self._at(self.now + engine.seconds, self._finish, engine, step)
 
     def _finish(self, engine: _Engine, step: ScheduledStep) -> None:
         """End a step: its requests get their tokens, blocks are sent, and the next step starts."""
@@ -397,7 +410,9 @@ class ClusterSimulation:
         if written:
             self._tell_usage(engine)
         for request in written:
-            if request in self._travels:
+            travel = self._travels.get(request)
+            # what lags by more than a step goes on here for another one
+            if travel and travel.there - self.now <= engine.seconds:
                 self._leave(engine, request)
 
     # Two phases on one device.
@@ -483,6 +498,7 @@ class ClusterSimulation:
             self._stay(request)
             self.times.end(name, request)
             self._end(number)
+            self._relieve()
 
     def _end(self, number: int) -> None:
         """Ask for those requests that have waited for the end of request ``number``."""
@@ -494,23 +510,25 @@ class ClusterSimulation:
 
     # Handing over.
 
-    def _book(self, engine: _Engine, request: Request) -> bool:
-        """Choose where ``request`` will go on once it has a first token; return False if there is no other engine."""
-        to = self._choose(request, ("decode",), lightest)
-        if to is engine:
-            return False
+    def _book(self, engine: _Engine, request: Request) -> None:
+        """Choose where ``request`` will go on once it has a first token; it stays if nobody else has room for it."""
+        able = [
+            other
+            for other in self.engines.values()
+            if other is not engine and other.has_room and other.setup.role != "prefill"
+        ]
+        if not able or request.most <= len(request.ids):
+            return
+        to = self._pick(able, request, lightest)
         self._travels[request] = _Travel(request, engine, to)
         to.coming.add(request)
-        return True
 
     def _send(self, engine: _Engine, request: Request, whole: bool) -> None:
         """Send the blocks that a step has filled; with the first token the rest of them.
 
         A request that lost its blocks computes tokens again whose blocks have been sent.
         """
-        if request in self._refused:
-            return
-        if request not in self._travels and not self._book(engine, request):
+        if request not in self._travels:
             return
         travel, size = self._travels[request], engine.scheduler.pool.size
         tokens = request.computed if whole else request.computed // size * size
@@ -565,11 +583,20 @@ class ClusterSimulation:
             self.times.begin(name, request, stage, prompt, self.now, False)
             self.requests[number].engines.append(name)
 
+    def _relieve(self) -> None:
+        """Let requests that have stayed where their prompt was read go on elsewhere, now that there may be room."""
+        for engine in self.engines.values():
+            if engine.setup.role == "prefill" and not engine.failed:
+                for request in engine.requests:
+                    if request not in self._travels:
+                        self._book(engine, request)
+                        if self._outcome(request).times:
+                            self._send(engine, request, False)
+
     def _go_back(self, travel: _Travel) -> None:
         """Let a request that was not taken in go on where it was; what its cache there lacks is computed again."""
         request, source = travel.request, travel.source
         travel.to.coming.discard(request)
-        self._refused.add(request)
         request.computed = 0
         if source.failed:
             self.times.end(source.setup.name, request, whole=False)
