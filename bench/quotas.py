@@ -1,12 +1,13 @@
 """Two phases on one device: quotas that controllers choose beside fixed ones and one process, on a load that drifts.
 
-    python bench/quotas.py [--seeds 2] [--only nexus] [--real] [--rounds 1] [--minutes 4]
+    python bench/quotas.py [--seeds 2] [--only nexus] [--held-out] [--real] [--rounds 1] [--minutes 4]
 
 The load alternates between long prompts with short answers and many short prompts with longer ones, so that no fixed
 quota is right all the time. The device is simulated: an H100 with Llama-3-8B, by the planner's roofline, where both
-phases share bandwidth. With ``--real`` a random model of SmolLM2's shape with fewer layers is measured on this machine:
-two processes and quotas of cores. All ways take turns with the same load, which is as long as the minutes permit; what
-has not ended in one and a half times the time of its turn counts as failed.
+phases share bandwidth. With ``--held-out`` other drifts are simulated, on which nothing was chosen or tuned; of each
+the best of six fixed quotas is known only afterwards. With ``--real`` a random model of SmolLM2's shape with fewer
+layers is measured on this machine: two processes and quotas of cores. All ways take turns with the same load, which is
+as long as the minutes permit; what has not ended in one and a half times the time of its turn counts as failed.
 """
 
 import json
@@ -79,6 +80,17 @@ class Limits(NamedTuple):
 #: The simulated load, and the limits by which it is judged.
 STAGES = (Stage(4000, 40, 10.0, 10.0), Stage(300, 300, 50.0, 10.0)) * 2
 LIMITS = (Limits(1.0, 0.0095), Limits(1.0, 0.012), Limits(1.0, 0.02))
+#: Other drifts, for ``--held-out``: slow, of answers alone, of documents and commands, of the rate alone, of agents.
+DRIFTS: dict[str, Sequence[Stage]] = {
+    "ramp": (
+        Stage(4000, 40, 8.0, 3.0), Stage(3000, 80, 9.0, 3.0), Stage(2000, 120, 12.0, 3.0), Stage(1200, 160, 17.0, 3.0),
+        Stage(800, 200, 22.0, 3.0), Stage(500, 250, 30.0, 3.0), Stage(300, 300, 45.0, 3.0),
+    ),
+    "chat and essays": (Stage(1000, 150, 25.0, 5.0), Stage(150, 600, 14.0, 5.0)) * 2,
+    "documents and commands": (Stage(8000, 100, 4.0, 5.0), Stage(100, 60, 100.0, 5.0)) * 2,
+    "rate": (Stage(2000, 100, 8.0, 4.0), Stage(2000, 100, 20.0, 3.0)) * 3,
+    "agents": (Stage(3000, 30, 12.0, 4.0), Stage(600, 400, 15.0, 4.0), Stage(200, 100, 60.0, 4.0)) * 2,
+}  # fmt: skip
 
 
 def drifting_load(stages: Sequence[Stage], seed: int, vocab: int) -> list[ClusterRequest]:  # fmt: skip
@@ -166,10 +178,7 @@ def simulation(
         wanted = [w for w in (*CHUNKED[1:], *FIXED, "nexus") if w.startswith(only)]
         alike = {word: run(word) for word in wanted}
         for limits in LIMITS:
-            words = {
-                "semi-pd": f"semi-pd:{limits.ttft},{limits.tpot}",
-                "nexus with limits": f"nexus:1.6,{limits.ttft},{limits.tpot}",
-            }
+            words = own_words(limits)
             own = {n: run(word) for n, word in words.items() if n.startswith(only)}
             for name, outcomes in (alike | own).items():
                 every = rows.setdefault(limits, {}).setdefault(name, [])
@@ -181,6 +190,59 @@ def simulation(
         show(f"simulated, {limits}", means)
         said[key] = {"ways": means, "verdict": verdict(means)}
     return said
+
+
+def held_out(seeds: int) -> dict[str, Any]:
+    """Compare controllers with fixed quotas on the loads of :data:`DRIFTS`; return, for each drift and pair of limits,
+    the share of requests within limits of each way, and the ratio of each controller's to that of the best fixed quota:
+    of all, their mean and the least.
+    """
+    price = EnginePrice(load_model("llama3-8b").shape, load_cluster("h100", 1).machine())  # fmt: skip
+    costs, loads = roofline(price), dict[str, Any]()
+    ratios: dict[str, list[float]] = {name: [] for name in CONTROLLERS}
+    for name, stages in DRIFTS.items():
+        shares: dict[Limits, dict[str, list[float]]] = {limits: {} for limits in LIMITS}  # fmt: skip
+        for seed in range(11, 11 + seeds):
+            load = drifting_load(stages, seed, 256)
+            alike = {w: simulated(w, load, costs, price.cache_tokens) for w in (*FIXED, "nexus")}  # fmt: skip
+            for limits, ways in shares.items():
+                words = own_words(limits)
+                own = {n: simulated(w, load, costs, price.cache_tokens) for n, w in words.items()}  # fmt: skip
+                for way, outcomes in (alike | own).items():
+                    kept = figures(outcomes, limits)["within limits"]
+                    ways.setdefault(way, []).append(kept)
+        for limits, ways in shares.items():
+            means = {way: float(np.mean(each)) for way, each in ways.items()}
+            best = max(FIXED, key=means.__getitem__)
+            over = {n: means[n] / max(means[best], 1e-9) for n in CONTROLLERS}
+            for way, ratio in over.items():
+                ratios[way].append(ratio)
+            key = f"{name}, ttft {limits.ttft} s, tpot {limits.tpot} s"
+            loads[key] = {
+                "within limits": means,
+                "best fixed quota": best,
+                "over it": over,
+            }
+            said = ", ".join(f"{way} {ratio:.3f}" for way, ratio in over.items())
+            print(f"{key}: best {best} ({means[best]:.3f}); {said}", flush=True)
+    summary = {
+        name: {"mean": float(np.mean(each)), "least": min(each), "at least 1": sum(x >= 1 for x in each),
+               "of": len(each)}
+        for name, each in ratios.items()
+    }  # fmt: skip
+    print(json.dumps(summary, indent=1))
+    return {
+        "loads": loads,
+        "share within limits over that of the best fixed quota": summary,
+    }
+
+
+def own_words(limits: Limits) -> dict[str, str]:
+    """Return the quotas that know ``limits``, by name."""
+    return {
+        "semi-pd": f"semi-pd:{limits.ttft},{limits.tpot}",
+        "nexus with limits": f"nexus:1.6,{limits.ttft},{limits.tpot}",
+    }
 
 
 # Measured.
@@ -346,6 +408,10 @@ def verdict(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
 def main(
     seeds: Annotated[int, typer.Option(min=1)] = 2,
     real: bool = False,
+    held: Annotated[
+        bool,
+        typer.Option("--held-out", help="Simulate drifts on which nothing was tuned."),
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1)] = 1,
     minutes: Annotated[float, typer.Option(min=1)] = 4.0,
     only: Annotated[
@@ -355,7 +421,9 @@ def main(
 ) -> None:
     """Compare all ways, and write the figures."""
     said: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    if real:
+    if held:
+        said["held out"] = held_out(seeds)
+    elif real:
         said["real"] = measured(rounds, minutes)
     else:
         said["simulated"] = simulation(seeds, STAGES, only, said.get("simulated", {}))

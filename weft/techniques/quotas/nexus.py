@@ -38,6 +38,8 @@ PASSES, AGAIN = 256, 16
 AGE = 64.0
 #: Fits one after the other, each with the contention for memory that follows from the costs of the one before.
 FITS = 3
+#: Part of the way to a step's ratio of measured to predicted seconds that the correction of predictions goes.
+LEARNED = 0.1
 
 
 @register(
@@ -56,13 +58,15 @@ class CostQuota(QuotaController):
     """Chooses the share of the device for prompts (the quota) by a cost model of both phases, reading prompts and
     writing texts (Nexus, 2507.06608). While the cache has room, prompts get as much as possible without making a step
     of the texts longer than ``slack`` times its best. When the cache is nearly full, texts get as much as possible
-    under the same condition for prompts. The quota is searched in small steps from the present one, and changed only by
-    a tenth or more (hysteresis). The costs of compute and of reading memory are fitted to the passes so far. Short
-    prompts are read first; waiting makes a prompt count as shorter.
+    under the same condition for prompts. The quota is searched in small steps from the present one. It is changed only
+    by a tenth or more (hysteresis), unless the condition is not met at present: then it is changed at once. The costs
+    of compute and of reading memory are fitted to the passes so far. Short prompts are read first; waiting makes a
+    prompt count as shorter.
 
     ``limits``: most seconds to a first token and per further token, as for semi-PD; None: the slack alone counts. With
-    them a step of the texts may take nine tenths of its limit, whatever its best is. Prompts that have waited for half
-    of theirs, and can still keep it, are read before shorter ones.
+    them a step of the texts may take nine tenths of its limit, whatever its best is. By how much longer the steps so
+    far took than predicted is learned, and counted. Prompts that have waited for half of theirs, and can still keep it,
+    are read before shorter ones.
     """
 
     example: ClassVar[str] = "nexus:1.6 or nexus:1.6,1,0.05"
@@ -72,6 +76,8 @@ class CostQuota(QuotaController):
     ) -> None:
         self.slack, self.limits = slack, limits
         self.costs: PhaseCosts | None = None
+        # measured over predicted seconds of a step of the texts beside prompts, which read memory for part of the time
+        self.longer, self._beside = 1.0, 0.0
         self._passes: deque[PassTime] = deque(maxlen=PASSES)
         self._new, self._depth, self._now = 0, 0.0, 0.0
         self._waited: dict[int, int] = {}
@@ -106,6 +112,7 @@ class CostQuota(QuotaController):
     def note_pass(self, ended: PassTime) -> None:
         self._passes.append(ended)
         self._new += 1
+        self._learn(ended)
         if ended.phase == "prefill":  # keys that a token of a prompt sees
             seen = ended.work[5] / max(1.0, ended.work[1])
             self._depth += (seen - self._depth) / 8
@@ -122,19 +129,28 @@ class CostQuota(QuotaController):
             [1.0, tokens, len(view.prompts), len(view.prompts), tokens, tokens * self._depth]
         )  # fmt: skip
         writing = self.costs.demand([1.0, texts, texts, texts, view.keys, view.keys])
-        quota = self._search(reading, writing, view.quota, view.usage < FULL)
-        return quota if abs(quota - view.quota) >= HYSTERESIS - 1e-9 else view.quota
+        self._beside = self.costs.reading(reading, view.quota)
+        return self._search(reading, writing, view.quota, view.usage < FULL)
+
+    def _learn(self, ended: PassTime) -> None:
+        """Compare a step of the texts beside prompts with what the costs have predicted."""
+        if self.costs is None or not ended.beside or ended.phase == "prefill":
+            return
+        needs = self.costs.demand(ended.work)
+        predicted = self.costs.seconds(needs, ended.share, self._beside)
+        ratio = min(2.0, max(0.5, ended.seconds / max(predicted, 1e-9)))
+        self.longer += LEARNED * (ratio - self.longer)
 
     def _search(
         self, reading: Demand, writing: Demand, quota: float, prompts_first: bool
     ) -> float:
         """Return the best quota for the phase that comes first, with which the other one stays within the slack."""
         assert self.costs is not None
-        costs, other = self.costs, int(prompts_first)
+        costs, other, present = self.costs, int(prompts_first), quota
         best = costs.both(reading, writing, LEAST if prompts_first else LARGEST)[other]
         most = self.slack * best
         if prompts_first and self.limits is not None:
-            most = max(best, PART * self.limits[1])
+            most = max(best, PART * self.limits[1] / self.longer)
 
         def allowed(at: float) -> bool:
             return costs.both(reading, writing, at)[other] <= most
@@ -144,7 +160,8 @@ class CostQuota(QuotaController):
             quota -= step
         while LEAST <= quota + step <= LARGEST and allowed(quota + step):
             quota += step
-        return quota
+        small = abs(quota - present) < HYSTERESIS - 1e-9
+        return present if small and allowed(present) else quota
 
 
 def fitted_costs(passes: list[PassTime], rounds: int = 200) -> PhaseCosts:

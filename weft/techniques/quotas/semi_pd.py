@@ -44,8 +44,9 @@ class LimitsQuota(QuotaController):
     and the mean time between tokens, each divided by its limit. A request that still waits counts as if it got its
     token now. Latency is assumed to be inversely proportional to the share of its phase. From this follows the quota at
     which both ratios would be equal. If first tokens meet their limit, the texts get at least the share with which
-    further tokens just meet theirs. The quota moves half of the way there. If both ratios are below nine tenths, it
-    stays.
+    further tokens take nine tenths of theirs. The quota moves half of the way there. It stays if both ratios are below
+    nine tenths, and if the change is small, unless further tokens take more than nine tenths of their limit and get
+    more by it.
     """
 
     example: ClassVar[str] = "semi-pd:1,0.1"
@@ -87,9 +88,11 @@ class LimitsQuota(QuotaController):
         reading, writing = view.quota * late, (1 - view.quota) * slow
         wanted = reading / (reading + writing)
         if MARGIN * late < 1:  # no limit is missed if further tokens keep theirs
-            wanted = min(wanted, max(LEAST, 1 - writing))
+            wanted = min(wanted, max(LEAST, 1 - writing / CALM))
         change = PACE * (wanted - view.quota)
-        if abs(change) < LEAST_CHANGE:
+        # what can be kept is not missed for ever, however little is lacking
+        missed = change < 0 and slow > CALM
+        if abs(change) < LEAST_CHANGE and not missed:
             return view.quota
         return min(LARGEST, max(LEAST, view.quota + change))
 
