@@ -6,8 +6,9 @@ Four islands train a small transformer, each side at three settings; the best of
 is on what is held out, of the islands' mean; ``MiB`` is what a rank says it has sent to others (islands that sum
 gradients do not say it: 0). Islands that sum gradients compute what one device would. The sides between them and
 DADAO show what DADAO loses where: islands that average their parameters after every step have AdamW of a quarter of
-the batch each, and nothing else; A2CiD2 exchanges in pairs as often as DADAO does, without its momentum. Rows of
-settings that the file already has are kept, so that an interrupted bench goes on.
+the batch each, and nothing else; A2CiD2 exchanges in pairs as often as DADAO does, without its momentum. DADAO itself
+runs at the paper's pace, at which a unit of its equation's time passes between two gradients, and at a larger one. Rows
+of settings that the file already has are kept, so that an interrupted bench goes on.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ ALL = "[" + ", ".join(f"[{i}, {j}]" for j in range(ISLANDS) for i in range(j)) +
 RATES = (4e-3, 6e-3, 9e-3)
 OFTEN = "sync.exchanges=6.0"
 NEIGHBOURS = "sync.moments=neighbours"
+#: DADAO as the paper has it: a gradient in each unit of time.
+PAPER = "sync.pace=1.0"
+#: Eight units of its time between two gradients, and a momentum that is shorter than that.
+SETTLED = ["sync.update=dadao", "sync.pace=8.0", "sync.condition=0.25"]
 #: Settings of each side, and the rates and further settings that it is tried with. From one side to the next one thing
 #: changes: optimizers see a quarter of the batch; islands exchange in pairs, at random times; second moments are of
 #: gradients of neighbours; DADAO's own momentum.
@@ -61,7 +66,7 @@ SIDES: dict[str, tuple[list[str], list[tuple[float, list[str]]]]] = {
         [(rate, []) for rate in RATES],
     ),
     "dadao": (
-        ["sync.update=dadao", OFTEN],
+        ["sync.update=dadao", PAPER, OFTEN],
         [
             (1.2e-2, ["sync.condition=1.0"]),
             (2e-2, ["sync.condition=0.25"]),
@@ -69,12 +74,17 @@ SIDES: dict[str, tuple[list[str], list[tuple[float, list[str]]]]] = {
         ],
     ),
     "dadao, moments of neighbours": (
-        ["sync.update=dadao", OFTEN, NEIGHBOURS],
+        ["sync.update=dadao", PAPER, OFTEN, NEIGHBOURS],
         [
             (1.2e-2, ["sync.condition=1.0"]),
             (2e-2, ["sync.condition=0.25"]),
             (2e-2, ["sync.condition=0.25", "optimizer.betas=[0.95, 0.95]"]),
         ],
+    ),
+    "dadao, pace 8": (SETTLED, [(rate, []) for rate in RATES]),
+    "dadao, pace 8, moments of neighbours": (
+        [*SETTLED, NEIGHBOURS],
+        [(rate, []) for rate in RATES],
     ),
 }
 #: The side to which the others are compared.
@@ -108,14 +118,14 @@ def island_recipe(
     ], f"island={ISLANDS}")  # fmt: skip
 
 
-def borne_curvature(condition: float, beta: float) -> float:
+def borne_curvature(condition: float, beta: float, pace: float) -> float:
     """Return how much curvature DADAO bears after an optimizer with momentum ``beta`` before it diverges.
 
     It is the largest curvature, times the speed of the parameters under a constant gradient. Without DADAO it
     is ``2 (1 + beta) / (1 - beta)``.
     """
     links = [(i, j) for j in range(ISLANDS) for i in range(j)]
-    dynamics = Dynamics(condition, 1.0, links=links, exchanges=6.0)
+    dynamics = Dynamics(condition, 1.0, pace, links=links)
     flow = np.eye(7)
     flow[1:, 1:] = dynamics.flow(1.0).numpy()
     jump = np.eye(
@@ -171,9 +181,12 @@ def main() -> None:
     }
     results["borne curvature"] = {
         "AdamW": 2 * (1 + BETA) / (1 - BETA),
-        "with DADAO, by condition": {
-            condition: round(borne_curvature(condition, BETA), 2)
-            for condition in (0.25, 1.0, 4.0, 8.0)
+        **{
+            f"with DADAO at pace {pace}, by condition": {
+                condition: round(borne_curvature(condition, BETA, pace), 2)
+                for condition in (0.25, 1.0, 4.0, 8.0)
+            }
+            for pace in (1.0, 8.0)
         },
     }
     runs = results["runs"]

@@ -146,6 +146,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "a graph of other islands": ("island=2", "sync.partner=graph"),
     "a graph for nobody": ("island=2", "sync.graph=[[0,1]]"),
     "second moments of neighbours": ("island=2", "sync.update=a2cid2 sync.moments=neighbours optimizer.kind=sgd"),
+    "exchanges that DADAO requires": ("island=2", "sync.update=dadao sync.exchanges=0.5"),
     "compressed neighbours": ("island=2", "sync.compress=int8 sync.update=noloco"),
     "a way back without one there": ("island=2", "sync.compress_back=int8"),
     "judged answers without a whole step's passes": (

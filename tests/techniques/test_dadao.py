@@ -27,9 +27,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     "sync",
     [
         {"every": 1},
-        {"every": 2, "partner": "ring", "condition": 2.0, "exchanges": 3.0},
-        {"every": 1, "partner": "graph", "graph": [(0, 1), (2, 1)], "stride": 1.5},
-        {"every": 1, "moments": "neighbours", "exchanges": 3.0},
+        {"every": 2, "partner": "ring", "condition": 2.0, "pace": 1.0, "exchanges": 3.0},
+        {"every": 1, "partner": "graph", "graph": [(0, 1), (2, 1)], "stride": 1.5, "pace": 1.0},
+        {"every": 1, "moments": "neighbours", "pace": 2.0, "exchanges": 3.0},
     ],
     ids=["all", "ring", "graph", "moments"],
 )
@@ -83,6 +83,31 @@ def test_islands_find_the_optimum_of_all_though_each_has_another(partner: str) -
     assert float(apart.norm()) < 1e-5 * float((optima - best).norm())
 
 
+def responses(pace: float) -> list[float]:
+    """How far islands that are equal move in each unit of time after a single gradient of 1."""
+    dynamics = Dynamics(0.25, 1.0, pace, links=[(0, 1)])
+    state, gradient, places = torch.zeros(6, 1, dtype=torch.float64), 1.0, [0.0]
+    for _ in range(4):
+        dynamics.learn(state, torch.tensor([gradient], dtype=torch.float64))
+        state, gradient = dynamics.flow(1.0) @ state, 0.0
+        places.append(-float(state[X]))
+    return [after - before for before, after in pairwise(places)]
+
+
+def test_a_step_is_not_taken_back_at_a_large_pace() -> None:
+    first, *later = responses(8.0)
+    assert first == pytest.approx(0.86, abs=0.01)
+    assert max(map(abs, later)) < 0.05
+    assert responses(1.0)[1] < -0.9
+
+
+def test_islands_need_more_exchanges_at_a_larger_pace() -> None:
+    links = links_of(build_recipe({}).sync, 4)
+    paper = Dynamics(8.0, 1.0, links=links)
+    assert paper.rate == pytest.approx(4.5**0.5)
+    assert Dynamics(8.0, 1.0, 3.0, links=links).rate == pytest.approx(3 * paper.rate)
+
+
 def test_the_clock_is_poissons_and_the_same_everywhere() -> None:
     links = links_of(build_recipe({}).sync, 4)
     dynamics = Dynamics(8.0, 1.0, links=links, exchanges=2.5)
@@ -103,6 +128,8 @@ def test_the_clock_is_poissons_and_the_same_everywhere() -> None:
         ({"partner": "pairs"}, "partner"),
         ({"fragments": 2}, "fragments"),
         ({"condition": 0}, "condition"),
+        ({"exchanges": 0.5}, "exchanges"),
+        ({"exchanges": 4.0, "pace": 80.0}, "pace"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(

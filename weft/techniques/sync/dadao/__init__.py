@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PositiveFloat
 
+from weft.refusal import Rule
 from weft.registry import register
 from weft.sync.neighbour_moments import BEFORE, NEIGHBOUR_MOMENTS, GossipSettings
 from weft.sync.sync_method import SyncMethod
@@ -23,10 +24,19 @@ class DADAOSettings(GossipSettings):
     """
 
     condition: PositiveFloat = Field(
-        8.0,
+        0.25,
         description=(
             "Assumed condition number of the loss: its largest curvature divided by its smallest. DADAO's step "
-            "sizes follow from it. The larger it is, the more steps its momentum averages over."
+            "sizes follow from it. The larger it is, the more steps its momentum averages over. The default makes "
+            "this momentum shorter than a step, as the local optimizer has its own; the paper's are 1 and more."
+        ),
+    )
+    pace: PositiveFloat = Field(
+        8.0,
+        description=(
+            "Time of DADAO's differential equation that passes between two gradients of an island. 1: the paper's. "
+            "With the default, an island has forgotten its last gradient when the next one comes, except for what "
+            "other islands do not share, so that islands together follow the mean of their optimizers' steps."
         ),
     )
     stride: PositiveFloat = Field(
@@ -38,17 +48,40 @@ class DADAOSettings(GossipSettings):
         ge=0,
         description=(
             "Mean number of exchanges, counted over all pairs of islands, in the time in which an island takes "
-            "sync.every steps. 0: as many as the theory of DADAO requires for the graph of islands."
+            "sync.every steps. 0: as many as the theory of DADAO requires for the graph of islands, times pace. "
+            "With clearly fewer islands drift apart; fewer than 0.8 times as many are refused."
         ),
     )
+
+
+def _exchanges_too_seldom(asked: Any) -> bool:
+    sync, islands = asked.sync, asked.layout.island
+    if sync.update != "dadao" or not sync.own(DADAOSettings).exchanges or islands < 2:
+        return False
+    from weft.techniques.sync.dadao.dynamics import Dynamics
+
+    dynamics = Dynamics.of(sync.own(DADAOSettings), sync, islands)
+    return dynamics.rate < ENOUGH * dynamics.needed
+
+
+#: Share of the theory's number of exchanges with which islands still stayed together, on rings and complete graphs.
+ENOUGH = 0.8
+TOO_SELDOM: Rule[Any] = Rule(
+    "exchanges that DADAO requires",
+    "layout sync",
+    _exchanges_too_seldom,
+    "sync.exchanges = {0.sync.exchanges} is too few for island={0.layout.island} with sync.pace = {0.sync.pace}: the "
+    "islands' vectors grow without limit if there are clearly fewer exchanges than DADAO's theory requires",
+    "leave sync.exchanges out, for as many as it requires, or lower sync.pace",
+)
 
 
 @register(
     "sync",
     "dadao",
     settings=DADAOSettings,
-    rules=(NEIGHBOUR_MOMENTS,),
-    draws={"condition": (2.0, 8.0), "exchanges": (0.0, 1.5)},
+    rules=(NEIGHBOUR_MOMENTS, TOO_SELDOM),
+    draws={"condition": (0.25, 2.0, 8.0), "pace": (1.0, 8.0), "exchanges": (0.0, 4.0)},
     title="DADAO: accelerated gossip without rounds, over random links at random times",
     paper="Nabli & Oyallon 2023",
     recipe="islands.toml --layout island=4 --set sync.compress=none --set sync.update=dadao",

@@ -28,21 +28,29 @@ class Dynamics(GossipDynamics):
     A unit of time is the time between two gradients of an island. ``condition``: condition number of the loss;
     ``stride``: factor on the change of the parameters that counts as a gradient; ``links``: pairs of islands that
     exchange; ``exchanges``: mean number of exchanges over all links in a unit of time, 0: the number that the theory
-    demands.
+    demands; ``pace``: units of time of the paper's equation in a unit of time here. The paper takes a gradient in each
+    of its units, which is 1; other paces are not the paper's.
     """
 
     condition: float
     stride: float
+    pace: float = 1.0
 
     @classmethod
     def of(cls, own: DADAOSettings, how: Sync, islands: int) -> Dynamics:
         """Build the dynamics for a number of ``islands`` from the settings of DADAO and of section ``[sync]``."""
         links = links_of(how, islands)
-        return cls(own.condition, own.stride, links=links, exchanges=own.exchanges)
+        return cls(
+            own.condition, own.stride, own.pace, links=links, exchanges=own.exchanges
+        )
+
+    @property
+    def needed(self) -> float:
+        return self.pace * super().needed
 
     @property
     def root(self) -> float:
-        """Rate, per unit of time, at which each accelerated vector of the state and its slow partner approach each
+        """Rate, per unit of the paper's time, at which each accelerated vector of the state and its slow partner approach each
         other: ``(2 condition)^(-1/2)``.
         """
         return float((2 * self.condition) ** -0.5)
@@ -56,7 +64,7 @@ class Dynamics(GossipDynamics):
 
     def flow(self, time: float) -> torch.Tensor:
         """Return the matrix ``[6, 6]`` that maps a state to the state after ``time`` without an event."""
-        return torch.linalg.matrix_exp(self._slope * time)
+        return torch.linalg.matrix_exp(self._slope * (self.pace * time))
 
     @cached_property
     def _slope(self) -> torch.Tensor:
@@ -87,7 +95,8 @@ class Dynamics(GossipDynamics):
         ``difference [n]``: the vector that this island has sent (:meth:`sent`), minus the one that it has received.
         """
         state[Z] -= 0.5 * difference
-        state[Z_AHEAD] -= 2 * self.mixing[0] / self.rate / self.root * difference
+        slowness = self.mixing[0] / (self.rate / self.pace)
+        state[Z_AHEAD] -= 2 * slowness / self.root * difference
 
     def sent(self, state: torch.Tensor) -> torch.Tensor:
         """Return the vector ``[n]`` that an island with ``state [6, n]`` sends in an exchange."""

@@ -22,7 +22,7 @@ NAMES = ("anchor", "ahead", "dual", "dual_ahead", "pull", "pull_ahead")
 def drift(replica: One, root: float, nu: float, time: float) -> None:
     """Advance the six vectors of the simulated island ``replica`` by ``time`` without an event, by the eigenvectors of
     the differential equation. ``root``, ``nu``: constants of the equation, :attr:`Dynamics.root` and
-    :attr:`Dynamics.shift`.
+    :attr:`Dynamics.shift`. ``time`` is the equation's own, of which ``sync.pace`` passes between two gradients.
     """
     half = 1 / (2 * root)
     # rows and columns in the order of NAMES
@@ -58,14 +58,14 @@ def simulate_interval(at: Round, own: DADAOSettings) -> Dynamics:
     for event in dynamics.clock(at.step // at.how.every):
         a, b = event.islands
         for i in (a, b):
-            drift(at.ones[i], root, nu, event.time - clocks[i])
+            drift(at.ones[i], root, nu, own.pace * (event.time - clocks[i]))
             clocks[i] = event.time
         said = {i: at.ones[i].kept["dual"] + at.ones[i].kept["pull"] for i in (a, b)}
-        strength = 2 * dynamics.mixing[0] / dynamics.rate / root
+        strength = 2 * dynamics.mixing[0] * own.pace / dynamics.rate / root
         for i, other in ((a, b), (b, a)):
             at.ones[i].kept["pull"].sub_((said[i] - said[other]) / 2)
             at.ones[i].kept["pull_ahead"].sub_(strength * (said[i] - said[other]))
     for i, replica in at.ones.items():
-        drift(replica, root, nu, 1 - clocks[i])
+        drift(replica, root, nu, own.pace * (1 - clocks[i]))
         replica.now.copy_(replica.kept["anchor"])
     return dynamics
