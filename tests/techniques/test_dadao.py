@@ -27,8 +27,20 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     "sync",
     [
         {"every": 1},
-        {"every": 2, "partner": "ring", "condition": 2.0, "pace": 1.0, "exchanges": 3.0},
-        {"every": 1, "partner": "graph", "graph": [(0, 1), (2, 1)], "stride": 1.5, "pace": 1.0},
+        {
+            "every": 2,
+            "partner": "ring",
+            "condition": 2.0,
+            "pace": 1.0,
+            "exchanges": 3.0,
+        },
+        {
+            "every": 1,
+            "partner": "graph",
+            "graph": [(0, 1), (2, 1)],
+            "stride": 1.5,
+            "pace": 1.0,
+        },
         {"every": 1, "moments": "neighbours", "pace": 2.0, "exchanges": 3.0},
     ],
     ids=["all", "ring", "graph", "moments"],

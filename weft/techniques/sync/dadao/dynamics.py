@@ -50,8 +50,8 @@ class Dynamics(GossipDynamics):
 
     @property
     def root(self) -> float:
-        """Rate, per unit of the paper's time, at which each accelerated vector of the state and its slow partner approach each
-        other: ``(2 condition)^(-1/2)``.
+        """Rate, per unit of the paper's time, at which each accelerated vector of the state and its slow partner
+        approach each other: ``(2 condition)^(-1/2)``.
         """
         return float((2 * self.condition) ** -0.5)
 
