@@ -59,7 +59,7 @@ NESTED = {
         "rl.loss": "PolicyLoss",
         "rl.loss.correction": "SamplerCorrection",
     },
-    "roles": {"roles.rollout": "RolloutRole"},
+    "roles": {"roles.rollout": "RolloutRole", "roles.critic": "CriticRole"},
     "control": {"control.terms": "RewardTerm"},
 }
 

@@ -35,6 +35,9 @@ PICTURES = "model.kind=diffusion data={kind='images',path='sklearn:digits'}"
 #: Settings of a run that learns from rewards.
 REWARDED = 'tasks=[{reward="addition"}] rl.group=4'
 
+#: Setting of a critic with layers of its own.
+CRITIC = "roles.critic.trunk=own"
+
 #: Setting of a run that imitates another one.
 TAUGHT = "loss.teachers=['runs/teacher']"
 
@@ -74,6 +77,13 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "rewards with dropout": ("", f"{REWARDED} model.dropout=0.1"),
     "rewards with dropout of adapters": ("", f"{REWARDED} adapter.rank=2 adapter.dropout=0.1"),
     "rewards with drawn modules": ("", f"{REWARDED} model.small_ffn=4"),
+    "a critic of no method": ("", f"{REWARDED} {CRITIC}"),
+    "settings of a critic that shares all": ("", f"{REWARDED} rl.method=ppo roles.critic.optimizer.lr=0.1"),
+    "a critic apart beside an adapter": ("", f"{REWARDED} rl.method=ppo {CRITIC} adapter.rank=2"),
+    "a critic apart that is not on the device": ("", f"{REWARDED} rl.method=ppo {CRITIC} memory.moments=host"),
+    "a critic apart under layouts that plan one model": (
+        "dp=2,ep=2,placement=moving", f"{REWARDED} rl.method=ppo {CRITIC} model.experts=2"),
+    "a critic apart of a plugin's model": ("", f"{PLUGGED} model={{kind='mixed'}} {REWARDED} rl.method=ppo {CRITIC}"),
     "rewards with balance": ("cp=2,zero=1,balance=greedy", REWARDED),
     "rewards without gradients": ("", f"{REWARDED} optimizer.estimate=zeroth-order optimizer.kind=sgd"),
     "rewards of combined replicas": ("dp=4", f"{REWARDED} resilience.aggregate=trimmed-mean resilience.faulty=1"),

@@ -110,7 +110,10 @@ def check_resumable(
             f"{checkpoint} has another optimizer's state: {'; '.join(other)}; restore that, or {instead}"
         )
     names = dict(whole_model(shape, Mesh.single()).logical_parameters())
-    known = re.compile(rf"(model|optimizer\..+)\.({'|'.join(map(re.escape, names))})")
+    # of models beside it, loading knows
+    known = re.compile(
+        rf"critic\..+|(model|optimizer\..+)\.({'|'.join(map(re.escape, names))})"
+    )
     if extra := sorted(
         name for name in checkpoint.tensors if not known.fullmatch(name)
     ):

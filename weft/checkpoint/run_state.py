@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from weft.errors import WeftError
+
 if TYPE_CHECKING:
     from weft.checkpoint.load import StoredCheckpoint
     from weft.parallel.state import State
@@ -69,10 +71,17 @@ def load_state(
 
     The checkpoint may lack some optional tensors of the optimizer, such as moving averages of the parameters. A missing
     tensor of a slot in :data:`LIKE_PARAMETERS` becomes a copy of its parameter; other missing tensors keep their values
-    in ``state``. Collective over ``group`` (default: all ranks).
+    in ``state``. Collective over ``group`` (default: all ranks). Raises :class:`WeftError` if the checkpoint has a
+    critic with layers of its own, and the run has none.
     """
     from weft.checkpoint import reshard
 
+    kept = {name.partition(".")[0] for name in checkpoint.tensors}
+    if kept - {"model", "optimizer"} - state.beside.keys():
+        raise WeftError(
+            f"{checkpoint} has a critic of its own, and this run has none; restore rl.method and roles.critic, or "
+            f"start a new run from its weights: --set model.from={checkpoint}"
+        )
     optional = (*LIKE_PARAMETERS, "outer", "own", "answer", "up", "down")
     stored = {
         name: part

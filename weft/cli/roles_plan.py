@@ -27,7 +27,7 @@ def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
         raise UsageError(f"the run in {run} has no rollout phases; give one with [rl]")
     head: dict[str, Any] = records["run"][-1]
     trainers = int(head.get("world") or 1)
-    role = head["recipe"].get("roles", {}).get("rollout", {})
+    role = (head["recipe"].get("roles") or {}).get("rollout", {})
     apart = int(role.get("ranks") or 0)
     writers = apart or trainers
     staleness = int((head["recipe"].get("rl") or {}).get("staleness") or 0)

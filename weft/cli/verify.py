@@ -163,6 +163,12 @@ def _types(recipe: "Recipe", as_json: bool) -> int:
     fault = check_types(
         shape, recipe.layout, recipe.train, recipe.optimizer, recipe.loss, recipe.memory
     )
+    if fault is None and recipe.rl and recipe.roles and recipe.roles.critic.is_apart:
+        from weft.train.own_critic import critic_shape
+
+        fault = check_types(
+            critic_shape(shape, recipe), recipe.layout, recipe.train, policy=recipe.rl.policy_loss
+        )  # fmt: skip
     if as_json:
         print(json.dumps({"ok": fault is None, "layout": str(recipe.layout), "world": recipe.layout.world,
                           "fault": asdict(fault) if fault else None}))  # fmt: skip

@@ -62,6 +62,11 @@ class PolicyFigures:
         self.sums = self.sums.to(sums.device)
         self.sums[-OF_CRITIC:] += sums
 
+    def take_values(self, other: PolicyFigures) -> None:
+        """Move the figures of a critic from ``other`` to these, for a critic that computes apart from the policy."""
+        self.add_values(other.sums[-OF_CRITIC:])
+        other.sums = torch.zeros_like(other.sums)
+
     def take(self, mesh: Mesh) -> dict[str, float]:
         """Return the figures of all ranks since the last call, as means and shares per token, by name. All ranks must
         call it.

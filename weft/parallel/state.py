@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -204,6 +204,8 @@ class State:
         ``due``: updates postponed until their unit is used next (:meth:`visit`); readers of tensors, such as
             checkpoints and proofs, call :meth:`settle` first.
         ``failed``: error of an update that may have left some units unchanged; :meth:`settle` raises it again.
+        ``beside``: further models of the run with states of their own, by name. Checkpoints hold their tensors too,
+            with this name and a dot before the tensors' names.
 
     ``go_home`` (argument): a collective function for rows, such as experts, that have moved to other ranks than the
     layout gives. It moves them back, and returns whether any had moved.
@@ -227,6 +229,7 @@ class State:
         self.due: dict[Unit, DueUpdate] = {}
         self.optimizer = optimizer
         self.failed: BaseException | None = None
+        self.beside: dict[str, Any] = {}
 
     def make_slots(self) -> None:
         """Make the optimizer's slots for every parameter that learns, from the parameters' values."""
@@ -445,7 +448,12 @@ class State:
             for h in self.held
             for slot, part in h.slots.items()
         }
-        return {f"model.{h.name}": h.part(h.local) for h in self.held} | slots
+        others = {
+            f"{name}.{tensor}": part
+            for name, built in self.beside.items()
+            for tensor, part in built.state.parts().items()
+        }
+        return {f"model.{h.name}": h.part(h.local) for h in self.held} | slots | others
 
     def saved(self) -> dict[str, Part]:
         """Return this rank's part of every tensor that a checkpoint holds, by name. Collective.

@@ -162,6 +162,8 @@ def walk(
     results: list[StepResult] = []
 
     held = {h.name: h for h in state.learning}
+    for beside, other in state.beside.items():
+        held |= {f"{beside}.{h.name}": h for h in other.state.learning}
 
     # of the whole model, or a unit's at a time
     def keep(grads: dict[str, torch.Tensor]) -> None:
@@ -199,12 +201,12 @@ def walk(
     for result in results:
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-    for h in state.held:
+    for name, h in (held | {h.name: h for h in state.held}).items():
         if h.local.is_floating_point():
-            trace.params[h.name] = h.part(h.local.clone().cpu())
+            trace.params[name] = h.part(h.local.clone().cpu())
         for slot, part in h.slots.items():
             kept = dataclasses.replace(part, values=part.values.clone().cpu())
-            trace.slots.setdefault(slot, {})[h.name] = kept
+            trace.slots.setdefault(slot, {})[name] = kept
 
 
 def prove(recipe: Recipe, steps: int) -> Difference | None:

@@ -252,6 +252,9 @@ BY_CODE: dict[str, Choices] = {
     "data.mix": _if(_learns_texts, *_drawn_mixtures()),
     "data.mix_by": _if(_learns_texts, "weighting"),
     "rl.method": _if(lambda recipe, case: recipe.rl, *names("policy-loss")),
+    "roles.critic.trunk": _if(
+        lambda recipe, case: recipe.rl and case.get("rl.method") == "ppo", "own"
+    ),
     "rl.loss.normaliser": _if(
         lambda recipe, case: recipe.rl, "tokens", "constant", "sequence"
     ),

@@ -25,6 +25,7 @@ from weft.registry import KINDS, declared, find, names
 
 if TYPE_CHECKING:
     from weft.recipe.rl_section import Reinforcement
+    from weft.recipe.roles_section import Roles
 
 
 class AskedRecipe(AskedStep):
@@ -45,6 +46,7 @@ class AskedRecipe(AskedStep):
     checkpoint: Checkpoint
     generate: Generate | None
     rl: Reinforcement | None
+    roles: Roles | None
     staged: bool = False
 
     @property

@@ -22,7 +22,6 @@ from weft.recipe.named_section import section_elsewhere
 from weft.recipe.observe import Observe
 from weft.recipe.optimizer import Optimizer
 from weft.recipe.resilience import Resilience
-from weft.recipe.roles_section import Roles
 from weft.recipe.sync import Sync
 from weft.recipe.train_section import Train
 from weft.recipe.validation_section import Task, Validation
@@ -33,12 +32,14 @@ if TYPE_CHECKING:
     from weft.recipe.control_section import Control
     from weft.recipe.federated_section import Federated
     from weft.recipe.rl_section import Reinforcement
+    from weft.recipe.roles_section import Roles
     from weft.recipe.saddle_section import Saddle
     from weft.recipe.stream_section import SampleStream
 else:
     Control = section_elsewhere("control_section", "Control")
     Federated = section_elsewhere("federated_section", "Federated")
     Reinforcement = section_elsewhere("rl_section", "Reinforcement")
+    Roles = section_elsewhere("roles_section", "Roles")
     Saddle = section_elsewhere("saddle_section", "Saddle")
     SampleStream = section_elsewhere("stream_section", "SampleStream")
 
@@ -159,9 +160,9 @@ class Recipe(Section):
             "itself. The rewards are those of [[tasks]]."
         ),
     )
-    roles: Roles = Field(
-        Roles(),
-        description="For runs with [rl]: which processes write the answers, and how.",
+    roles: Roles | None = Field(
+        None,
+        description="For runs with [rl]: which processes write the answers and do other parts of the work, and how.",
     )
     stream: SampleStream | None = Field(
         None,

@@ -1,9 +1,24 @@
-"""The section ``[roles]``: which ranks write answers in reinforcement learning, and how."""
+"""The section ``[roles]``: who writes answers in reinforcement learning, who predicts rewards, where and how."""
+
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
 from weft.layout.layout import Layout
-from weft.section import Section
+from weft.recipe.host_section import section_of
+from weft.recipe.optimizer import Optimizer
+from weft.section import Section, validated
+
+#: Settings of ``[optimizer]`` that change how a whole step of the policy is taken, with their values for a critic.
+OF_THE_POLICY = {
+    "estimate": "backward",
+    "pairs": False,
+    "in_backward": False,
+    "post_validation": False,
+    "ema": 0.0,
+    "use_ema": False,
+    "groups": (),
+}
 
 
 class RolloutRole(Section):
@@ -68,10 +83,62 @@ class RolloutRole(Section):
         return (host.strip("[]"), int(port)) if self.listen else None
 
 
+class CriticRole(Section):
+    """Section on the critic of rl.method = 'ppo', which predicts the rewards that follow a token."""
+
+    trunk: Literal["shared", "own"] = Field(
+        "shared",
+        description=(
+            "Whether the critic computes with the layers of the policy. 'shared': it is a second output of the "
+            "policy; 'own': it is a model of its own on the ranks that train, under the same layout, with gradients "
+            "and an optimizer of its own. This takes as much memory again."
+        ),
+    )
+    model: str = Field(
+        "",
+        description=(
+            "For trunk = 'own': the model whose weights the critic begins with, in any form that model.from "
+            "takes, such as the folder of a reward model. It may have other sizes than the policy, but needs the "
+            "same tokenizer. Empty: the critic begins with the layers that the policy has when rewards begin."
+        ),
+    )
+    optimizer: dict[str, Any] = Field(
+        {},
+        description=(
+            "For trunk = 'own': settings of [optimizer] that are different for the critic, such as { lr = 1e-5 }. "
+            "Empty: the critic is trained as the policy is."
+        ),
+    )
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the critic is a model of its own, beside the policy."""
+        return self.trunk == "own"
+
+    def optimizer_settings(self, common: Optimizer) -> Optimizer:
+        """Return the settings of the critic's optimizer. ``common``: the section ``[optimizer]`` of the recipe.
+
+        Raises :class:`UsageError` for an unknown setting or a wrong value.
+        """
+        values = common.model_dump() | OF_THE_POLICY | self.optimizer
+        named = {name: values[name] for name in Optimizer.hosts}
+        validated(
+            Optimizer.with_settings(named),
+            named | self.optimizer,
+            "roles.critic.optimizer",
+        )
+        settings: Optimizer = section_of(Optimizer, values)
+        return settings
+
+
 class Roles(Section):
     """Section on the roles of reinforcement learning: which ranks do what, and how."""
 
     rollout: RolloutRole = Field(
         RolloutRole(),
         description="The processes that write answers, and how they divide the model.",
+    )
+    critic: CriticRole = Field(
+        CriticRole(),
+        description="The critic of rl.method = 'ppo': whether it has layers of its own, and how it is trained.",
     )

@@ -114,6 +114,7 @@ def kept_model(job: Job, mesh: Mesh, built: Built) -> KeptModel | None:
         or mesh.layout.balance
         or recipe.train.compile
         or recipe.memory.away
+        or state.beside
         or any(asked_techniques(asked))
     ):
         return None

@@ -12,6 +12,7 @@ from weft.data.policy_rows import PolicySample
 from weft.parallel.reference_weights import REFERENCE
 from weft.rl.advantages import ScoredAnswer, token_advantages
 from weft.rl.log_probabilities import TokenReadings, token_readings
+from weft.train.own_critic import critic_of
 
 if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
@@ -51,6 +52,8 @@ def phase_samples(
     old = reference = values = None
     if needs_old(job):
         old, _, values = _readings(flat, job, built, mesh)
+        if (critic := critic_of(built.state)) is not None:
+            values = _readings(flat, job, critic, mesh).values
     if loss.needs_reference:
         with built.state.swapped(REFERENCE):
             reference = _readings(flat, job, built, mesh).log_probabilities

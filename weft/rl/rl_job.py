@@ -55,13 +55,13 @@ class RlJob(RlPhases):
         the run ends. ``kept``: JSON values that checkpoints keep, and that the loader changes in place.
         """
         recipe, rl = self.recipe, self.rl
-        layout = recipe.roles.rollout.layout
+        layout = self.roles.rollout.layout
         generation = GenerationModel(
             self.shape, mesh, layout, built.state, recipe.train
         )
         most = min(AT_A_TIME, -(-self.answers // generation.groups))
         generation.refresh(built.state.updates)
-        alike = recipe.roles.rollout.invariant
+        alike = self.roles.rollout.invariant
         tokens = (most + 1) * (recipe.data.seq_len + 16)
         turns = open_turns(generation, tokens, most, alike)
         stack.enter_context(invariant(alike))
@@ -73,7 +73,7 @@ class RlJob(RlPhases):
             interrupted,
         )
         lines = deque[str]()
-        role = recipe.roles.rollout
+        role = self.roles.rollout
         if not role.elsewhere:
             rollouts: RolloutSource = local
         else:
@@ -110,7 +110,7 @@ class RlJob(RlPhases):
         from weft.rl.remote_rollouts import RemoteSettings
 
         recipe, rl = self.recipe, self.rl
-        most = -(-self.answers // max(1, recipe.roles.rollout.ranks))
+        most = -(-self.answers // max(1, self.roles.rollout.ranks))
         most = max(rl.group, min(AT_A_TIME, most))
         return RemoteSettings(
             bound=rl.staleness,
@@ -123,8 +123,8 @@ class RlJob(RlPhases):
             requests=most,
             cache=(most + 1) * (recipe.data.seq_len + 16),
             dtype=recipe.train.dtype,
-            delta=recipe.roles.rollout.delta,
-            invariant=recipe.roles.rollout.invariant,
+            delta=self.roles.rollout.delta,
+            invariant=self.roles.rollout.invariant,
             patience=recipe.train.timeout,
             stall=recipe.train.timeout,
         )

@@ -22,6 +22,7 @@ from weft.errors import WeftError
 from weft.layout.mesh import from_all
 from weft.models.policy_loss import PolicyObjective
 from weft.parallel.reference_weights import set_reference
+from weft.rl.critic_start import start_critic
 from weft.rl.episode_groups import written_groups
 from weft.rl.kept_phases import keep_phase
 from weft.rl.local_rollouts import LocalRollouts, RolloutInterrupted
@@ -31,6 +32,7 @@ from weft.rl.recorded_loader import row_batches
 from weft.rl.reward_workers import Scored
 from weft.rl.rollout import SentWeights
 from weft.rl.scored_answers import ScoredGroup, check_scored, phase_figures
+from weft.train.own_critic import critic_of
 from weft.train.step_loader import AskedQuestions
 
 if TYPE_CHECKING:
@@ -129,8 +131,8 @@ class RlLoader:
 
         Returns False if a rank is asked to end the run meanwhile.
         """
-        if position == self.job.supervised and self.job.loss.needs_reference:
-            set_reference(self.built.state)
+        if position == self.job.supervised:
+            self._start_roles()
         try:
             self._begin(self.job.place(position).phase)
         except RolloutInterrupted:
@@ -222,6 +224,14 @@ class RlLoader:
         self.recorder.reinforcement(phase, figures)
         self._keep_examples(phase, groups)
 
+    def _start_roles(self) -> None:
+        """Let the reference model, and a critic with layers of its own, begin as the policy is now."""
+        state = self.built.state
+        if self.job.loss.needs_reference:
+            set_reference(state)
+        if (critic := critic_of(state)) is not None and not self.job.roles.critic.model:
+            start_critic(state, critic.state, self.mesh)
+
     def _sent_figures(self) -> dict[str, int]:
         """Return the bytes of weights that all ranks have sent to engines since the last phase, and have not sent as
         they had not changed.
@@ -239,6 +249,10 @@ class RlLoader:
         """Record what people watch of the policy loss since the last phase, such as entropy."""
         objective = self.built.model.hooks.objective
         assert isinstance(objective, PolicyObjective)
+        if (critic := critic_of(self.built.state)) is not None:
+            of_values = critic.model.hooks.objective
+            assert isinstance(of_values, PolicyObjective)
+            objective.figures.take_values(of_values.figures)
         figures = objective.figures.take(self.mesh)
         if figures["policy.tokens"]:
             named = {

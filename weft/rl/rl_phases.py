@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from weft.errors import UsageError
 from weft.models.invariant import TILE
+from weft.parallel.build import check_fits
 from weft.recipe.reward_settings import RewardSettings
+from weft.recipe.roles_section import OF_THE_POLICY, Roles
 from weft.rl.episode_groups import TurnLimits
 from weft.rl.questions import QuestionStream, TaskQuestion
 from weft.rl.reward_task import RewardTask
+from weft.train.own_critic import critic_optimizer, critic_shape, named_critic
 from weft.train.rule_optimizer import learning_rate
 from weft.train.setup import Job
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from weft.recipe import Recipe, Task
     from weft.recipe.policy_loss_section import PolicyLoss
     from weft.recipe.rl_section import Reinforcement
+    from weft.recipe.roles_section import RolloutRole
     from weft.rl.curriculum import Curriculum
 
 
@@ -63,6 +67,11 @@ class RlPhases(Job):
         """The recipe's section ``[rl]``, with the settings of reinforcement learning."""
         assert self.recipe.rl is not None
         return self.recipe.rl
+
+    @property
+    def roles(self) -> Roles:
+        """The recipe's section ``[roles]``, with its defaults if the recipe has none."""
+        return self.recipe.roles or Roles()
 
     @property
     def loss(self) -> PolicyLoss:
@@ -167,12 +176,13 @@ class RlPhases(Job):
         )
 
 
-def check_alike(recipe: Recipe) -> None:
+def check_alike(recipe: Recipe, role: RolloutRole) -> None:
     """Check that generation and training can compute the same bits, as ``roles.rollout.invariant`` asks.
 
-    Raises :class:`UsageError` if the recipe's layout, type or sequence length does not allow it.
+    ``role``: the recipe's section ``[roles.rollout]``. Raises :class:`UsageError` if the recipe's layout, type or
+    sequence length does not allow it.
     """
-    role, layout = recipe.roles.rollout, recipe.layout
+    layout = recipe.layout
     cut = layout.size("tp", "cp", "pp") > 1 or role.layout.world > 1 or role.elsewhere
     if cut or recipe.train.dtype == "bfloat16" or recipe.data.seq_len % TILE:
         raise UsageError(
@@ -198,9 +208,9 @@ def check_rl(job: RlPhases) -> None:
             f"train.batch = {batch} answers are no whole groups of rl.group = {rl.group}; make the batch a multiple "
             "of it"
         )
-    role = recipe.roles.rollout
+    role = job.roles.rollout
     if role.invariant:
-        check_alike(recipe)
+        check_alike(recipe, role)
     if rl.staleness and not role.elsewhere:
         raise UsageError(
             f"rl.staleness = {rl.staleness} lets answers be written while others are learned from, and the ranks of "
@@ -229,6 +239,7 @@ def check_rl(job: RlPhases) -> None:
             f"roles.rollout.listen = {role.listen!r} lets engines of other hosts join that know the run's secret; set "
             "WEFT_SECRET here and there"
         )
+    _check_critic(job)
     if job.answers * rl.epochs % batch:
         raise UsageError(
             f"a rollout phase has rl.batch x rl.group = {job.answers} answers, which {rl.epochs} epochs do not divide "
@@ -246,3 +257,27 @@ def check_rl(job: RlPhases) -> None:
                 f"tasks.curriculum = true, and {table.reward!r} has a single level; raise its settings or leave "
                 "curriculum out"
             )
+
+
+def _check_critic(job: RlPhases) -> None:
+    """Check the settings of a critic with layers of its own, if there is one.
+
+    Raises :class:`UsageError` if its optimizer or its model does not fit the policy's.
+    """
+    role, tokenizer = job.roles.critic, job.corpus.tokenizer
+    if not role.is_apart:
+        return
+    if unfit := sorted(role.optimizer.keys() & OF_THE_POLICY.keys() - {"groups"}):
+        raise UsageError(
+            f"roles.critic.optimizer.{unfit[0]} is about how steps of the policy are taken; leave it out"
+        )
+    critic_optimizer(job.recipe)
+    named = named_critic(job.recipe)
+    own = named and named.tokenizer()
+    if named is not None and (
+        named.shape.vocab != job.shape.vocab or not own or not own.has_ids_of(tokenizer)
+    ):
+        raise UsageError(
+            f"roles.critic.model = {role.model!r} has other tokens than this run; name a model with the same tokenizer"
+        )
+    check_fits(critic_shape(job.shape, job.recipe), job.recipe.layout, job.recipe.train)

@@ -35,7 +35,9 @@ def prepare_rl(recipe: Recipe) -> RlJob:
     """
     job = completed_job(recipe, lambda own: _corpus(recipe, own), RlJob)
     # a pretrained model may have small feed-forwards, or an adapter with dropout
-    begun = AskedRecipe(rl=recipe.rl, model=job.shape, adapter=job.shape.adapter)
+    begun = AskedRecipe(
+        rl=recipe.rl, roles=recipe.roles, model=job.shape, adapter=job.shape.adapter
+    )
     refuse(begun, find("samples", "rl").rules)
     rewarded = tuple(task for task in recipe.tasks if task.reward)
     tokenizer = job.corpus.tokenizer

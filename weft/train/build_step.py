@@ -34,7 +34,7 @@ def build_step(context: StepContext, recipe: Recipe) -> Step:
         chosen |= dict.fromkeys(each.technique.fills, filler)
     gradients, agree, update, after = (chosen[phase] for phase in Phase)
     clip = recipe.optimizer.clip
-    return Step(
+    step = Step(
         context.state,
         gradients,
         agree,
@@ -43,3 +43,8 @@ def build_step(context: StepContext, recipe: Recipe) -> Step:
         [filler for _, filler in filled],
         clip,
     )
+    if not context.state.beside:
+        return step
+    from weft.train.own_critic import with_critic
+
+    return with_critic(step, context, recipe)

@@ -346,10 +346,10 @@ def build_for_training(
             report=report,
             optimizer=RuleOptimizer(recipe.optimizer, mesh),
         )
-    if recipe.rl is not None and recipe.rl.policy_loss.needs_reference:
-        from weft.parallel.reference_weights import add_reference
+    if recipe.rl is not None:
+        from weft.train.own_critic import add_rl_states
 
-        add_reference(state)
+        add_rl_states(state, shape, mesh, recipe, values)
     if mesh.islands > 1:
         from weft.train.island_state import add_slots
 
@@ -470,6 +470,7 @@ def _completed(recipe: Recipe, pretrained: Pretrained | None) -> ModelShape:
             f"{recipe.loss.kind!r} needs one that writes them"
         )
     critic = recipe.rl is not None and recipe.rl.policy_loss.needs_values
+    critic = critic and not (recipe.roles and recipe.roles.critic.is_apart)
     if shape.value_head != critic:
         shape = shape.model_copy(update={"value_head": critic})
     if recipe.adapter is not None and shape.adapter not in (None, recipe.adapter):
