@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,10 @@ class Turn:
     """A dispatch policy that takes the engine of this ``name``."""
 
     name = "e0"
+    kept: Sequence[int] = ()  # tokens that cache engines are taken to have, by engine
 
     def __call__(self, views: Sequence[EngineView], request: DispatchRequest) -> str:
+        self.kept = [view.kept for view in views]
         return self.name
 
 
@@ -75,12 +78,12 @@ def test_blocks_are_kept_for_all_and_bytes_are_those_of_the_formula(caches: int)
     expected = [one.written for one in alone(request)]
     with served(turn, caches) as (cluster, keepers):
         first, second = cluster.engines
-        assert ask(cluster, request) == expected
+        assert ask(cluster, request) == expected and turn.kept == [0, 0]
         until(lambda: knows(second))
         first.kill()
         until(lambda: "e0" not in cluster.router.links)
         turn.name = "e1"
-        assert ask(cluster, request) == expected
+        assert ask(cluster, request) == expected and turn.kept == [len(PROMPT) - 1]
         assert fetched_by(second) == BLOCKS
         cluster.engines.remove(first)
         usages = [keeper.stock.usages()[0] for keeper in keepers]
@@ -102,15 +105,28 @@ def test_without_its_cache_engine_a_service_computes(tmp_path: Path) -> None:
         second = cluster.engines[1]
         assert ask(cluster, request) == expected
         until(lambda: knows(second))
-        # it still answers the router, and gives no block any more: nobody waits long
+        # it still answers the router, and stands still in the middle of a question: nobody waits longer than the limit
+        outside, fetch = second.engine.outside, keeper.stock.fetch
+        assert isinstance(outside, OutsideCache)
+        usual, outside.seconds = outside.seconds, 0.1
+        keeper.stock.fetch = lambda keys: Future()  # type: ignore[method-assign]
+        turn.name = "e1"
+        assert ask(cluster, request) == expected
+        assert (outside.late, outside.fetched) == (1, 0)
+        outside.seconds, keeper.stock.fetch = usual, fetch  # type: ignore[method-assign]
+        turn.name, other = "e0", asked(PROMPT[1:], 4)
+        assert ask(cluster, other) == [one.written for one in alone(other)]
+        until(lambda: knows(second, 2 * BLOCKS - 1))
+        # it gives no block any more
         assert keeper.member._channel is not None
         keeper.member._channel.close()
         turn.name = "e1"
-        assert ask(cluster, request) == expected
+        assert ask(cluster, other) == [one.written for one in alone(other)]
         assert fetched_by(second) == 0
         keeper.kill()
         until(lambda: "c0" not in cluster.router.links)
         until(lambda: not any(e.member.caches.peers for e in cluster.engines if e.member.caches))  # fmt: skip
+        assert ask(cluster, request) == expected and turn.kept == [0, 0]
         assert ask(cluster, asked(PROMPT[::-1], 4)) == [
             one.written for one in alone(asked(PROMPT[::-1], 4))
         ]

@@ -56,6 +56,11 @@ def test_a_known_prefix_is_worth_its_blocks() -> None:
     assert choose([view("a", 10), view("b", 15, known=36)], request) == "b"
     assert choose([view("a", 10), view("b", 25, known=36)], request) == "a"
     assert choose([view("b", 9), view("a", 9)], request) == "a"
+    # at a cache engine, it makes a crowded engine less worth: 36 tokens cost 2.25 blocks there, 9 blocks elsewhere
+    both = [view("a", 10)._replace(kept=36), view("b", 15, known=36)._replace(kept=36)]
+    assert choose(both, request) == "a"
+    near = [both[0], both[1]._replace(usage=12)]
+    assert choose(near, request) == "b"
 
 
 def test_a_session_stays_and_a_new_engine_moves_only_what_it_gets() -> None:

@@ -28,6 +28,7 @@ class EngineView(NamedTuple):
         ``size``: tokens of a cache block.
         ``seconds``: estimated time of the request on this engine.
         ``work``: estimated seconds of all requests that the engine has not ended.
+        ``kept``: tokens of the request's prompt that cache engines probably hold, so that every engine can fetch them.
     """
 
     name: str
@@ -38,6 +39,7 @@ class EngineView(NamedTuple):
     size: int
     seconds: float = 1.0
     work: float = 0.0
+    kept: int = 0
 
     @property
     def freeness(self) -> float:

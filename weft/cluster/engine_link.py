@@ -123,10 +123,13 @@ class EngineLink:
             self.blocks,
             usage,
             len(self.flights) + len(self.incoming),
-            self.cache.known(self._keys(request, [*request.ids, *request.written]))
-            * self.about.block,
+            self.cache.known(self.prompt_keys(request)) * self.about.block,
             self.about.block,
         )
+
+    def prompt_keys(self, request: AnswerRequest) -> Iterable[bytes]:
+        """Return the keys of the full blocks of the prompt of ``request`` and of what is written of its answer."""
+        return self._keys(request, [*request.ids, *request.written])
 
     def ledger(self) -> EngineLedger:
         """Return the engine's free blocks, texts and other numbers from which loans are chosen. With a loan an engine

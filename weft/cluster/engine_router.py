@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from weft.cluster.balance import MovableAnswer, balancing_move
+from weft.cluster.cache_knowledge import CacheKnowledge
 from weft.cluster.cluster_messages import (
     BEAT_S,
     CHANNEL,
@@ -162,6 +163,7 @@ class EngineRouter:
         self._owners: dict[Flight, RoutedAnswers] = {}
         self._open: set[RoutedAnswers] = set()
         self._numbers = count()
+        self._kept = CacheKnowledge(0)  # by all cache engines together
         self._lost: dict[str, str] = {}  # why engines were given up, by instance
         self._strangers: dict[str, float] = {}
         self._cut, self._closed = False, threading.Event()
@@ -391,7 +393,8 @@ class EngineRouter:
         self.times.retain(link.name, link.flights.values())
         seconds = self.times.seconds(link.name, _stage_of(request))
         work = self.times.work(link.name)
-        return link.view(request)._replace(seconds=seconds, work=work)
+        view = link.view(request)._replace(seconds=seconds, work=work)
+        return view._replace(kept=self._kept.known(link.prompt_keys(request)) * view.size)  # fmt: skip
 
     async def _called(
         self, message: Callable[[int], Message], searches: bool = False
@@ -667,6 +670,8 @@ class EngineRouter:
         giving = [link for link in self.links.values() if link.about.memory]
         stocks = [link for link in giving if link.role == "cache" and not link.draining]
         caches = [[*link.about.memory] for link in stocks]
+        if not caches:
+            self._kept = CacheKnowledge(0)
         for link in self.links.values():
             if link.role != "cache":
                 others = [
@@ -948,6 +953,8 @@ class EngineRouter:
             if not flight.versions or flight.versions[-1][1] != link.weights:
                 flight.versions.append((len(flight.tokens), link.weights))
             flight.tokens.append(message.token)
+            if len(flight.tokens) == 1:
+                self._note_kept(link, flight)
             flight.losses.clear()
             link.tokens += 1
             self.times.token(link.name, flight, time.monotonic())
@@ -961,9 +968,17 @@ class EngineRouter:
             self._forget_move(flight)
             self._owners.pop(flight)
             link.remember(flight.request, flight.tokens)
+            self._note_kept(link, flight)
         return TokenEvent(
             flight.index, message.token, message.log_probability, message.finished
         )
+
+    def _note_kept(self, link: EngineLink, flight: Flight) -> None:
+        """Note that ``link`` has computed ``flight`` so far, and so has sent its blocks to the cache engines."""
+        loads = [each.beat.load for each in self.links.values() if each.role == "cache"]
+        self._kept.blocks = sum(load.blocks or UNKNOWN for load in loads)
+        if loads:
+            self._kept.remember(link.prompt_keys(flight.continued()))
 
     def _take_refusal(self, link: EngineLink, head: Head) -> None:
         """An engine does not begin answers: those that came too many at once wait, the others end."""

@@ -6,10 +6,12 @@ mean equal contents. Contents are bytes in the order of :mod:`weft.generate.bloc
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import takewhile
 from typing import NamedTuple, Protocol
+
+from weft.generate.fetch_pace import FetchPace
 
 #: The contents of a block.
 Contents = bytes | bytearray | memoryview
@@ -138,6 +140,7 @@ class TieredBlocks:
     def __init__(self, sources: Sequence[BlockSource]) -> None:
         self.sources = list(sources)
         self._usages = {each.name: SourceUsage(each.name) for each in sources}
+        self._paces = {each.name: FetchPace() for each in sources}
         self._counting = threading.Lock()
         self._reader = ThreadPoolExecutor(2, "blocks")
 
@@ -157,12 +160,32 @@ class TieredBlocks:
         """
         first = self.sources[0]
         if first.find(keys) == len(keys):
+            begun = self._paces[first.name].begin()
             future = first.fetch(keys)
             future.add_done_callback(
-                lambda ended: self._count_fetched(first, len(keys), ended)
+                lambda ended: self._count_fetched(first, len(keys), ended, begun)
             )
             return future
         return self._reader.submit(self._collect, keys)
+
+    def gainful(self, keys: Sequence[bytes], computing: Callable[[int], float]) -> int:
+        """Return how many of ``keys``, from the first one on, are to be read so that all blocks are there soonest; the
+        others are computed. ``keys``: those that :meth:`find` has counted. ``computing``: returns the seconds in which
+        so many blocks, from the first one on, are computed.
+
+        Each source has the pace of its last readings. A source of which nothing is known counts as quick.
+        """
+        best, least, seen, waited = 0, 0.0, 0, 0.0
+        while seen < len(keys):
+            counts = ((each.find(keys[seen:]), each.name) for each in self.sources)
+            blocks, name = next((pair for pair in counts if pair[0]), (0, ""))
+            if not blocks:
+                break
+            seen += blocks
+            waited += self._paces[name].seconds(blocks)
+            if (lost := waited - computing(seen)) <= least:
+                best, least = seen, lost
+        return best
 
     def store(self, key: bytes, contents: Contents) -> None:
         """Store the block with the key ``key`` and the bytes ``contents`` in every source that accepts it."""
@@ -184,6 +207,7 @@ class TieredBlocks:
         """Insert ``source`` into the list of sources at the index ``number``; sources behind it are slower."""
         self.sources.insert(number, source)
         self._usages.setdefault(source.name, SourceUsage(source.name))
+        self._paces.setdefault(source.name, FetchPace())
 
     def _store(self, source: BlockSource, key: bytes, contents: Contents) -> None:
         taken = source.store(key, contents)
@@ -193,9 +217,10 @@ class TieredBlocks:
             self._count(source, refused=1)
 
     def _count_fetched(
-        self, source: BlockSource, asked: int, ended: Future[list[Contents]]
-    ) -> None:
-        """Count what a source gave of ``asked`` blocks that it had."""
+        self, source: BlockSource, asked: int, ended: Future[list[Contents]], begun: float
+    ) -> None:  # fmt: skip
+        """Count what a source gave of ``asked`` blocks that it had, and how long it took since the time ``begun``."""
+        self._paces[source.name].end(begun, asked)
         failed = ended.cancelled() or ended.exception() is not None
         contents = [] if failed else ended.result()
         size, lacks = sum(map(len, contents)), asked - len(contents)
@@ -223,9 +248,10 @@ class TieredBlocks:
             count = source.find(keys)
             if not count:
                 continue
+            begun = self._paces[source.name].begin()
             ended = source.fetch(keys[:count])
             wait([ended])
-            self._count_fetched(source, count, ended)
+            self._count_fetched(source, count, ended, begun)
             contents = ended.result()
             if not contents:
                 continue

@@ -5,9 +5,11 @@ requests compute. If that takes too long, or a block turns out to be gone, the r
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from weakref import WeakSet
@@ -24,8 +26,9 @@ from weft.generate.engine import Engine, KeptUsage
 from weft.generate.request import BlockFetch, Request
 from weft.net.endpoint import Channel, Endpoint
 
-#: Seconds that a request waits for its blocks before it computes them.
-FETCH_S = 5.0
+#: Seconds that a request waits for its blocks before it computes them, at most and at least. In between, it waits for
+#: as long as it would compute them: so a place that stalls costs no more than twice the time.
+FETCH_S, LEAST_S = 5.0, 0.5
 #: Seconds that a step waits for blocks if nothing else is to be computed.
 IDLE_S = 0.005
 #: Blocks that may wait to be kept while steps are under way whose end would have to be waited for.
@@ -76,8 +79,13 @@ class OutsideCache:
         if request not in self._asked:
             self._asked.add(request)
             self.looked += len(keys)
+        outside = self._outside_keys(request, keys)
         try:
-            return self.source.find(self._outside_keys(request, keys))
+            there = self.source.find(outside)
+            if there and isinstance(self.source, TieredBlocks):
+                computing = partial(self._computing, request, len(keys))
+                return self.source.gainful(outside[:there], computing)
+            return there
         except Exception as error:
             self._give_up(error)
             return 0
@@ -88,7 +96,9 @@ class OutsideCache:
             future = self.source.fetch(self._outside_keys(request, keys))
         except Exception as error:
             return self._give_up(error)
-        request.fetch = BlockFetch(future, time.monotonic() + self.seconds)
+        computing = self._computing(request, len(keys), len(keys))
+        limit = min(self.seconds, max(LEAST_S, computing))
+        request.fetch = BlockFetch(future, time.monotonic() + limit)
         self._fetching.append(request)
 
     def note_full(self, request: Request, key: bytes, block: int) -> None:
@@ -158,6 +168,22 @@ class OutsideCache:
             and not request.context
             and request.adapter in self.engine.adapter_digests
         )
+
+    def _computing(self, request: Request, lacks: int, blocks: int) -> float:
+        """Return the seconds in which the engine would compute ``blocks`` blocks, the first of the last ``lacks`` full
+        blocks of the text of ``request``; infinity if no steps were measured. Steps that the request needs in any
+        case do not count.
+        """
+        rates = self.engine.watch.rates if self.engine.watch is not None else ()
+        if not rates:
+            return math.inf
+        size = self.engine.reader.size
+        tokens = blocks * size
+        end = ((len(request.ids) - 1) // size - lacks) * size + tokens
+        steps = tokens // self.engine.scheduler.budget
+        per_step, per_token, *_, per_product = rates
+        products = tokens * (end - tokens / 2)
+        return steps * per_step + tokens * per_token + products * per_product
 
     def _outside_keys(self, request: Request, keys: Iterable[bytes]) -> list[bytes]:
         about = self.name.encode() + self.engine.adapter_digests[request.adapter]
