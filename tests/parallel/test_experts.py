@@ -620,13 +620,26 @@ def test_a_choice_by_time_holds_within_its_margin() -> None:
 
 def test_all_options_are_tried_again_when_the_load_has_changed() -> None:
     times = OptionTimes([3.0, 1.0, 2.0], rounds=5)
+
+    def looked(*looks: float) -> list[int]:
+        for seconds in looks:
+            assert not times.left
+            for _ in range(50):
+                times.next()
+            times.learn([inf, seconds, inf], [inf] * 3)
+        return times.left
+
     # one odd look may be chance, two are not
-    looks = ((1.0, []), (1.2, []), (1.3, []), (1.1, []), (1.3, []), (1.3, [0, 1, 2]))
-    for seconds, left in looks:
-        for _ in range(50):
-            times.next()
-        times.learn([inf, seconds, inf], [inf] * 3)
-        assert times.left == left
+    assert looked(1.0, 1.2, 1.3, 1.1, 1.3) == []
+    assert looked(1.3) == [0, 1, 2]
+    while not turn(times, 4.0, 1.3, 3.0)[1]:
+        pass
+    # it has changed no choice, so that it takes more of them
+    assert times.chosen == 1 and looked(1.3, 2.0, 2.0, 2.0) == []
+    assert looked(2.0) == [0, 1, 2]
+    while not turn(times, 4.0, 2.0, 1.0)[1]:
+        pass
+    assert (times.chosen, times.patience) == (2, 2)
 
 
 class _Mark(torch.autograd.Function):

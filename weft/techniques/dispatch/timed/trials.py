@@ -31,9 +31,9 @@ LATEST = 24
 KEPT = 800
 #: Passes after which the chosen option's time is looked at, the last few of which are timed.
 WATCHED, LOOKS = 50, 3
-#: If the chosen option takes so many times longer or shorter than when it was chosen, and does so at the next look as
-#: well, all options are tried again.
-DRIFT = 1.25
+#: If the chosen option takes so many times longer or shorter than when it was chosen, at so many looks in a row, all
+#: options are tried again. Where that changes no choice, twice as many looks are needed the next time.
+DRIFT, PATIENCE = 1.25, 2
 #: What another option must be faster by, so that noise does not change the choice to and fro.
 MARGIN = 0.01
 
@@ -52,7 +52,9 @@ class OptionTimes:
         ``forward``,
         ``backward``: for each option, the shortest times on this rank since the ranks last agreed.
         ``usual``: the chosen option's forward time since it was chosen; inf: not measured yet.
-        ``doubted``: whether the last look found that the chosen option takes much more or less time than ``usual``.
+        ``doubts``: number of the last looks, in a row, that found the chosen option much slower or faster than
+            ``usual``; ``patience``: number of them after which all options are tried again.
+        ``doubted``: the option that was chosen when such a round began; -1: the last round was another one.
         ``turn``: number of the turn in this round.
         ``passes``: number of passes in this turn, or since the round if none is under way.
         ``rounds``: number of rounds that have ended.
@@ -67,7 +69,9 @@ class OptionTimes:
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     usual: float = inf
-    doubted: bool = False
+    doubts: int = 0
+    patience: int = PATIENCE
+    doubted: int = -1
     turn: int = 0
     passes: int = 0
     rounds: int = 0
@@ -83,7 +87,7 @@ class OptionTimes:
 
     def try_again(self, options: Sequence[int], turn: int = 0) -> None:
         """Begin a round of trials of ``options``, which are indices of dispatch options, with the turn ``turn``."""
-        self.left, self.turn, self.doubted = [*options], turn, False
+        self.left, self.turn, self.doubts = [*options], turn, 0
         self.best, self.passes = [inf] * len(self.known), 0
         self._forget()
 
@@ -142,6 +146,11 @@ class OptionTimes:
         self.left, self.usual = [], inf
         self.rounds += 1
         self.decide()
+        if self.doubted >= 0:
+            self.patience = (
+                self.patience * 2 if self.doubted == self.chosen else PATIENCE
+            )
+            self.doubted = -1
         return True
 
     def decide(self) -> None:
@@ -158,11 +167,12 @@ class OptionTimes:
         change = max(now / self.usual, self.usual / now)
         # nan and infinite while either is unknown
         odd = DRIFT < change < inf
-        if odd and self.doubted:
+        self.doubts = self.doubts + 1 if odd else 0
+        if self.doubts == self.patience:
             self.taken = [[] for _ in self.known]
+            self.doubted = self.chosen
             self.try_again(range(len(self.known)))
             return
-        self.doubted = odd
         if not odd and self.passes >= min(KEPT, WATCHED << self.rounds):
             near = self.affordable()
             if len(near) > 1:
