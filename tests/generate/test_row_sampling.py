@@ -100,14 +100,16 @@ def test_distributions_are_those_of_sorting_everything(how: Sampling) -> None:
     torch.manual_seed(1)
     row = torch.randn(VOCAB, dtype=torch.float64) * 2
     expected = plain(row, how)
-    probabilities = odds(row, TextState(how, 0.0))
-    torch.testing.assert_close(probabilities, expected, rtol=0, atol=1e-12)
-    # a grid of numbers hits the candidates in one order or another, each as often as it is likely
-    cells = 1000
-    grid = [TextState(how, (i + 0.5) / cells) for i in range(cells)]
-    tokens = choose_tokens(row.expand(cells, -1), grid)
-    hits = torch.bincount(torch.tensor(tokens), minlength=VOCAB)
-    assert (hits - cells * expected).abs().max() <= 1 + 1e-9
+    # rows of float32 are computed by the kernel, if there is a compiler
+    for logits, near in ((row, 1e-12), (row.float(), 1e-6)):
+        probabilities = odds(logits, TextState(how, 0.0))
+        torch.testing.assert_close(probabilities, expected, rtol=0, atol=near)
+        # a grid of numbers hits the candidates in one order or another, each as often as it is likely
+        cells = 1000
+        grid = [TextState(how, (i + 0.5) / cells) for i in range(cells)]
+        tokens = choose_tokens(logits.expand(cells, -1), grid)
+        hits = torch.bincount(torch.tensor(tokens), minlength=VOCAB)
+        assert (hits - cells * expected).abs().max() <= 1 + 1e3 * near
 
 
 def test_largest_values_and_draws_are_exact() -> None:

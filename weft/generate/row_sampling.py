@@ -12,13 +12,19 @@ are.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from math import log
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from weft.generate.nucleus import cut_to_nucleus
+from weft.generate.row_kernel import (
+    LOG2_E,
+    RowPenalties,
+    draw_row_tokens,
+    kernel_serves,
+    row_weights,
+)
 from weft.generate.sampling import Sampling
 from weft.generate.token_counts import TokenCounts
 from weft.models.numbers import wide
@@ -31,9 +37,6 @@ BLOCK_VALUES = 64
 
 #: Rows that are processed together on a CPU: their values stay in its caches.
 ROWS_IN_CACHE = 8
-
-#: Logarithm of e to base two.
-LOG2_E = 1 / log(2)
 
 #: How many of the likeliest tokens are looked at for ``top_p``, as long as they do not suffice.
 LIKELIEST = (64, 1024, 8192)
@@ -57,10 +60,15 @@ class TextState(NamedTuple):
     forbidden: Collection[int] = ()
 
     @property
+    def only_penalised(self) -> bool:
+        """Whether nothing but penalties changes the logits before a token is sampled, or nothing at all."""
+        masked = self.allowed is not None or bool(self.forbidden)
+        return not masked and not self.how.bias
+
+    @property
     def changes(self) -> bool:
         """Whether a bias, penalties or a mask of allowed ids change the logits before a token is sampled."""
-        masked = self.allowed is not None or bool(self.forbidden)
-        return masked or bool(self.how.bias) or self.counts is not None
+        return not self.only_penalised or self.counts is not None
 
 
 class Candidates(NamedTuple):
@@ -73,6 +81,26 @@ class Candidates(NamedTuple):
     rows: T
     weights: T
     ids: T | None
+
+
+class RowGroup(NamedTuple):
+    """Rows of logits that are processed together, because their texts have the same kind of settings.
+
+    Attributes:
+        ``rows``: numbers of the rows.
+        ``values``: logits with the bias, the penalties and the masks of the texts, ``[rows, vocab]``.
+        ``penalties``: those that ``values`` does not contain yet, for the kernel; None: there are none.
+        ``hows``: settings of sampling of each row.
+        ``top_k``: number of likeliest tokens from which tokens are sampled; 0: all.
+        ``by_kernel``: whether :mod:`weft.generate.row_kernel` samples the tokens.
+    """
+
+    rows: T
+    values: T
+    hows: Sequence[Sampling]
+    top_k: int
+    by_kernel: bool
+    penalties: RowPenalties | None = None
 
 
 def choose_tokens(logits: T, texts: Sequence[TextState]) -> list[int]:
@@ -89,21 +117,31 @@ def choose_tokens(logits: T, texts: Sequence[TextState]) -> list[int]:
     for greedy, rows in kinds.items():
         states, at = [texts[row] for row in rows], index_of(rows, logits.device)
         own = logit_rows(logits, rows)
-        if greedy:
-            chosen[at] = likeliest_tokens(own, states)
-            continue
-        numbers = torch.tensor(
-            [state.number for state in states], dtype=torch.float64, device=own.device
-        )
-        for kept in sampling_candidates(own, states):
-            places = draw_rows(kept.weights, numbers[kept.rows])
-            tokens = (
-                places
-                if kept.ids is None
-                else kept.ids.gather(1, places[:, None])[:, 0]
-            )
-            chosen[at[kept.rows]] = tokens
+        chosen[at] = (likeliest_tokens if greedy else drawn_tokens)(own, states)
     return chosen.tolist()
+
+
+def drawn_tokens(logits: T, texts: Sequence[TextState]) -> T:
+    """Draw the next token of each of ``texts`` from its row of ``logits`` ``[texts, vocab]``; return the token ids,
+    int64 ``[texts]``. No text has temperature 0.
+    """
+    numbers = torch.tensor(
+        [text.number for text in texts], dtype=torch.float64, device=logits.device
+    )
+    chosen = torch.empty(len(texts), dtype=torch.int64, device=logits.device)
+    for group in row_groups(logits, texts):
+        at = group.rows
+        if group.by_kernel:
+            chosen[at] = draw_row_tokens(
+                group.values, group.hows, numbers[at], group.penalties
+            )
+            continue
+        for kept in group_candidates(group):
+            places = draw_rows(kept.weights, numbers[kept.rows])
+            if kept.ids is not None:
+                places = kept.ids.gather(1, places[:, None])[:, 0]
+            chosen[kept.rows] = places
+    return chosen
 
 
 def likeliest_tokens(logits: T, texts: Sequence[TextState]) -> T:
@@ -222,31 +260,75 @@ def penalise(values: T, texts: Sequence[TextState]) -> None:
     flat[places] = seen - (presence * (often > 0) + frequency * often)
 
 
+def row_penalties(texts: Sequence[TextState]) -> RowPenalties | None:
+    """Return the penalties of ``texts`` for the kernel; None if no text has any."""
+    if all(text.counts is None for text in texts):
+        return None
+    counted = [text.counts or TokenCounts() for text in texts]
+    ids, often = zip(*(counts.tensors() for counts in counted), strict=True)
+    hows = [text.how for text in texts]
+    settings = torch.tensor(
+        [[how.repetition, how.presence, how.frequency] for how in hows],
+        dtype=torch.float32,
+    )
+    lengths = [len(each) for each in ids]
+    return RowPenalties(torch.cat(ids), torch.cat(often).float(), settings, lengths)
+
+
 def sampling_candidates(logits: T, texts: Sequence[TextState]) -> Iterator[Candidates]:
     """Yield groups of rows of ``logits`` ``[texts, vocab]``, each with the tokens that can be sampled for these rows.
     Every row is in one group.
     """
+    for group in row_groups(logits, texts):
+        yield from group_candidates(group)
+
+
+def row_groups(logits: T, texts: Sequence[TextState]) -> Iterator[RowGroup]:
+    """Yield the rows of ``logits`` ``[texts, vocab]`` in groups. Every row is in one group."""
     vocab = logits.shape[1]
     kinds: dict[tuple[int, bool], list[int]] = defaultdict(list)
-    for row, (how, *_) in enumerate(texts):
-        top_k = how.top_k if how.top_k < vocab else 0
-        kinds[top_k, how.top_p < 1].append(row)
-    for (top_k, nucleus), of_kind in kinds.items():
+    for row, text in enumerate(texts):
+        top_k = text.how.top_k if text.how.top_k < vocab else 0
+        kinds[top_k, text.only_penalised].append(row)
+    for (top_k, _), of_kind in kinds.items():
         for rows in portions(of_kind, logits.device):
-            at = index_of(rows, logits.device)
-            hows = [texts[row].how for row in rows]
-            values = shaped_logits(
-                logit_rows(logits, rows), [texts[row] for row in rows]
-            )
-            values = values.to(wide(values.dtype))
-            if top_k:
-                yield Candidates(at, *likeliest(values, hows, top_k))
-            elif nucleus:
-                for kept in nuclei(values, hows):
-                    yield kept._replace(rows=at[kept.rows])
+            yield row_group(logits, rows, [texts[row] for row in rows], top_k)
+
+
+def row_group(
+    logits: T, rows: Sequence[int], texts: Sequence[TextState], top_k: int
+) -> RowGroup:
+    """Return ``rows`` of ``logits`` as a group. ``texts``: the text of each of these rows. ``top_k``: number of
+    likeliest tokens from which tokens are sampled; 0: all.
+    """
+    at, hows = index_of(rows, logits.device), [text.how for text in texts]
+    values = logit_rows(logits, rows)
+    values = values.to(wide(values.dtype))
+    by_kernel = not top_k and kernel_serves(values)
+    if by_kernel and texts[0].only_penalised:
+        return RowGroup(at, values, hows, top_k, True, row_penalties(texts))
+    return RowGroup(at, shaped_logits(values, texts), hows, top_k, by_kernel)
+
+
+def group_candidates(group: RowGroup) -> Iterator[Candidates]:
+    """Yield the tokens that can be sampled for the rows of ``group``, in one or several parts."""
+    at, values, hows, top_k, by_kernel, penalties = group
+    if top_k:
+        yield Candidates(at, *likeliest(values, hows, top_k))
+    elif by_kernel:
+        yield Candidates(at, row_weights(values, hows, penalties), None)
+    else:
+        for nucleus in (False, True):
+            rows = [row for row, how in enumerate(hows) if (how.top_p < 1) == nucleus]
+            if not rows:
+                continue
+            own, kind = logit_rows(values, rows), [hows[row] for row in rows]
+            if nucleus:
+                for kept in nuclei(own, kind):
+                    yield kept._replace(rows=at[rows][kept.rows])
             else:
-                weights = exponentials(values, values.amax(-1, True), hows)
-                yield Candidates(at, above_least(weights, hows), None)
+                weights = exponentials(own, own.amax(-1, True), kind)
+                yield Candidates(at[rows], above_least(weights, kind), None)
 
 
 def exponentials(values: T, best: T, hows: Sequence[Sampling]) -> T:
