@@ -13,6 +13,7 @@ from weft.generate.leader import check_layout, of_parameters
 from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.parts import NAMES
+from weft.models.packed_copies import PackedCopies
 from weft.models.products import NARROW
 from weft.parallel.build import parallelize
 from weft.parallel.state import Held, State
@@ -60,6 +61,7 @@ class GenerationModel:
         ``group``, ``groups``: number of this rank's group, and number of groups.
         ``version``: version of the model's weights; -1: it has none yet.
         ``shared``: names of the parameters that share their memory with the state.
+        ``copies``: packed copies of the weights, while answers are written (:meth:`GenerationTurns.writing`).
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class GenerationModel:
             shape, mesh, layout, state
         )
         self.model, self.held = model_to_fill(shape, self.mesh, train, weights)
+        self.copies = PackedCopies(self.model)
         self.leads = self.mesh.step_group is None or self.mesh.step_group.rank() == 0
         self.version = -1
         self.shared: frozenset[str] = frozenset()

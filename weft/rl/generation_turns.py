@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from weft.generate.engine import Engine
 from weft.generate.leader import follow_leader
+from weft.models.invariant import is_invariant
 
 if TYPE_CHECKING:
     from weft.generate.leader import Follower
@@ -86,13 +87,17 @@ class GenerationTurns:
         """Return a context in which the first rank of each group generates. Collective over a group.
 
         The other ranks compute along when they enter the context, and its body runs on them only after the first rank
-        has finished.
+        has finished. Within the context all of them use packed copies of the weights, unless log-probabilities must
+        equal those of training to the last bit.
         """
+        copies = nullcontext() if is_invariant() else self.generation.copies
         if isinstance(self.engine, FollowingEngine):
-            self.engine.follow()
+            with copies:
+                self.engine.follow()
             yield
             return
-        try:
-            yield
-        finally:
-            self.engine.rest()
+        with copies:
+            try:
+                yield
+            finally:
+                self.engine.rest()

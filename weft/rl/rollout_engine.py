@@ -17,6 +17,7 @@ from weft.cluster.joining import unreached
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import Engine
 from weft.layout.mesh import Mesh
+from weft.models.packed_copies import PackedCopies
 from weft.net.endpoint import Address, Endpoint
 from weft.recipe import ModelShape, Train
 from weft.rl.generation_model import model_to_fill, targets_of
@@ -89,6 +90,7 @@ class RolloutEngine:
             Train(dtype=about["dtype"]),
             about["weights"],
         )
+        self._copies = None if about["invariant"] else PackedCopies(model)
         self._intake = WeightIntake(targets_of(held), self.weights.senders)
         self._first = threading.Event()
         self.engine = Engine(
@@ -157,7 +159,11 @@ class RolloutEngine:
         self._first.set()
 
     def _install(self, version: VersionFrames) -> None:
+        if self._copies:
+            self._copies.drop()
         complete = [self._intake.take(rank, frame) for rank, frame in version.frames]
+        if self._copies:
+            self._copies.renew()
         if not complete[-1]:
             raise WeftError(f"version {version.number} of the weights lacks a part")
 
