@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from tests import chats
-from weft.data.chat import encode_processes
+from weft.data import line_processes
+from weft.data.chat import encode_processes, recipe_encoder
 from weft.data.chat.encode_processes import encode_process_count
 from weft.data.chat.encode_worker import encode_batch
 from weft.data.chat.recipe_encoder import chat_encoder, recipe_template
 from weft.data.chat.source import open_chats
+from weft.data.files import source_files
+from weft.data.line_processes import LineProcesses
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
 from weft.recipe import Chat, Source
@@ -54,6 +57,12 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_TOKENIZE_PROCESSES", "2")
 
 
+class AlwaysNoon(datetime.datetime):
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> AlwaysNoon:
+        return cls(2026, 3, 4, 12, 30, tzinfo=tz)
+
+
 class Inline:
     """Answers as the processes do, in this one."""
 
@@ -62,7 +71,9 @@ class Inline:
         self.source = Source.model_validate(given["source"])
         settings = Chat.model_validate(given["chat"])
         tokenizer = load_tokenizer(given["tokenizer"])
-        self.encoder = chat_encoder(settings, recipe_template(settings, tokenizer))
+        now = datetime.datetime.fromisoformat(given["now"])
+        template = recipe_template(settings, tokenizer, now)
+        self.encoder = chat_encoder(settings, template)
 
     def __enter__(self) -> Inline:
         return self
@@ -94,7 +105,7 @@ def opened(
     with pytest.MonkeyPatch.context() as patch:
         if not processes:
             patch.setenv("WEFT_TOKENIZE_PROCESSES", "1")
-        assert (encode_process_count(source) > 1) == processes
+        assert (encode_process_count(source, source_files(source)) > 1) == processes
         tokens = open_chats(source, Chat(**settings), tokenizer, cache)
     assert tokens.folder is not None
     files = [name for name in NAMES if (tokens.folder / name).exists()]
@@ -164,6 +175,29 @@ def test_pairs_and_values_that_json_lacks(
     assert opened(source, place, tmp_path / "b", True) == alone
 
 
+def test_a_template_has_the_same_variables_and_time_everywhere(
+    place: Path, tmp_path: Path, several: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dates of a recipe are texts, and the time of day is not midnight where processes encode."""
+    monkeypatch.setattr(encode_processes, "LineProcesses", Inline)
+    monkeypatch.setattr(recipe_encoder, "datetime", AlwaysNoon)
+    template = (
+        "{{ since ~ since.year ~ strftime_now('%H:%M') }}{% for message in messages %}"
+        "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
+    )
+    variables = {"since": datetime.date(2026, 1, 2)}
+    write_lines(tmp_path / "a.jsonl", [talk(i) for i in range(9)])
+    source = Source(kind="chat", path=str(tmp_path / "a.jsonl"))
+    alone, joined = (
+        opened(
+            source, place, tmp_path / str(processes), processes,
+            template=template, variables=variables,
+        )
+        for processes in (False, True)
+    )  # fmt: skip
+    assert joined == alone
+
+
 def test_a_process_that_dies_is_named(
     place: Path, tmp_path: Path, several: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,11 +219,29 @@ def test_a_process_that_dies_is_named(
         opened(source, place, tmp_path / "cache", True)
 
 
+def test_a_process_that_stands_still_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before it has read its line, which does not fit into a pipe."""
+    monkeypatch.setattr(line_processes, "STILL_S", 0.1)
+    monkeypatch.setattr(line_processes, "LOOK_S", 0.05)
+    (tmp_path / "still_worker.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with LineProcesses("still_worker", {}, 1) as processes:
+        answer = processes.submit("x" * 2**17, "a.jsonl")
+        with pytest.raises(
+            WeftError, match=r"process \d+, which tokenizes a\.jsonl, has"
+        ):
+            answer.result(60)
+
+
 def test_small_sources_and_judgements_stay_in_one_process(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [talk(i) for i in range(3)])
     source = Source(kind="chat", path=str(tmp_path / "a.jsonl"))
-    assert encode_process_count(source) == 1
+    assert encode_process_count(source, source_files(source)) == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode_processes, "LARGE", 0)
         judged = source.model_copy(update={"kind": "feedback"})
-        assert encode_process_count(judged) == 1
+        assert encode_process_count(judged, []) == 1

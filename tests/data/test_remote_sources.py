@@ -13,10 +13,14 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 
+from tests.cases import recipe
 from weft.cache import DOWNLOADS
+from weft.checkpoint.resume_check import other_differences
+from weft.checkpoint.run_state import Progress
 from weft.data import corpora, remote_files, tokenize_pieces
 from weft.data.corpora import read_documents, source_fingerprint
 from weft.data.files import select_files
@@ -29,6 +33,7 @@ from weft.errors import UsageError, WeftError
 from weft.net import http_ranges
 from weft.recipe import Data, Source
 from weft.techniques.remote_sources.https import WebFolder
+from weft.train.setup import prepare
 
 
 class Web(BaseHTTPRequestHandler):
@@ -247,6 +252,22 @@ def test_secrets_of_an_address_are_not_shown(web: str) -> None:
     title = Source(kind="text", path=address).title  # as in the line of a mixture
     assert title == web + "/a.txt"
     assert not {"word", "hidden"} & set(str(error.value).replace("/", " ").split())
+
+
+def test_records_and_checkpoints_of_a_run_keep_no_secret_of_an_address(
+    web: str, tmp_path: Path
+) -> None:
+    Web.files["/data/a.txt?sig=hidden"] = b"some text of the web " * 40
+    address = web.replace("http://", "http://me:word@") + "/a.txt?sig=hidden"
+    source = {"kind": "text", "path": address}
+    asked = recipe("", data__sources=(source,), data__validation=0.0, data__cache=tmp_path)  # fmt: skip
+    recorded = prepare(asked).facts(Progress())["recipe"]
+    assert recorded["data"]["sources"][0]["path"] == web + "/a.txt"
+    kept = mock.Mock(meta={"recipe": asked.model_dump(mode="json"), "data": ""})
+    kept.meta["progress"] = {"position": 3}
+    lines = other_differences(kept, asked, "other")
+    assert not any("me:word" in line or "weights" in line for line in lines), lines
+    assert asked.data.sources[0].path == address  # which is what a resumed run reads
 
 
 def test_a_corpus_larger_than_the_cache_is_tokenized(

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import subprocess
 import threading
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from weft.generate.beam_search import Search
 from weft.generate.core_share import ANY
 from weft.generate.engine import Engine
 from weft.generate.lookup import Lookup
-from weft.generate.prefill_process import BEAT, PrefillProcess, serve_prefill
+from weft.generate.prefill_process import BEAT, TRIES, PrefillProcess, serve_prefill
 from weft.generate.quotas import FixedQuota
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
@@ -252,6 +253,23 @@ def test_silence_is_what_was_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ended == [False] * 10 + [True]
     process._control[BEAT] += 1
     assert not process.has_ended(0)
+
+
+class Stuck:
+    """A process in a call that the system does not interrupt."""
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        raise subprocess.TimeoutExpired("weft", timeout or 0)
+
+
+def test_a_process_that_does_not_end_at_once_is_given_up() -> None:
+    process, said = object.__new__(PrefillProcess), list[str]()
+    process._pipe = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    process._process, process._failures, process._say = Stuck(), TRIES, said.append  # type: ignore[assignment]
+    process._bury(OSError())
+    assert "has not ended within 60 s" in said[0] and process.pid is None
 
 
 class Stillborn:

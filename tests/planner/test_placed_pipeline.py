@@ -7,14 +7,9 @@ import pytest
 
 from weft.planner.cost import Plan, Roofline, schedule_number
 from weft.planner.engine_constants import ENGINES
+from weft.planner.group_speed import TCP, group_speeds, nodes_by_group
 from weft.planner.machine import Cluster, find_device, machine_of, validated_cluster
-from weft.planner.placed_pipeline import (
-    BUFFER,
-    TCP,
-    PlacedPipeline,
-    group_speeds,
-    nodes_by_group,
-)
+from weft.planner.placed_pipeline import BUFFER, PlacedPipeline
 from weft.schedule.build import build
 from weft.schedule.stages import Stage
 from weft.shapes.shape import shape_of_sizes

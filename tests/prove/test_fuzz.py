@@ -165,6 +165,18 @@ def test_what_the_command_line_sets_holds_in_every_case() -> None:
     assert {r.layout.world for r in recipes} != {1}
 
 
+def test_what_a_draw_leaves_without_use_is_not_said(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The command has said it of the recipe, and cases draw techniques that have no use for their settings."""
+    fixed = ["optimizer.refresh=7"]
+    load_recipe(QUICKSTART, fixed)
+    assert "refresh" in capfd.readouterr().err
+    for _ in Judge(QUICKSTART, mock.Mock(), fixed=fixed).campaign(2, 5, 2, None):
+        pass
+    assert not capfd.readouterr().err
+
+
 def test_a_campaign_goes_on_where_another_ended() -> None:
     def cases(count: int, first: int) -> list[Case]:
         return [

@@ -512,6 +512,40 @@ def test_a_run_of_islands_ends_with_their_mean(
             torch.testing.assert_close(joined[key], wanted, rtol=0, atol=1e-12)
 
 
+def ended_by_island(values: dict[str, Any], out: str) -> tuple[int, str, torch.Tensor]:
+    """Train on this rank while the second island asks for the end; steps, why the run ended, and parameters."""
+    asked = build_recipe(values)
+    mesh = Mesh.create(asked.layout, "cpu")
+    with ExitStack() as stack:
+        loop = open_loop(prepare(asked), mesh, Guard(Path(out), None), stack)
+        if mesh.island == 1 and asked.sync.of_gradients:
+            loop.callbacks.running.stop("enough")
+        elif mesh.island == 1:
+            loop.lowest.why_enough = lambda step: "as low as asked for"  # type: ignore[method-assign]
+        loop.run()
+        flat = [h.local.detach().flatten().clone() for h in loop.step.state.learning]
+    return loop.progress.step, loop.enough, torch.cat(flat)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sync", [
+    {"every": 2, "update": "streaming", "fragments": 2, "delay": 1},
+    {"every": 1},
+    {"update": "dadao"},
+], ids=lambda sync: sync.get("update", "summed"))  # fmt: skip
+def test_an_island_that_has_enough_ends_all_as_a_complete_run(
+    pool: Any, corpus: str, tmp_path: Path, sync: dict[str, Any]
+) -> None:
+    """By its validation loss or a callback: after the same step everywhere, with one model."""
+    values = tree(corpus, "island=2", train__steps=40, validation__every=0)
+    first, second = pool.run(
+        2, ended_by_island, values | {"sync": sync}, str(tmp_path / "run"), timeout=200
+    )
+    assert first[0] == second[0] < 40
+    assert first[1] == second[1] != ""
+    torch.testing.assert_close(first[2], second[2], rtol=0, atol=1e-12)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 6), st.integers(0, 40))
 def test_every_parameter_has_one_round_in_so_many_steps(

@@ -25,6 +25,7 @@ from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.parallel.build import whole_model
 from weft.recipe import ModelShape, Optimizer, Recipe
+from weft.recipe.masked import masked_values
 
 if TYPE_CHECKING:
     from weft.checkpoint.load import StoredCheckpoint
@@ -136,7 +137,11 @@ def other_differences(
 
     ``fingerprint``: digest of the data that ``recipe`` names.
     """
-    stored, present = checkpoint.meta.get("recipe", {}), recipe.model_dump(mode="json")
+    # older checkpoints have the secrets of addresses, which may change from day to day
+    stored, present = (
+        masked_values(checkpoint.meta.get("recipe", {})),
+        recipe.recorded(),
+    )
     differences = _differing(
         "optimizer", stored, present, type(recipe.optimizer).model_fields
     )

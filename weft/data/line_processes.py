@@ -10,11 +10,30 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from weft.errors import UsageError, WeftError
+from weft.net.process import look_at
+
+#: Seconds after which a process without any processor time is given up; seconds between two looks at the processes;
+#: and seconds within which a killed process ends.
+STILL_S, LOOK_S, END_S = 120.0, 2.0, 10.0
+
+
+@dataclass
+class Work:
+    """A process that has a line to answer, as the last look has seen it.
+
+    ``ticks``: processor time of the process at that look; -1 before the first. ``still``: number of looks in a row at
+    which it did not work.
+    """
+
+    ticks: int = -1
+    still: int = 0
 
 
 class LineProcesses:
@@ -22,7 +41,9 @@ class LineProcesses:
 
     ``module``: module that reads lines from the standard input, and answers each with ``null``, with a result, or with
     ``{"error": ..., "usage": ...}``. ``task``: what all processes get as JSON when they start. ``count``: number of
-    processes, which start when they are needed. Leaving the context ends the processes at once.
+    processes, which start when they are needed. Leaving the context ends the processes at once. A process that is given
+    work and has no processor time for :data:`STILL_S` seconds, such as a stopped one, is ended, and named in the error
+    of its work.
     """
 
     def __init__(self, module: str, task: Mapping[str, Any], count: int) -> None:
@@ -30,6 +51,8 @@ class LineProcesses:
         self._own = threading.local()
         self._started: list[subprocess.Popen[str]] = []
         self._closed = threading.Event()
+        self._busy: dict[subprocess.Popen[str], Work] = {}
+        self._still: set[int] = set()  # which were ended as they stood still
         # Ctrl-C is for this process: the others have SIGINT blocked from their first instant, as these threads do
         self._threads = ThreadPoolExecutor(
             count,
@@ -38,6 +61,7 @@ class LineProcesses:
         )
 
     def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, name="weft-lines", daemon=True).start()
         return self
 
     def __exit__(
@@ -52,7 +76,8 @@ class LineProcesses:
             process.kill()
         self._threads.shutdown(cancel_futures=True)
         for process in self._started:
-            process.communicate()
+            with suppress(subprocess.TimeoutExpired):  # in a call that does not end
+                process.communicate(timeout=END_S)
 
     def submit(self, line: str, about: str) -> Future[Any]:
         """Send ``line``, a JSON text, to a process when one is free; the future has the process's answer.
@@ -65,15 +90,22 @@ class LineProcesses:
     def _answer(self, line: str, about: str) -> Any:
         process = self._process()
         assert process.stdin and process.stdout
+        self._busy[process] = Work()
         try:
             process.stdin.write(line + "\n")
             process.stdin.flush()
             answered = process.stdout.readline()
         except BrokenPipeError:
             answered = ""
-        if not answered.endswith(
-            "\n"
-        ):  # it was killed, perhaps in the middle of a line
+        finally:
+            del self._busy[process]
+        if process.pid in self._still:
+            raise WeftError(
+                f"process {process.pid}, which tokenizes {about}, has had no processor time for {STILL_S:g} seconds "
+                "and was ended; if nobody has stopped it, look at the file system that it reads"
+            )
+        # it was killed, perhaps in the middle of a line
+        if not answered.endswith("\n"):
             raise WeftError(
                 f"a process that tokenizes {about} has ended with code {process.wait()}; if memory was short, "
                 "set WEFT_TOKENIZE_PROCESSES=1"
@@ -82,6 +114,17 @@ class LineProcesses:
         if answer and "error" in answer:
             raise (UsageError if answer["usage"] else WeftError)(answer["error"])
         return answer
+
+    def _watch(self) -> None:
+        """End every process that has work and has stood still for :data:`STILL_S` seconds, until the context ends."""
+        while not self._closed.wait(LOOK_S):
+            # looks are counted, as this process may have been stopped for a while, too
+            for process, work in [*self._busy.items()]:
+                state, work.ticks = look_at(process.pid, ticks=work.ticks)
+                work.still = 0 if state == "works" else work.still + 1
+                if work.still * LOOK_S > STILL_S:
+                    self._still.add(process.pid)
+                    process.kill()
 
     def _process(self) -> subprocess.Popen[str]:
         """Return the process of this thread, which is started when it is first needed."""

@@ -92,7 +92,7 @@ def tokenize_pieces(
             from weft.data.tokenize_processes import TokenizeProcesses
 
             workers = TokenizeProcesses(folder, source, opening, processes)
-            begin = stack.enter_context(workers).submit
+            begin = stack.enter_context(workers).tokenize
         ahead = processes * AHEAD if begin else 1
         for piece in _tokenized(files, joined, begin, ahead, progress):
             if not joined.waits(piece):

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from weft.data.line_processes import LineProcesses
 from weft.data.source_piece import SourcePiece
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from weft.recipe import Source
 
 
-class TokenizeProcesses:
+class TokenizeProcesses(LineProcesses):
     """Worker processes that tokenize pieces of ``source`` into ``folder``, each one piece at a time.
 
     ``opening``: ids that begin every document. ``count``: number of processes. Leaving the context ends the processes
@@ -35,22 +34,10 @@ class TokenizeProcesses:
             # which may bring the place that the source is read from
             "plugins": sorted(loaded) if "://" in (source.path or "") else [],
         }
-        self._processes = LineProcesses("weft.data.tokenize_worker", task, count)
+        super().__init__("weft.data.tokenize_worker", task, count)
 
-    def __enter__(self) -> Self:
-        self._processes.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._processes.__exit__(kind, error, trace)
-
-    def submit(self, piece: SourcePiece) -> Future[None]:
+    def tokenize(self, piece: SourcePiece) -> Future[None]:
         """Begin to tokenize ``piece`` when a process is free. Return a future that is done when all its tokens are
         written, and that raises :class:`WeftError` if that fails.
         """
-        return self._processes.submit(json.dumps(asdict(piece)), str(piece.files[0]))
+        return self.submit(json.dumps(asdict(piece)), str(piece.files[0]))

@@ -215,17 +215,15 @@ class PrefillProcess:
             try:
                 process.wait(5)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(GONE_S)
+                _killed(process)
 
     def _bury(self, error: Exception) -> None:
         """Make sure that the process is gone, so that it writes to no block any more; then start it again."""
         self.ready = False
         self._pipe.close()
         assert self._process is not None
-        self._process.kill()
-        code = self._process.wait(GONE_S)
-        why = str(error) if isinstance(error, PrefillLost) else f"exit code {code}"
+        end = _killed(self._process)
+        why = str(error) if isinstance(error, PrefillLost) else end
         self._process = None
         if self._failures >= TRIES:
             self._say(
@@ -234,6 +232,19 @@ class PrefillProcess:
             return
         self._say(f"the process that reads prompts has ended ({why}); it is started again")  # fmt: skip
         self.restart()
+
+
+def _killed(process: RunningProcess) -> str:
+    """End ``process`` at once, and return how it ended, in words.
+
+    A process in a call that the system does not interrupt is waited for :data:`GONE_S` seconds. It ends as soon as the
+    call does, without running any code of its own, so that it writes nothing after this.
+    """
+    process.kill()
+    try:
+        return f"exit code {process.wait(GONE_S)}"
+    except subprocess.TimeoutExpired:
+        return f"it was killed, and has not ended within {GONE_S:g} s"
 
 
 def share_cache(engine: Engine) -> SharedArena:

@@ -1,6 +1,7 @@
 """The machine under a layout: devices, their memory, and the links between them, level by level."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -110,7 +111,12 @@ def find_device(text: str, memory: float | None = None) -> Device:
     said = [d for d in fits if d.name.rpartition("-")[2].upper() in words]
     if said:
         return said[0]
-    return min(fits, key=lambda d: abs(d.memory - (memory or 80)))
+    return nearest_memory(fits, memory or 80)
+
+
+def nearest_memory(devices: Sequence[Device], memory: float) -> Device:
+    """Return the device whose memory is nearest to ``memory`` GB; of several, the fastest."""
+    return min(devices, key=lambda d: (abs(d.memory - memory), -d.bf16))
 
 
 class Group(Section):
@@ -447,7 +453,7 @@ def local_cluster(device: str, memory: float, world: int, per_node: int) -> Clus
         name = find_device(device, memory / 1e9).name
     except UsageError:
         gpus = [d for d in DEVICES.values() if d.name != "CPU"]
-        name = min(gpus, key=lambda d: (abs(d.memory - memory / 1e9), -d.bf16)).name
+        name = nearest_memory(gpus, memory / 1e9).name
     return Cluster(
         device=name,
         count=world,

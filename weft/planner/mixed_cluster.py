@@ -15,15 +15,15 @@ from weft.errors import WeftError
 from weft.planner.cost import Plan, builder_numbered, schedules, step_time
 from weft.planner.engine_constants import EngineConstants
 from weft.planner.finalists import chunks_of
-from weft.planner.layout_search import SearchResult, describe
-from weft.planner.machine import Cluster, Group, Machine
-from weft.planner.placed_pipeline import (
+from weft.planner.group_speed import (
     GroupSpeed,
-    PlacedPipeline,
     group_speeds,
     machine_of_group,
     node_size,
 )
+from weft.planner.layout_search import SearchResult, describe
+from weft.planner.machine import Cluster, Group, Machine
+from weft.planner.placed_pipeline import PlacedPipeline
 from weft.schedule.build import build, builder_of
 from weft.schedule.partition import partition
 from weft.schedule.stages import Stage

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from weft.errors import UsageError
-from weft.planner.cost import (
-    MicrobatchSeconds,
-    Plan,
-    element_bytes,
-    gradients,
-    passes,
-    rest,
-)
+from weft.planner.cost import MicrobatchSeconds, Plan, element_bytes, gradients, rest
 from weft.planner.engine_constants import EngineConstants
-from weft.planner.layout_search import USABLE, at
-from weft.planner.machine import Cluster, Group, Machine, find_device, machine_of
+from weft.planner.group_speed import (
+    GroupSpeed,
+    group_speeds,
+    network_share,
+    node_size,
+    nodes_by_group,
+)
+from weft.planner.layout_search import USABLE
+from weft.planner.machine import Cluster
 from weft.planner.memory import held_bytes, logit_bytes, rank_memory
 from weft.schedule.actions import Table
 from weft.schedule.simulate import Simulation, simulate
@@ -29,23 +29,8 @@ from weft.schedule.stages import Stage, stage_costs
 from weft.schedule.times import ModelTimes, Times
 from weft.shapes.shape import Shape
 
-#: Share of an Ethernet card's bandwidth that TCP reaches: 1,448 bytes of payload in 1,538 on the wire.
-TCP = 0.94
 #: Bytes of a message that NCCL takes from a sender before the receiver asks for it: its buffer, ``NCCL_BUFFSIZE``.
 BUFFER = 4 * 2**20
-
-
-@dataclass(frozen=True)
-class GroupSpeed:
-    """Speed of a group of equal devices in a mixed cluster.
-
-    ``group``: the group's description. ``machine``: figures of its devices and links. ``times``: seconds of the parts
-    of a microbatch on these devices.
-    """
-
-    group: Group
-    machine: Machine
-    times: MicrobatchSeconds
 
 
 class StageWaits(NamedTuple):
@@ -65,65 +50,6 @@ class PlacedStep(NamedTuple):
     seconds: float
     gradients: float
     gib: float
-
-
-def node_size(cluster: Cluster, group: Group) -> int:
-    """Return the number of devices per node in ``group``; if the group does not state it, that of ``cluster``."""
-    return group.per_node or cluster.per_node
-
-
-def nodes_by_group(cluster: Cluster) -> list[int]:
-    """Return for each node of a mixed cluster the index of its group. Nodes are numbered group by group."""
-    return [
-        index
-        for index, group in enumerate(cluster.groups)
-        for _ in range(-(-group.count // node_size(cluster, group)))
-    ]
-
-
-def network_share(engine: EngineConstants, source: Group, target: Group) -> float:
-    """Return the share of the network's nominal bandwidth, from 0 to 1, that transfers between two groups reach.
-
-    ``source``, ``target``: the groups; twice the same group for transfers inside it. ``engine``: constants of the
-    training program, among them this share for networks other than Ethernet.
-    """
-    if source.card and (source.card != target.card or source.card == "ethernet"):
-        return TCP
-    return float(engine.network)
-
-
-def machine_of_group(cluster: Cluster, group: Group, bits: int) -> Machine:
-    """Return the figures of the devices and links of one ``group`` of ``cluster``, as the cost model reads them.
-
-    ``bits``: width of the operands of matrix products.
-    """
-    device = find_device(group.device, group.memory)
-    network = (group.network or float(device.network)) * cluster.tree_share
-    link = group.link or cluster.link
-    own = {"memory": group.memory, "network": network, "link": link}
-    node = node_size(cluster, group)
-    domain = cluster.domain or (node if node != 8 else None)
-    latency = {
-        "link_latency": cluster.link_latency,
-        "network_latency": cluster.network_latency,
-    }
-    return machine_of(device, bits, domain=domain, **own, **latency)
-
-
-def group_speeds(
-    shape: Shape, engine: EngineConstants, cluster: Cluster, plan: Plan
-) -> list[GroupSpeed]:
-    """Return the speed of every group of ``cluster`` under the layout ``plan``, in the order of the groups.
-
-    ``shape``: the model. ``engine``: constants of the training program.
-    """
-    machines = [
-        machine_of_group(cluster, group, int(plan.bits)) for group in cluster.groups
-    ]
-    return [
-        GroupSpeed(group, machine, at(passes(shape, machine, plan, engine), 0))
-        for group, machine in zip(cluster.groups, machines, strict=True)
-    ]
 
 
 @dataclass(frozen=True)

@@ -551,7 +551,7 @@ class Fuzzer:
         layout, sets = command_options(case, self.fixed)
         try:
             recipe = load_recipe(
-                self.path, [*sets, f'train.dtype="{self.dtype}"'], layout
+                self.path, [*sets, f'train.dtype="{self.dtype}"'], layout, quiet=True
             )
             prepare(recipe)
             world, limit = recipe.layout.world, self.limit
@@ -592,7 +592,7 @@ class Fuzzer:
         """Return the rule that refuses ``case``; "" if none does."""
         layout, sets = command_options(case, self.fixed)
         try:
-            prepare(load_recipe(self.path, sets, layout))
+            prepare(load_recipe(self.path, sets, layout, quiet=True))
         except Conflict as refusal:
             return refusal.rule
         except (UsageError, WeftError) as error:
@@ -625,7 +625,7 @@ class Fuzzer:
         number of the first case, by which a campaign can be continued.
         """
         write_corpus()
-        recipe = load_recipe(self.path, self.fixed)
+        recipe = load_recipe(self.path, self.fixed, quiet=True)
         recipe.need_model()
         if recipe.model.origin:
             raise UsageError(

@@ -1,6 +1,5 @@
 """The section ``[data]``: the sources of the data and their order."""
 
-import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -123,7 +122,12 @@ class Source(Section):
     @property
     def shown(self) -> str:
         """Path or kind of the source, without parts that may be secret: a password, or the query of a web address."""
-        return re.sub(r"^(https?://)(?:[^/?]*@)?([^?]*).*", r"\1\2", self.path or self.kind)  # fmt: skip
+        path = self.path or self.kind
+        if "://" in path:
+            from weft.recipe.masked import masked_address
+
+            return masked_address(path)
+        return path
 
     @property
     def skips(self) -> bool:
@@ -212,7 +216,8 @@ class Chat(Section):
     variables: dict[str, Any] = Field(
         {},
         description=(
-            "Variables that the chat template can read besides its usual ones, such as { enable_thinking = false }."
+            "Variables that the chat template can read besides its usual ones, such as { enable_thinking = false }. "
+            "Dates and times are texts to it."
         ),
     )
     date: str = Field(

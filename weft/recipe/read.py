@@ -26,14 +26,15 @@ PROMPTS = {"generate.prompt", "generate.prompts"}
 
 def load_recipe(
     path: str | Path, overrides: Sequence[str] = (), layout: str | None = None, origin: str | None = None,
-    data: str | None = None,
+    data: str | None = None, quiet: bool = False,
 ) -> Recipe:  # fmt: skip
     """Read a recipe: a TOML file at ``path``, or the recipe of this name that comes with Weft.
 
     ``overrides``: texts ``section.key=value``. ``layout``: such as ``"shard=2,tp=2"``, as on the command line.
     ``origin``: a model to start from, with its own tokenizer, instead of the recipe's. ``data``: path of records or
-    texts to read instead of the recipe's sources. Raises :class:`UsageError` with one line that names the nearest valid
-    choice, and :class:`WeftError` if there is no such recipe.
+    texts to read instead of the recipe's sources. ``quiet``: do not say which settings have no effect. Raises
+    :class:`UsageError` with one line that names the nearest valid choice, and :class:`WeftError` if there is no such
+    recipe.
     """
     file = Path(path) if Path(path).is_file() else find_recipe(path)
     if file is None:
@@ -100,7 +101,8 @@ def load_recipe(
     tree.setdefault("name", file.stem)
     recipe = build_recipe(tree, str(path))
     # of several ranks one, and not those that a launcher has started after it has said so itself
-    if "WEFT_LAUNCHED" not in os.environ and os.environ.get("RANK", "0") == "0":
+    launched = "WEFT_LAUNCHED" in os.environ or os.environ.get("RANK", "0") != "0"
+    if not (quiet or launched):
         for line in settings_without_use(tree, recipe):
             print(f"{path}: {line}", file=sys.stderr)
     return recipe

@@ -340,6 +340,17 @@ class Recipe(Section):
             and self.sync.method.in_rounds
         )
 
+    def recorded(self) -> dict[str, Any]:
+        """Return all settings as JSON values, as records and checkpoints keep them: without the secrets of
+        addresses.
+        """
+        tree = self.model_dump(mode="json")
+        if "://" in str(tree):
+            from weft.recipe.masked import masked_values
+
+            tree = masked_values(tree)
+        return tree
+
     def batch_layout(self, layout: Layout) -> Layout:
         """Return ``layout`` with ``dp`` set to the number of parts into which ranks divide a batch.
 

@@ -5,13 +5,14 @@ participants have published the same. At the beginning of a round one of the pre
 that join.
 """
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from weft.checkpoint.run_state import Progress
 from weft.resilience.island_party import KNOWN, IslandParty
-from weft.sync.presence import Draw, Presence, Work
+from weft.sync.presence import Draw, Presence, StopRequest, Work
 from weft.sync.streams import IslandLost
 
 R = TypeVar("R")
@@ -157,8 +158,9 @@ class Company(Presence):
 
         ``take(island, round)``: receives the state of ``island`` after ``round``. It returns one list of integers: the
         number of tokens; then, for each fragment of the model, the number of islands over which it was last averaged;
-        then the numbers of the islands in the order in which they form a ring. ``all_say(value)``: returns the values
-        that all ranks of this island pass to it.
+        then the numbers of the islands in the order in which they form a ring; then the bytes of a JSON text, the
+        wishes with which the run ends now, or null. ``all_say(value)``: returns the values that all ranks of this
+        island pass to it.
         """
         attendance, fragments = self.attendance, self.attendance.how.fragments
         while True:
@@ -170,7 +172,14 @@ class Company(Presence):
             tokens, done = 0, False
             try:
                 tokens, *rest = take(giver, after // fragments)
-                self.counts, self.streams.order = rest[:fragments], rest[fragments:]
+                self.counts, rest = rest[:fragments], rest[fragments:]
+                islands = self.streams.islands
+                self.streams.order = rest[:islands]
+                wishes = json.loads(bytes(rest[islands:]))
+                ended = (
+                    None if wishes is None else StopRequest(after // fragments, wishes)
+                )
+                self.ends = ended
                 done = True
             except IslandLost as error:
                 self._await_change(epoch, str(error))
@@ -185,11 +194,12 @@ class Company(Presence):
     # --- wishes and reports ---
 
     def request_stop(self, number: int) -> None:
-        self.membership.publish(stop=number)
+        facts = {"stop": json.loads(json.dumps([number, self.wishes()]))}
+        self.membership.publish(**facts)
         with self.changed:
-            self.membership.published[self.membership.me.number] = {"stop": number}
+            self.membership.published[self.membership.me.number] = facts
 
-    def stop_round(self) -> int | None:
+    def stop_request(self) -> StopRequest | None:
         with self.changed:
             self.party.steady()
             numbers = [
@@ -198,9 +208,8 @@ class Company(Presence):
                 for rank in ranks.values()
             ]
             said = [self.membership.published.get(rank, {}) for rank in numbers]
-        return min(
-            (int(facts["stop"]) for facts in said if "stop" in facts), default=None
-        )
+        first = min((facts["stop"] for facts in said if "stop" in facts), default=None)
+        return first and StopRequest(*first)
 
     def note_differing(self, odd: Sequence[int], step: int) -> None:
         place = self.attendance.place

@@ -85,6 +85,15 @@ def from_islands(
     ]
 
 
+def all_texts(streams: Streams, own: str, tag: str) -> list[str]:
+    """Return the short texts that all islands pass as ``own``, in the order of islands. ``tag``: the tag of the
+    messages. ``streams``: connections to the other islands.
+    """
+    values = torch.tensor(list(own.encode()), dtype=torch.uint8)
+    every = from_islands(streams, values, range(streams.islands), tag, control=True)
+    return [bytes(text.tolist()).decode() for text in every]
+
+
 def compressed_mean(
     streams: Streams, flat: T, there: Compressor, back: Compressor, tag: str, number: int,
     up: T | None = None, down: T | None = None, members: Sequence[int] = (),

@@ -6,15 +6,15 @@ the run. :class:`weft.resilience.company.Company` has the same methods and lets 
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from weft.sync.streams import Streams
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from weft.sync.streams import Streams
 
 R = TypeVar("R")
 
@@ -24,16 +24,33 @@ Work = Callable[[Sequence[int], str], R]
 Draw = Callable[[Sequence[int]], Sequence[int]]
 
 
+class StopRequest(NamedTuple):
+    """Request of an island to end the run.
+
+    ``round``: number of the round with which all islands end. ``wishes``: for each rank of the island, whether it has
+    received a signal to end, and why the run is to end as if it were complete (empty if it is not).
+    """
+
+    round: int
+    wishes: list[tuple[bool, str]]
+
+
 class Presence:
     """Decides which islands take part in each exchange. In this class all islands do, and the loss of an island ends
     the run; :class:`weft.resilience.company.Company` lets islands come and go.
 
     ``counts`` (attribute): for each fragment of the model, how many islands took part in its latest exchange. An island
     that joins a running run gets these numbers. If the list is empty, all islands took part.
+
+    ``wishes`` (attribute): collective function that returns the wishes of this island's ranks to end the run, as in
+    :class:`StopRequest`; the loop of the run sets it. ``ends`` (attribute): the request with which the run ended as
+    this island joined; None if it went on.
     """
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.counts = streams, list[int]()
+        self.wishes: Callable[[], list[tuple[bool, str]]] = list
+        self.ends: StopRequest | None = None
         self._news = deque[str]()
 
     def begin(self, number: int) -> None:
@@ -65,13 +82,32 @@ class Presence:
         return 0
 
     def request_stop(self, number: int) -> None:
-        """Ask all islands to end the run after the round ``number``."""
-        self._store().compare_set("weft/stop", "", str(number))
+        """Ask all islands to end the run after the round ``number``. The first request counts. Collective over the
+        ranks of this island.
+        """
+        said = json.dumps([number, self.wishes()])
+        self._store().compare_set("weft/stop", "", said)
 
-    def stop_round(self) -> int | None:
-        """Return the number of the last round of the run, or None if no island has asked to end the run."""
+    def stop_request(self) -> StopRequest | None:
+        """Return the request to end the run, or None if no island has asked for that."""
         store = self._store()
-        return int(store.get("weft/stop")) if store.check(["weft/stop"]) else None
+        if not store.check(["weft/stop"]):
+            return None
+        return StopRequest(*json.loads(store.get("weft/stop")))
+
+    def all_wishes(self, wishes: list[tuple[bool, str]]) -> list[tuple[bool, str]]:
+        """Return the wishes for which the run ends now, the same list on all islands.
+
+        ``wishes``: those of this island's ranks. If all islands have ended after the same step without a request, as
+        those do that sum gradients, the result is the wishes of all islands. All of them must then call this method.
+        """
+        request = self.ends or self.stop_request()
+        if request is not None:
+            return request.wishes
+        from weft.sync.collectives import all_texts
+
+        texts = all_texts(self.streams, json.dumps(wishes), "wishes")
+        return [wish for text in texts for wish in json.loads(text)]
 
     def _store(self) -> dist.Store:
         assert self.streams.shared is not None

@@ -33,7 +33,8 @@ class Running:
         ``progress``: numbers of steps, samples and tokens so far.
         ``recorder``: object that writes the run's records, and prints.
         ``checkpoint``: the last checkpoint, set at the end of the run; None before, or if none was saved.
-        ``stopping``: why a callback of this rank asked the run to end; empty if none did.
+        ``stopping``: line that says why the run is to end as if it were complete, such as that a callback of this rank
+            has asked for it; empty if it is not.
     """
 
     recipe: Recipe
@@ -69,7 +70,7 @@ class Running:
 
         ``why``: the reason to report. A call on one rank is enough.
         """
-        self.stopping = why
+        self.stopping = f"ended by a callback: {why}"
 
 
 class Callbacks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from weft.train.step import PhaseFiller
 if TYPE_CHECKING:
     from weft.parallel.state import State
     from weft.recipe import Sync
-    from weft.sync.presence import Presence
+    from weft.sync.presence import Presence, StopRequest
     from weft.sync.streams import Streams
     from weft.sync.sync_method import SyncMethod
     from weft.train.step import StepContext
@@ -60,6 +61,8 @@ class Apart(PhaseFiller):
         self.context, self.presence, self.how = context, presence, how
         self.state, self.mesh = context.state, context.mesh
         self.steps, self.stops, self.ending = context.begun, False, ""
+        #: The round after which this island has asked all to end the run.
+        self.requested: int | None = None
         self.method: SyncMethod = how.method
         self.streams = presence.streams
         self.exchange = IslandExchange(self.state, self.mesh, presence, how)
@@ -80,18 +83,21 @@ class Apart(PhaseFiller):
         results = self.without_stop(results)
         if due:
             number = self.steps // self.how.every  # of the round
-            if self.stops:
-                self.presence.request_stop(number + 1)
+            if self.stops and self.requested is None:
+                self.requested = number + 1
+                self.presence.request_stop(self.requested)
             self.context.before_update()
             self.state.expose()
             for f in due:
                 self.agree(f)
             self.state.release()  # what was gathered is of other values
             if begins(self.steps, 0, self.how):
+                request = self.presence.stop_request()
+                ends = request if request and request.round <= number else None
                 for island in self.presence.newcomers(self.number(0)):
-                    self.hand_over(island, sum(result.tokens for result in results))
-                ends = self.presence.stop_round()
-                if results and ends is not None and ends <= number:
+                    tokens = sum(result.tokens for result in results)
+                    self.hand_over(island, tokens, ends)
+                if results and ends:
                     results[-1] = results[-1]._replace(stop=True)
         return results
 
@@ -115,7 +121,14 @@ class Apart(PhaseFiller):
     def conclude(self) -> None:
         """Replace the islands' parameters by their mean at the end of the run, unless all islands have the same ones
         anyway.
+
+        Nothing is done, too, if islands were asked to end that exchange with some partners only, as each of them then
+        ends in a round of its own.
         """
+        together = self.how.partnership == "all" or not self.presence.stop_request()
+        if not together:
+            self.ending = "each island ends with its own model, as it was asked to end"
+            return
         whole = self.how.fragments == 1 and not self.how.delay
         equal = whole and "anchor" in self.method.shared
         equal = equal and begins(self.steps, 0, self.how)
@@ -227,17 +240,19 @@ class Apart(PhaseFiller):
         self.exchange.warm |= result.warm
         return result.answer, result.islands
 
-    def hand_over(self, island: int, tokens: int) -> None:
+    def hand_over(self, island: int, tokens: int, ends: StopRequest | None) -> None:
         """Send this rank's state to the island ``island``, which joins or comes back.
 
         ``tokens``: number of tokens of the latest steps, which the run's progress does not count yet. The other island
-        is told how many tokens the whole run has seen: the number in the progress plus ``tokens``.
+        is told how many tokens the whole run has seen: the number in the progress plus ``tokens``. ``ends``: the
+        request with which the run ends now, or None if it goes on. The other island gets its wishes, too.
         """
         self.keep_answers()
         counts = [
             self.counts.get(f, self.mesh.islands) for f in range(self.how.fragments)
         ]
-        about = [self.presence.tokens + tokens, *counts, *self.streams.order]
+        wishes = json.dumps(ends.wishes if ends else None).encode()
+        about = [self.presence.tokens + tokens, *counts, *self.streams.order, *wishes]
         send_state(
             self.state,
             self.how,

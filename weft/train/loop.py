@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.checkpoint.levels import LevelStore
     from weft.checkpoint.run_checkpoints import Checkpoints
     from weft.checkpoint.run_state import Progress
+    from weft.sync.presence import Presence
     from weft.train.callbacks import Callbacks
     from weft.train.lowest_loss import LowestLoss
     from weft.train.recorder import Recorder
@@ -38,7 +39,7 @@ class Loop:
 
     A run ends when its steps or its data are used up, or when a rank asks for it. It also ends when
     :data:`MOST_SKIPPED` steps in a row were skipped, and when the validation loss no longer falls or is as low as the
-    recipe asks for.
+    recipe asks for. If islands have losses of their own, an island with such a loss asks all islands to end the run.
 
     Attributes:
         ``job``: the checked recipe with its opened data.
@@ -55,12 +56,13 @@ class Loop:
         ``guard``: object that is called at every step, to keep the run going when ranks are lost.
         ``lowest``: the lowest validation loss so far.
         ``loader``: makes the batches of this rank.
+        ``presence``: which islands take part; None if the run has no islands.
         ``again``: whether the run continues from the state in the ranks' memory, after ranks left or joined.
             Evaluations and checkpoints that were due after the last step are then run first.
         ``stopped``: whether some rank asks to end the run.
         ``skipped_in_a_row``: number of steps that were skipped since the last step that was not.
-        ``enough``: why the run ends early, because of its validation loss or as its samples have ended; empty if it
-            does not.
+        ``enough``: why the run ends early, as if it were complete: because of its validation loss, as its samples have
+            ended, or as a callback has asked; empty if it does not.
     """
 
     job: Job
@@ -76,6 +78,7 @@ class Loop:
     guard: Guard
     lowest: LowestLoss
     loader: StepLoader
+    presence: Presence | None = None
     again: bool = False
     stopped: bool = False
     skipped_in_a_row: int = 0
@@ -85,6 +88,9 @@ class Loop:
         self.batch = self.job.recipe.train.batch
         self.first = self.begun = self.progress.step
         self.steps = self.job.steps(self.progress)
+        if self.presence is not None:
+            self.presence.wishes = self.wishes
+            self.stopped = self.presence.ends is not None
 
     def run(self) -> None:
         """Train to the end of the run. Collective.
@@ -96,6 +102,8 @@ class Loop:
             self.evaluate_and_save(self.evaluation.missing(0), [])
         elif self.again:
             step = self.progress.step
+            if self.is_complete():  # this island came as the others had ended
+                self.step.conclude()
             self.evaluate_and_save(
                 self.evaluation.due(step), self.checkpoints.due(step)
             )
@@ -115,7 +123,7 @@ class Loop:
             if to_save or to_evaluate or last or self.guard.due(self.begun):
                 results += self.step.finish()
             self.account(results)
-            if self.begun == self.steps and not self.stopped:
+            if self.is_complete():
                 self.step.conclude()
             self.guard.after_step()
             self.recorder.end_step(self.step.news())
@@ -214,6 +222,11 @@ class Loop:
             and not self.ending
             and (why := self.lowest.why_enough(self.progress.step))
         ):
+            if self.presence is not None and not self.job.recipe.sync.of_gradients:
+                # the others wait for this island: all end after the same step
+                running = self.callbacks.running
+                running.stopping = running.stopping or why
+                return
             self.enough = why
             self.recorder.event(why)
 
@@ -229,7 +242,7 @@ class Loop:
             raise Regroup
         if summary := self.step.summary():
             self.recorder.event(summary)
-        if self.stopped and not self.complete():
+        if self.stopped and not self.ends_complete():
             who = (
                 signal.Signals(self.signals[-1]).name
                 if self.signals
@@ -249,20 +262,31 @@ class Loop:
         self.callbacks.running.checkpoint = self.checkpoints.last
         self.callbacks.call("end")
 
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
+        """Return whether the run ends now as a complete one. Collective."""
+        return self.ends_complete() if self.stopped else self.begun == self.steps
+
+    def ends_complete(self) -> bool:
         """Return whether a callback has asked to end the run, so that the run ends as if it were complete. Collective.
 
-        Returns False if no callback has asked, or if a rank has also received a signal to end.
+        Returns False if no callback has asked, or if a rank has also received a signal to end. Islands end alike.
         """
-        wishes = from_all(
-            (bool(self.signals), self.callbacks.running.stopping), self.mesh.step_group
-        )
+        wishes = self.wishes()
+        if self.presence is not None:
+            wishes = self.presence.all_wishes(wishes)
         whys = [why for _, why in wishes if why]
         if not whys or any(received for received, _ in wishes):
             return False
-        self.stopped = False
-        self.recorder.event(f"ended by a callback: {whys[0]}")
+        self.stopped, self.enough = False, whys[0]
+        self.recorder.event(whys[0])
         return True
+
+    def wishes(self) -> list[tuple[bool, str]]:
+        """Return for each rank of this island whether it has received a signal to end, and why the run is to end as if
+        it were complete (empty if it is not). Collective.
+        """
+        wish = (bool(self.signals), self.callbacks.running.stopping)
+        return from_all(wish, self.mesh.step_group)
 
     def regroups(self) -> bool:
         """Return whether the loop ends only because ranks leave or join, so that the run goes on with new process

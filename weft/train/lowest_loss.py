@@ -89,10 +89,8 @@ class LowestLoss:
         """
         until = self.settings.until
         if until and self.best.step and self.best.loss <= until:
-            return (
-                f"the run ends after step {step}: its validation loss, {self.best.loss:.4f}, has reached {until:g} "
-                "(validation.until)"
-            )
+            reached = f"{self.best.loss:.4f}, has reached {until:g} (validation.until)"
+            return f"the run ends: its validation loss after step {self.best.step}, {reached}"
         patience, every = self.settings.patience, self.settings.every
         if (
             not patience

@@ -54,6 +54,8 @@ def end_with_mean(context: StepContext, how: Sync, number: int, step: int) -> st
         for slot in how.method.following:
             keep_values(slot, held, flat_values(held, slot).add_(change))
     state.release()
+    if islands == 1:
+        return "the run ends with this island's model, as no other island is present"
     apart = float((moved[0] / moved[1].clamp(min=1e-30)).sqrt())
     return (
         f"the run ends with one model, the mean of {islands} islands: this one's parameters were "

@@ -107,7 +107,7 @@ class ProgressRun:
         own = run.folder if mesh.is_main else None
         self.recorder = ProgressRecorder(recipe, own, self.progress, steps, title, self._stack)  # fmt: skip
         about = {
-            "recipe": recipe.model_dump(mode="json"),
+            "recipe": recipe.recorded(),
             "layout": str(recipe.layout),
             "world": recipe.layout.world,
             "steps": steps,

@@ -193,7 +193,7 @@ class Job:
         """
         recipe = self.recipe.model_copy(update={"model": self.shape})
         facts = {
-            "recipe": recipe.model_dump(mode="json"),
+            "recipe": recipe.recorded(),
             "layout": str(recipe.layout),
             "world": recipe.layout.world,
             "data": self.corpus.fingerprint,

@@ -473,7 +473,7 @@ class PhaseFiller:
         return []
 
     def conclude(self) -> None:
-        """Do the last work of a run that has taken all its steps; by default none."""
+        """Do the last work of a run that ends as a complete one; by default none."""
 
     def summary(self) -> str:
         """Return a line about all steps that is printed at the end of a run; empty if there is nothing to say."""
@@ -639,7 +639,7 @@ class Step:
         return results if self.after is None else self.after.end(results)
 
     def conclude(self) -> None:
-        """Do the last work of a run that has taken all its steps, such as taking the mean over islands."""
+        """Do the last work of a run that ends as a complete one, such as taking the mean over islands."""
         for filler in self.fillers:
             filler.conclude()
 

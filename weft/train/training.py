@@ -191,7 +191,7 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
         recorder.event(nothing_left(job, progress.step))
     return Loop(
         job, mesh, step, progress, recorder, checkpoints, evaluation, callbacks, signals, lease, guard, lowest,
-        loader, again=run.in_memory,
+        loader, presence, again=run.in_memory,
     )  # fmt: skip
 
 

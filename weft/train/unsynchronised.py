@@ -43,7 +43,7 @@ class Unsynchronised(PhaseFiller):
         self.context, self.presence, self.how = context, context.presence, how
         self.streams = self.presence.streams
         self.steps, self.stops, self.exchanged = context.begun, False, 0
-        self.ending = ""
+        self.ending, self.requested = "", False
         self.held = context.state.learning
         self.replicas = replicas_of(self.held, context.mesh)
         slots = how.method.slots
@@ -182,13 +182,14 @@ class Unsynchronised(PhaseFiller):
     def _with_stop(self, results: list[StepResult], gradients: int) -> list[StepResult]:
         """Let all islands end after the same gradient, if one of them is asked to end."""
         self._tell("taken", gradients)
-        if self.stops:
+        if self.stops and not self.requested:
+            self.requested = True
             store, count = self.streams.shared, self.streams.islands
             assert store is not None
             taken = [int(store.get(f"weft/gossip/taken/{i}")) for i in range(count)]
             self.presence.request_stop(max(taken) + LAST)
-        ends = self.presence.stop_round()
-        if results and ends is not None and ends <= gradients:
+        request = self.presence.stop_request()
+        if results and request is not None and request.round <= gradients:
             self._tell("ended", gradients)
             results[-1] = results[-1]._replace(stop=True)
         return results

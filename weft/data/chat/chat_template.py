@@ -145,6 +145,7 @@ class ChatTemplate:
         self.variables = {
             key: name for key, name in named.items() if name is not None
         } | dict(variables or {})
+        self.now = now
         self.environment = template_environment(now)
         self.tokenizer, self.source = tokenizer, text
         self.tool_use = (

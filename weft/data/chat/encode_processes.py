@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +21,6 @@ from weft.data.chat.record_tokens import ChatDocument, PairWeight, RecordTokens
 from weft.data.chat.samples import RecordLocation, check_renamed_columns, placed_records
 from weft.data.line_processes import LineProcesses
 from weft.data.reading import file_state
-from weft.data.source_kinds import documents_of
 from weft.data.source_report import SourceReport
 from weft.data.tokenize_pieces import tokenize_process_count
 from weft.errors import WeftError
@@ -35,13 +34,16 @@ AHEAD = 3
 Batch = list[dict[str, Any]]
 
 
-def encode_process_count(source: Source) -> int:
-    """Return how many processes encode a source of conversations; 1: only the calling process.
+def encode_process_count(source: Source, files: Sequence[Path]) -> int:
+    """Return how many processes encode a source of conversations, whose files are ``files``; 1: only the calling
+    process.
 
     The result is 1 for a small source, and for judged answers, because each is paired with one of another record.
     """
-    size = sum(file_state(file)[0] for file in documents_of(source).read)
-    if source.kind == "feedback" or size < LARGE:
+    if source.kind == "feedback":
+        return 1
+    size = sum(file_state(file)[0] for file in files)
+    if size < LARGE:
         return 1
     # conversations take several times as long as plain text of the same size
     return tokenize_process_count(8 * size)
@@ -60,11 +62,11 @@ def records_of_processes(
     Records, report and errors are those of :func:`weft.data.chat.record_tokens.record_tokens`. ``settings``: the
     recipe's section ``data.chat``, of which ``encoder`` was made. ``tokenizer``: folder with the tokenizer's files.
     """
-    today = settings.date or str(datetime.now().date())
     task = {
         "tokenizer": str(tokenizer),
         "source": source.model_dump(mode="json"),
-        "chat": settings.model_dump(mode="json") | {"date": today},
+        "chat": settings.model_dump(mode="json"),
+        "now": (encoder.template.now or datetime.now()).isoformat(),
     }
     renaming = Renaming(source.columns, source.roles)
     with LineProcesses("weft.data.chat.encode_worker", task, count) as processes:

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from weft.recipe import Chat, Source
 def encode_lines(task: str) -> None:
     """Run a worker process: encode the records of each line of standard input, and answer it with a line.
 
-    ``task``: JSON of the folder with the tokenizer, the source, and the recipe's section ``data.chat``. The worker ends
-    when its input ends, at the latest after one more batch, so it does not outlive its parent.
+    ``task``: JSON of the folder with the tokenizer, the source, the recipe's section ``data.chat``, and the date and
+    time that the chat template takes for the present ones. The worker ends when its input ends, at the latest after one
+    more batch, so it does not outlive its parent.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
@@ -33,7 +35,8 @@ def encode_lines(task: str) -> None:
     source = Source.model_validate(given["source"])
     settings = Chat.model_validate(given["chat"])
     tokenizer = load_tokenizer(given["tokenizer"])
-    encoder = chat_encoder(settings, recipe_template(settings, tokenizer))
+    now = datetime.fromisoformat(given["now"])
+    encoder = chat_encoder(settings, recipe_template(settings, tokenizer, now))
     for line in sys.stdin:
         try:
             answer = encode_batch(json.loads(line), source, encoder)

@@ -9,20 +9,23 @@ from weft.errors import WeftError
 from weft.recipe import Chat
 
 
-def recipe_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
+def recipe_template(
+    settings: Chat, tokenizer: Tokenizer, now: datetime | None = None
+) -> ChatTemplate:
     """Return the chat template that the recipe's ``settings`` name, or by default that of the tokenizer.
 
-    Raises :class:`WeftError` if there is neither.
+    ``now``: date and time that the template takes for the present ones; None: the date of ``settings``, else the real
+    ones. Raises :class:`WeftError` if there is no template.
     """
-    now = (
-        datetime.strptime(settings.date, "%Y-%m-%d")
-        if settings.date
-        else datetime.now()
-    )
+    if now is None and settings.date:
+        now = datetime.strptime(settings.date, "%Y-%m-%d")
+    now = now or datetime.now()
+    # dates are texts, as they are for ranks and for processes that encode, which get the settings as JSON
+    variables = settings.model_dump(mode="json")["variables"]
     if given := settings.template:
         text = template_text(given, "data.chat.template")
-        return ChatTemplate(text, tokenizer, settings.variables, now, settings.control)
-    template = template_of(tokenizer, settings.variables, now, settings.control)
+        return ChatTemplate(text, tokenizer, variables, now, settings.control)
+    template = template_of(tokenizer, variables, now, settings.control)
     if template is None:
         raise WeftError(
             "the tokenizer has no chat template; set data.chat.template to a file with one, or use its own"

@@ -76,7 +76,7 @@ def _write(folder: Path, source: Source, settings: Chat, encoder: ChatEncoder) -
     pairs: tuple[list[float], list[float]] = ([], [])
     paths = source_files(source)
     numbers = {path: number for number, path in enumerate(paths)}
-    count = encode_process_count(source)
+    count = encode_process_count(source, paths)
     if count > 1:
         records = records_of_processes(source, settings, encoder, report, folder, count)
     else:
