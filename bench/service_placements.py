@@ -61,6 +61,7 @@ from weft.serve.cluster_simulation import (
 from weft.serve.load_requests import RequestOutcome, arrival_pauses, latency_statistics
 from weft.serve.load_simulation import TimedRequest
 from weft.serve.policy_choice import time_steps
+from weft.serve.simulated_caches import SimulatedCaches
 
 RESULTS = Path(__file__).parent / "results" / "service_placements.json"
 PLUGIN = "emulated_device"
@@ -84,7 +85,8 @@ Figures = dict[str, Any]
 
 class Placement(NamedTuple):
     """Engines of a service: ``mixed`` ones, and those with roles. ``dispatch`` and ``policy``: words of the options;
-    ``speeds``: of engines by their names, where it is not 1.
+    ``speeds``: of engines by their names, where it is not 1; ``caches``: cache engines beside them; ``room``: tokens of
+    an engine's cache.
     """
 
     mixed: int = 0
@@ -93,11 +95,15 @@ class Placement(NamedTuple):
     dispatch: str = "load"
     policy: str = "exact-fill"
     speeds: Mapping[str, float] = {}
+    caches: int = 0
+    room: int = CACHE
 
     def __str__(self) -> str:
         parts = [f"{self.mixed} mixed"] * (self.mixed > 0)
         if self.prefill:
             parts.append(f"{self.prefill} prefill + {self.decode} decode")
+        if self.caches:
+            parts.append(f"{self.caches} cache")
         return f"{', '.join(parts)}, {self.dispatch}, {self.policy}"
 
     @property
@@ -178,18 +184,18 @@ async def service(folder: Path, placement: Placement) -> AsyncIterator[int]:
     os.environ["EMULATED_SPEEDS"] = json.dumps(placement.speeds)
     file = folder / "cluster.toml"
     file.write_text(
-        f'[cluster]\nengines = {len(placement.engines)}\npolicy = "{placement.dispatch}"\n'
-        f"roles = {{ prefill = {placement.prefill}, decode = {placement.decode} }}\n"
+        f'[cluster]\nengines = {len(placement.engines) + placement.caches}\npolicy = "{placement.dispatch}"\n'
+        f"roles = {{ prefill = {placement.prefill}, decode = {placement.decode}, cache = {placement.caches} }}\n"
     )
     processes, port = Processes(folder), free_port()
     processes.start(
         "service", "serve", "--checkpoint", str(folder / "tiny"), "--cluster", str(file), "--port", str(port),
-        "--name", "tiny", f"--requests={LIMIT}", f"--budget={BUDGET}", f"--cache={CACHE}",
+        "--name", "tiny", f"--requests={LIMIT}", f"--budget={BUDGET}", f"--cache={placement.room}",
         f"--policy={placement.policy}", f"--plugin={PLUGIN}", "--drain=1",
     )  # fmt: skip
 
     async def joined() -> bool:
-        return len(await scraped(port)) == len(placement.engines)
+        return len(await scraped(port)) == len(placement.engines) + placement.caches
 
     try:
         if not await until(joined, 120):
@@ -266,12 +272,17 @@ class Costs:
         """Return the simulated outcomes of ``load``. ``seed``: draws when engines tell the router how full they are."""
         engines = []
         for name, role in placement.engines.items():
-            pool, policy = BlockPool(CACHE // BLOCK, BLOCK), policy_of(placement.policy)
+            pool, policy = BlockPool(placement.room // BLOCK, BLOCK), policy_of(placement.policy)  # fmt: skip
             scheduler = Scheduler(pool, BUDGET, LIMIT, policy)
             curve = self._curve(placement.speeds.get(name, 1.0))
             engines.append(SimulatedEngine(name, scheduler, curve, role))
         chosen = dispatch_policy(placement.dispatch)
-        return simulate_cluster(engines, load, chosen, self.link, self.delays, seed)
+        caches = None
+        if placement.caches and self.link is not None:
+            caches = SimulatedCaches(placement.caches, 1 << 20, self.link)
+        return simulate_cluster(
+            engines, load, chosen, self.link, self.delays, seed, caches
+        )
 
     def _curve(self, speed: float) -> Callable[[ScheduledStep], float]:
         return lambda step: self.seconds(step) / speed

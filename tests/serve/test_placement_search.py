@@ -141,9 +141,14 @@ def test_the_command(command: Command, tmp_path: Path, timed: bool) -> None:
             "60",
         ]
     words += ["--prompt-tokens", "24", "--answer-tokens", "3", "--rate", "5"]
-    code, out, error = command(*words, "--json")
+    words += ["--shared-tokens", "32", "--beginnings", "3", "--cache-memory"]
+    code, _, error = command(*words, "1e-9", "--json")
+    assert code == 2 and " GB; give more --cache-memory" in error
+    code, out, error = command(*words, "1", "--json")
     assert code == 0, error
     plan = json.loads(out)
+    # which is worth nothing here
+    assert {each["caches"] for each in plan["placements"]} == {0, 1}
     assert plan["placements"][0]["engines"] == {"any": {"engines": 1, "layout": ""}}
     assert plan["placements"][0]["share"] == pytest.approx(1)
     assert plan["start"] == [f"weft serve --checkpoint {words[1]} --engines 1"]

@@ -71,6 +71,14 @@ _serve = (
     "Show how many engines serve a load within limits, which of them read prompts, write, or do both, and with which "
     "layout; by --cluster, or by timing a checkpoint here."
 )
+_shared = (
+    "With --serve: tokens with which prompts begin as others do, before the "
+    "--prompt-tokens of their own."
+)
+_cache_memory = (
+    "With --serve: GB of a cache engine (weft engine --role cache), with which placements "
+    "are tried too."
+)
 _think = (
     "Show which of several models, with commas between, should reason about a question in so many seconds: in how "
     "many tokens, in how many texts, and with which cache policy; by timing them here, or by --cluster."
@@ -173,6 +181,16 @@ def plan_command(
             help="With --serve: mean tokens of an answer; with --think: most tokens of one.",
         ),
     ] = 128,
+    shared_tokens: Annotated[int, typer.Option(min=0, help=_shared)] = 0,
+    beginnings: Annotated[
+        int,
+        typer.Option(
+            min=1, help="With --serve: number of different beginnings of prompts."
+        ),
+    ] = 1,
+    cache_memory: Annotated[
+        float, typer.Option(min=0, metavar="GB", help=_cache_memory)
+    ] = 0.0,
     think: Annotated[str, typer.Option(metavar="SECONDS", help=_think)] = "",
     task: Annotated[str, typer.Option(metavar="NAME[:KEY=VALUE]", help=_task)] = "",
     sample: Annotated[int, typer.Option(min=0, metavar="STEPS", help=_sample)] = 0,
@@ -194,7 +212,9 @@ def plan_command(
     if serve:
         from weft.cli.serving_plan import ServingQuestion, plan_serving
 
-        asked = ServingQuestion(ttft, tpot, rate, prompt_tokens, answer_tokens)
+        asked = ServingQuestion(
+            ttft, tpot, rate, prompt_tokens, answer_tokens, shared_tokens, beginnings, cache_memory
+        )  # fmt: skip
         return plan_serving(model, cluster, gpus, asked, as_json)
     if sample:
         from weft.cli.sampling_view import plan_sampling

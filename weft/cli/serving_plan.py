@@ -11,8 +11,10 @@ from weft.cli.console import grid, plain_console, warn
 
 if TYPE_CHECKING:
     from weft.serve.cluster_simulation import BlockLink
+    from weft.serve.load_requests import LoadRequest
     from weft.serve.load_simulation import TimedRequest
     from weft.serve.placement_search import EngineLayout, EnginePlacement, PlacedLoad
+    from weft.serve.simulated_caches import SimulatedCaches
 
 #: Requests of the simulated load, and of those that are timed here.
 REQUESTS, TIMED = 100, 4
@@ -29,6 +31,9 @@ class ServingQuestion(NamedTuple):
         ``rate``: number of requests per second.
         ``prompt``: mean number of tokens of a prompt.
         ``answer``: mean number of tokens of an answer.
+        ``shared``: number of tokens with which prompts begin as others do, before those of ``prompt``.
+        ``beginnings``: number of different beginnings of ``shared`` tokens.
+        ``memory``: GB of a cache engine, with which placements are tried too; 0: with none.
     """
 
     ttft: float
@@ -36,6 +41,9 @@ class ServingQuestion(NamedTuple):
     rate: float
     prompt: int
     answer: int
+    shared: int = 0
+    beginnings: int = 1
+    memory: float = 0.0
 
 
 class KnownLayouts(NamedTuple):
@@ -62,17 +70,15 @@ def plan_serving(
     """
     from itertools import accumulate
 
-    from weft.serve.load_requests import arrival_pauses, random_requests
+    from weft.serve.load_requests import arrival_pauses
     from weft.serve.load_simulation import TimedRequest
     from weft.serve.placement_search import PlacementSearch, ServiceLimits
 
-    texts = random_requests(REQUESTS + TIMED, asked.prompt, asked.answer, 0.3, 0, 0)
     pauses = accumulate(arrival_pauses(REQUESTS, asked.rate, 1.0, 0))
-    load = [
-        TimedRequest(time, [int(i) for i in text.prompt], text.tokens)
-        for time, text in zip(pauses, texts, strict=False)
-    ]
-    few = [TimedRequest(0.0, [int(i) for i in t.prompt], t.tokens) for t in texts[-TIMED:]]  # fmt: skip
+    times = [*pauses, *[0.0] * TIMED]
+    texts = zip(times, serving_requests(asked, REQUESTS + TIMED), strict=True)
+    every = [TimedRequest(time, text.prompt, text.tokens) for time, text in texts]  # type: ignore[arg-type]
+    load, few = every[:REQUESTS], every[REQUESTS:]
     with Console(stderr=True).status("timing a few requests") as status:
         known = (
             _timed_here(model, gpus or HOSTS, few)
@@ -81,9 +87,10 @@ def plan_serving(
         )
         status.update("simulating placements")
         limits = ServiceLimits(asked.ttft, asked.tpot)
-        search = PlacementSearch(known.layouts, known.devices, limits, known.link)
+        caches = _cache_engine(model, known, asked.memory)
+        search = PlacementSearch(known.layouts, known.devices, limits, known.link, caches=caches)  # fmt: skip
         placed = search.search(load)
-    lines = start_lines(model, placed[0].placement) if placed[0].share else []
+    lines = start_lines(model, placed[0].placement, asked.memory) if placed[0].share else []  # fmt: skip
     if as_json:
         rows = [_record(each) for each in placed]
         print(json.dumps({"placements": rows, "start": lines}))
@@ -92,27 +99,69 @@ def plan_serving(
     return 0
 
 
-def start_lines(model: str, placement: "EnginePlacement") -> list[str]:
-    """Return lines that show the user how to start ``placement`` with the checkpoint ``model``.
+def serving_requests(asked: ServingQuestion, count: int) -> "list[LoadRequest]":
+    """Return ``count`` requests of random ids, as ``asked`` says. Each begins with one of its beginnings."""
+    from random import Random
+
+    from weft.serve.load_requests import random_requests
+
+    texts = random_requests(count, asked.prompt, asked.answer, 0.3, 0, 0)
+    draw = Random(1)
+    starts = [[draw.randrange(256) for _ in range(asked.shared)] for _ in range(asked.beginnings)]  # fmt: skip
+    return [
+        text._replace(prompt=[*draw.choice(starts), *map(int, text.prompt)])
+        for text in texts
+    ]
+
+
+def _cache_engine(
+    model: str, known: KnownLayouts, memory: float
+) -> "SimulatedCaches | None":
+    """Return a cache engine of ``memory`` GB to simulate; None for 0 GB."""
+    from weft.errors import UsageError
+    from weft.serve.placement_search import BLOCK
+    from weft.serve.simulated_caches import SimulatedCaches
+
+    if not memory or known.link is None:
+        return None
+    size = known.link.token_bytes * BLOCK
+    if not size:
+        raise UsageError(f"{model} has no cache blocks to keep; leave out --cache-memory")  # fmt: skip
+    if memory * 1e9 < size:
+        raise UsageError(f"a cache block of {model} has {size / 1e9:.2g} GB; give more --cache-memory")  # fmt: skip
+    return SimulatedCaches(1, int(memory * 1e9 / size), known.link)
+
+
+def start_lines(
+    model: str, placement: "EnginePlacement", memory: float = 0.0
+) -> list[str]:
+    """Return lines that show the user how to start ``placement`` with the checkpoint ``model``. ``memory``: GB of a
+    cache engine.
 
     They are one command, or the content of a cluster file with the commands that use it.
     """
     groups = placement.groups
     local = all(not group.layout.name for group in groups.values())
-    if local and placement.mixed is not None:
+    caches = placement.caches
+    if local and placement.mixed is not None and not caches:
         return [f"weft serve --checkpoint {model} --engines {placement.mixed.engines}"]
     total = sum(group.engines for group in groups.values())
     file = ["# cluster.toml", "[cluster]"]
     serve = f"weft serve --checkpoint {model} --cluster cluster.toml"
     if local:
-        counts = ", ".join(f"{role} = {g.engines}" for role, g in groups.items())
-        return [*file, f"engines = {total}", f"roles = {{ {counts} }}", serve]
+        named = {r: g.engines for r, g in groups.items() if r != "any"}
+        named |= {"cache": caches} if caches else {}
+        counts = ", ".join(f"{role} = {count}" for role, count in named.items())
+        return [*file, f"engines = {total + caches}", f"roles = {{ {counts} }}", serve]
     joins = []
     for role, group in groups.items():
         words = f"weft engine --checkpoint {model} --join HOST:8100"
         words += "" if role == "any" else f" --role {role}"
         words += f" --layout {group.layout.name}" if group.layout.name else ""
         joins.append(f"{words}    # {group.engines} of these")
+    if caches:
+        words = f"weft engine --checkpoint {model} --join HOST:8100 --role cache"
+        joins.append(f"{words} --host-cache {memory:g}    # {caches} of these")
     return [*file, 'listen = "HOST:8100"', serve, *joins]
 
 
@@ -193,8 +242,8 @@ def _record(placed: "PlacedLoad") -> dict[str, object]:
         for role, group in placement.groups.items()
     }
     return {
-        "engines": groups, "devices": placement.devices, "share": placed.share, "goodput": placed.goodput,
-        "reason": placed.reason, "figures": placed.figures,
+        "engines": groups, "caches": placement.caches, "devices": placement.devices, "share": placed.share,
+        "goodput": placed.goodput, "reason": placed.reason, "figures": placed.figures,
     }  # fmt: skip
 
 
@@ -202,9 +251,10 @@ def _show_placements(
     model: str, where: str, asked: ServingQuestion, placed: "Sequence[PlacedLoad]", lines: Sequence[str]
 ) -> None:  # fmt: skip
     say = partial(plain_console(200).print, markup=False)
+    alike = f"{asked.shared} (of {asked.beginnings} kinds)+" if asked.shared else ""
     say(
-        f"{model} on {where}: {asked.rate:g} requests/s of {asked.prompt}+{asked.answer} tokens, first token within "
-        f"{asked.ttft:g} s, each further one within {asked.tpot:g} s\n"
+        f"{model} on {where}: {asked.rate:g} requests/s of {alike}{asked.prompt}+{asked.answer} tokens, first token "
+        f"within {asked.ttft:g} s, each further one within {asked.tpot:g} s\n"
     )
     table = grid(("placement", "devices", "within limits", "good/s", "why"), ("placement", "why"))  # fmt: skip
     for each in placed:

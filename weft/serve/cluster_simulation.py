@@ -6,12 +6,14 @@ later parts of the prompt are computed, so that only the last part is waited for
 2401.09670). If no other engine has room for it, it goes on where it is until one has. As a real router, the simulated
 one sees only what engines say with their tokens and signs of life, and what it has sent since. A request may be a stage
 of a workflow that begins when earlier stages have ended. Events are played in the order of their times. The dispatch
-policies are those of the real router.
+policies are those of the real router. Cache engines keep the blocks of all engines
+(:mod:`weft.serve.simulated_caches`).
 """
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from random import Random
 from typing import Literal, NamedTuple
@@ -43,6 +45,7 @@ from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.generate.step_work import work_of
 from weft.generate.workflow import Workflow
 from weft.serve.load_requests import RequestOutcome
+from weft.serve.simulated_caches import CacheStocks, SimulatedCaches, StockedBlocks
 
 Role = Literal["any", "prefill", "decode"]
 
@@ -138,12 +141,14 @@ class SimulatedRequest:
         ``engines``: names of the engines that computed it, in order.
         ``moved``: bytes that travelled between engines for it.
         ``stall``: seconds from its first token until another engine had all its blocks.
+        ``fetched``: number of cache blocks that cache engines gave for it.
     """
 
     outcome: RequestOutcome
     engines: list[str] = field(default_factory=list)
     moved: float = 0.0
     stall: float = 0.0
+    fetched: int = 0
 
 
 @dataclass
@@ -229,7 +234,7 @@ class ClusterSimulation:
     the engine with the least to do goes on (:func:`lightest`), as in the real router. ``link``: speed at which the
     request's cache blocks are then sent; None if no engine has that role. ``delays``: seconds that HTTP, router and
     processes add to the times at the engines; by default none. ``seed``: seed of the random moments at which engines
-    tell the router how full they are.
+    tell the router how full they are. ``caches``: cache engines beside ``engines``; None: there are none.
 
     Raises :class:`WeftError` if no engine of the cluster can take a request.
     """
@@ -242,6 +247,7 @@ class ClusterSimulation:
         link: BlockLink | None = None,
         delays: ServiceDelays = NO_DELAYS,
         seed: int = 0,
+        caches: SimulatedCaches | None = None,
     ) -> None:
         self.now = 0.0
         self.load, self.dispatch, self.link = load, dispatch, link
@@ -268,6 +274,9 @@ class ClusterSimulation:
             if not each.after:
                 self._at(each.time, self._send_request, i)
         draw = Random(seed)
+        self._kept = CacheKnowledge(0)  # by all cache engines, as the router knows it
+        if caches is not None:
+            self._attach_caches(caches)
         for engine in self.engines.values():
             self._beats += 1
             self._at(BEAT_S * draw.random(), self._beat, engine)
@@ -278,6 +287,26 @@ class ClusterSimulation:
                 engine.scheduler.policy.read_time(lambda: self.now)
             if engine.setup.fails < float("inf"):
                 self._at(engine.setup.fails, self._fail, engine)
+
+    def _attach_caches(self, setup: SimulatedCaches) -> None:
+        """Let all engines keep their blocks at cache engines too, and fetch them there."""
+        size = next(iter(self.engines.values())).scheduler.pool.size
+        self._kept = CacheKnowledge(setup.engines * setup.blocks)
+        stocks = CacheStocks(setup, size)
+        for engine in self.engines.values():
+            curve = None if engine.setup.phases is not None else engine.setup.curve
+            engine.scheduler.outside = StockedBlocks(
+                engine.scheduler,
+                stocks,
+                curve,
+                lambda: self.now,
+                self._at,
+                self._note_fetch,
+                partial(self._start, engine),
+            )
+
+    def _note_fetch(self, request: Request, blocks: int) -> None:
+        self.requests[self._numbers[request]].fetched += blocks
 
     def run(self) -> list[SimulatedRequest]:
         """Simulate the whole load. Return a list of the requests' results, in the order of the load."""
@@ -372,6 +401,7 @@ class ClusterSimulation:
             pool.size,
             self.times.seconds(name, stage),
             self.times.work(name),
+            self._kept.known(engine.keys(request)) * pool.size,
         )
 
     def _start(self, engine: _Engine) -> None:
@@ -491,7 +521,10 @@ class ClusterSimulation:
             self._tell(engine.setup.phases.controller, outcome)
         name = engine.setup.name
         self.times.token(name, request, self.now)
-        if len(request.ids) > request.most:
+        ended = len(request.ids) > request.most
+        if self._kept.blocks and (ended or outcome.written == 1):
+            self._kept.remember(engine.keys(request))
+        if ended:
             engine.scheduler.remove(request)
             engine.known.free(engine.blocks(request))
             engine.known.remember(engine.keys(request))
@@ -642,6 +675,7 @@ def simulate_cluster(
     link: BlockLink | None = None,
     delays: ServiceDelays = NO_DELAYS,
     seed: int = 0,
+    caches: SimulatedCaches | None = None,
 ) -> list[RequestOutcome]:
     """Simulate how ``engines`` answer ``load``. Returns the outcome of each request, in the order of the load.
 
@@ -649,7 +683,9 @@ def simulate_cluster(
     the engine with the least to do goes on (:func:`lightest`), as in the real router. ``link``: speed at which the
     request's cache blocks are then sent; None if no engine has that role. ``delays``: seconds that HTTP, router and
     processes add to the times at the engines; by default none. ``seed``: seed of the random moments at which engines
-    tell the router how full they are.
+    tell the router how full they are. ``caches``: cache engines beside ``engines``; None: there are none.
     """
-    played = ClusterSimulation(engines, load, dispatch, link, delays, seed).run()
+    played = ClusterSimulation(
+        engines, load, dispatch, link, delays, seed, caches
+    ).run()
     return [request.outcome for request in played]

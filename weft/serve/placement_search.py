@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from weft.cluster.dispatch_policy import DispatchPolicy, freest
 from weft.generate.block_pool import BlockPool
+from weft.generate.keys import chained_keys
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep, Scheduler
@@ -24,6 +25,7 @@ from weft.serve.cluster_simulation import (
 )
 from weft.serve.load_requests import latency_statistics
 from weft.serve.load_simulation import TimedRequest
+from weft.serve.simulated_caches import SimulatedCaches
 
 #: Tokens of a cache block, and of a step.
 BLOCK, BUDGET = 16, 2048
@@ -62,12 +64,14 @@ class EngineGroup(NamedTuple):
 @dataclass(frozen=True)
 class EnginePlacement:
     """The engines that serve a model: either ``mixed`` engines, which answer whole requests, or ``prefill`` engines for
-    prompts and ``decode`` engines for the tokens after the first one.
+    prompts and ``decode`` engines for the tokens after the first one. Beside them, ``caches`` engines only keep cache
+    blocks for the others; they need no device.
     """
 
     mixed: EngineGroup | None = None
     prefill: EngineGroup | None = None
     decode: EngineGroup | None = None
+    caches: int = 0
 
     @property
     def groups(self) -> dict[str, EngineGroup]:
@@ -84,9 +88,10 @@ class EnginePlacement:
         )
 
     def __str__(self) -> str:
+        beside = f", {self.caches} for cache blocks" if self.caches else ""
         if self.mixed is not None:
-            return f"{self.mixed}, whole requests"
-        return f"{self.prefill} for prompts, {self.decode} for writing"
+            return f"{self.mixed}, whole requests{beside}"
+        return f"{self.prefill} for prompts, {self.decode} for writing{beside}"
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,7 @@ class PlacementSearch:
         ``most``: largest number of answers that an engine writes at a time.
         ``policy``: schedules the steps of an engine.
         ``dispatch``: chooses the engine of each request.
+        ``caches``: cache engines with which placements are tried, too; None: with none.
     """
 
     layouts: Sequence[EngineLayout]
@@ -148,6 +154,7 @@ class PlacementSearch:
     most: int = 64
     policy: Policy = exact_fill
     dispatch: DispatchPolicy = freest
+    caches: SimulatedCaches | None = None
 
     def engines(self, placement: EnginePlacement) -> list[SimulatedEngine]:
         """Return new simulated engines for ``placement``, one for each of its engines."""
@@ -166,8 +173,9 @@ class PlacementSearch:
     ) -> PlacedLoad:
         """Simulate ``load`` on the engines of ``placement``; return how well they answer it."""
         requests = [ClusterRequest(*each) for each in load]
+        caches = self.caches if placement.caches else None
         outcomes = simulate_cluster(
-            self.engines(placement), requests, self.dispatch, self.link
+            self.engines(placement), requests, self.dispatch, self.link, caches=caches
         )
         seconds = max(outcome.end for outcome in outcomes) - load[0].time
         figures = latency_statistics(
@@ -190,6 +198,15 @@ class PlacementSearch:
         load needs. It adds an engine where a limit is missed most, until nine tenths are reached or all devices are
         used.
         """
+        every = self._search_beside(load, 0)
+        if self.caches is not None:
+            every += self._search_beside(load, self.caches.engines)
+        return sorted(every, key=_rank)
+
+    def _search_beside(
+        self, load: Sequence[TimedRequest], caches: int
+    ) -> list[PlacedLoad]:
+        """Search the placements beside this number of cache engines."""
         needs = [LayoutNeeds.of(self, layout, load) for layout in self.layouts]
         able = [need for need in needs if not need.reason]
         every = [
@@ -197,16 +214,17 @@ class PlacementSearch:
                 EnginePlacement(EngineGroup(1, need.layout)), 0.0, 0.0, need.reason
             )
             for need in needs
-            if need.reason
+            if need.reason and not caches
         ]
         for need in able:
-            every += self._grow(load, EnginePlacement(EngineGroup(_whole(need.both), need.layout)))  # fmt: skip
+            mixed = EngineGroup(_whole(need.both), need.layout)
+            every += self._grow(load, EnginePlacement(mixed, caches=caches))
         pairs = product(able, able) if self.link else ()
         for reading, writing in pairs:
             prefill = EngineGroup(_whole(reading.prefill), reading.layout)
             decode = EngineGroup(_whole(writing.decode), writing.layout)
-            every += self._grow(load, EnginePlacement(None, prefill, decode))
-        return sorted(every, key=_rank)
+            every += self._grow(load, EnginePlacement(None, prefill, decode, caches))
+        return every
 
     def _grow(
         self, load: Sequence[TimedRequest], placement: EnginePlacement
@@ -266,13 +284,14 @@ class LayoutNeeds:
         with one prompt, and of a step with as many texts as the limits of ``search`` allow.
         """
         prompt = round(sum(len(each.prompt) for each in load) / len(load))
+        shared = shared_tokens(load)  # which need not be computed again
         longest = max(len(each.prompt) + each.tokens for each in load)
         if layout.cache < longest:
             why = f"its cache holds {layout.cache:,} tokens; a request has {longest:,}"
             return cls(layout, reason=why)
         tokens = sum(each.tokens - 1 for each in load) / len(load)
         rate = len(load) / max(load[-1].time - load[0].time, 1e-9)
-        first = layout.curve(_step(1, 0, prompt))
+        first = layout.curve(_step(1, shared, prompt - shared))
         limits = search.limits
         if first > limits.ttft:
             why = f"a prompt of {prompt:,} tokens takes {first:.3g} s, more than --ttft"
@@ -290,6 +309,18 @@ class LayoutNeeds:
         each = layout.curve(_step(fitting, context, 1)) / fitting
         prefill, decode = rate * first, rate * tokens * each
         return cls(layout, prefill, decode, prefill + decode)
+
+
+def shared_tokens(load: Sequence[TimedRequest]) -> int:
+    """Return the mean number of tokens with which the prompts of ``load`` begin as an earlier one does, in whole cache
+    blocks.
+    """
+    seen, shared = set[bytes](), 0
+    for each in load:
+        keys = [*chained_keys(b"", each.prompt[:-1], BLOCK)]
+        shared += BLOCK * sum(key in seen for key in keys)
+        seen.update(keys)
+    return round(shared / len(load))
 
 
 def _step(texts: int, before: int, tokens: int) -> ScheduledStep:
@@ -313,9 +344,11 @@ def _with_engine(placement: EnginePlacement, role: str) -> EnginePlacement:
 
 def _rank(placed: PlacedLoad) -> tuple[float, float]:
     """Return what orders placements: the smallest rank is the best."""
+    # a cache engine needs no device, but a host's memory
+    needed = placed.placement.devices + placed.placement.caches / 2
     if placed.share >= ENOUGH:
-        return -math.inf, placed.placement.devices - placed.share
-    return -placed.goodput, placed.placement.devices
+        return -math.inf, needed - placed.share
+    return -placed.goodput, needed
 
 
 class PlacementWatch:
