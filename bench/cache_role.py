@@ -36,7 +36,8 @@ from service_placements import (
 )
 from step import machine
 
-from weft.serve.cluster_simulation import BlockLink, ClusterRequest, ServiceDelays
+from weft.serve.block_link import BlockLink
+from weft.serve.cluster_simulation import ClusterRequest, ServiceDelays
 from weft.serve.load_requests import RequestOutcome
 
 #: Tokens of an engine's cache, and the load: 40 beginnings of 1,200 tokens are three times as many.

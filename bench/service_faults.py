@@ -53,11 +53,13 @@ TEMPLATE = (
 
 #: Kinds of faults by service: a process is killed or stopped for some seconds; what passes between engine and router is
 #: cut, stopped (both ways, or one) or half-closed; an engine drains while another joins; the router is stopped, or
-#: killed and started again; clients are cut off.
+#: killed and started again; clients are cut off. ``cached`` is ``cluster`` with a cache engine, and with so little
+#: cache that much is fetched.
 KINDS = {
     "processes": ("kill", "freeze", "freeze router"),
     "cluster": ("kill", "freeze", "cut", "stall", "stall up", "stall down", "half-close", "drain and join",
                 "freeze router", "kill router", "cut clients"),
+    "cached": ("kill cache", "freeze cache", "kill", "freeze", "drain and join"),
 }  # fmt: skip
 
 #: Those that take long to recover from: their turn comes half as often.
@@ -397,19 +399,24 @@ class Service:
         self.router: subprocess.Popen[bytes]
         self.frozen: dict[int, float] = {}
         self.next = 0
+        self.joins = kind in ("cluster", "cached")
+        if kind == "cached":
+            self.words[self.words.index("32768")] = "6144"
 
     async def start(self) -> None:
         self.start_router()
-        if self.kind == "cluster":
+        if self.joins:
             for _ in range(self.count):
                 await self.add_engine()
-        await self.joined(self.count, 180)
+        if self.kind == "cached":
+            self.start_cache()
+        await self.joined(self.count + (self.kind == "cached"), 180)
 
     def start_router(self) -> None:
         own = ["--engines", str(self.count)]
         if self.kind == "alone":
             own = []
-        if self.kind == "cluster":
+        if self.joins:
             file = self.folder / "cluster.toml"
             # a process may take minutes to start on a machine that others share
             limits = "limits = { patience = 600 }"
@@ -431,6 +438,11 @@ class Service:
             name, "engine", *self.words, *join, "--redial", "180", "--drain", "5"
         )
 
+    def start_cache(self) -> None:
+        join = ["--join", f"127.0.0.1:{self.inner}", "--name", "cache", "--redial", "180"]  # fmt: skip
+        words = ["--checkpoint", str(self.folder / "tiny"), "--role", "cache", "--host-cache", "0.05"]  # fmt: skip
+        self.engines["cache"] = self.processes.start("cache", "engine", *words, *join)  # fmt: skip
+
     async def joined(self, engines: int, seconds: float) -> bool:
         async def enough() -> bool:
             return len(await scraped(self.port)) >= engines
@@ -439,7 +451,7 @@ class Service:
 
     def pid(self, name: str) -> int:
         """The process of an engine that serves, or 0 if it is just started again."""
-        if self.kind == "cluster":
+        if self.joins:
             return self.engines[name].pid
         listed = subprocess.run(
             ["pgrep", "-P", str(self.router.pid), "-f", "--", f"--name={name} "],
@@ -513,6 +525,10 @@ class Trial:
             )
 
         watching.cancel()
+        pattern = r'(?m)^weft_kept_blocks_fetched_total\{engine="[^"]+",source="caches"\} (\S+)$'
+        fetched = re.findall(pattern, await metrics_text(self.service.port))
+        if fetched:  # by engines that are still there
+            self.counts["blocks fetched from cache engines"] = round(sum(map(float, fetched)))  # fmt: skip
         if not await until(empty, 30):
             self.wrong.append(
                 f"engines are not empty: {await scraped(self.service.port)}"
@@ -613,8 +629,10 @@ class Trial:
         await asyncio.sleep(rng.uniform(0.3, GAP_S))
         engines = await scraped(service.port)
         able = sorted(name for name, row in engines.items() if not row["engine_draining"])  # fmt: skip
-        if service.kind == "cluster":
+        if service.joins:
             able = [name for name in able if name in service.engines]
+        if service.kind == "cached":
+            able = [n for n in able if (n == "cache") == kind.endswith("cache")]
         pids = {name: pid for name in able if (pid := service.pid(name))}
         if not pids:
             self.counts["nobody to harm"] += 1
@@ -622,6 +640,8 @@ class Trial:
         name = rng.choice(sorted(pids))
         row = engines[name]
         lost = int(row["requests_running"] + row["requests_waiting"])
+        if name == "cache":  # of which every answer may wait for a block
+            lost = len(self.active)
         seconds = round(rng.uniform(1, 6), 2)
         at, reading = time.monotonic(), [*self.active]
         self._start(kind, name, pids[name], seconds)
@@ -629,11 +649,13 @@ class Trial:
 
     def _start(self, kind: str, name: str, pid: int, seconds: float) -> None:
         service = self.service
-        if kind == "kill":
+        if kind in ("kill", "kill cache"):
             os.kill(pid, signal.SIGKILL)
-            if service.kind == "cluster":
+            if name == "cache":
+                service.start_cache()
+            elif service.joins:
                 service.start_engine(name)
-        elif kind == "freeze":
+        elif kind in ("freeze", "freeze cache"):
             self.tasks.add(asyncio.create_task(service.freeze(pid, seconds)))
         elif kind == "cut":
             service.proxies[name].cut()

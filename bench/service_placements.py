@@ -50,8 +50,8 @@ from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.generate.step_work import work_of
 from weft.generate.workflow import Workflow
+from weft.serve.block_link import BlockLink
 from weft.serve.cluster_simulation import (
-    BlockLink,
     ClusterRequest,
     Role,
     ServiceDelays,

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from tests.serve.running import build
 from weft.cli.app import app
 from weft.cli.cluster_engine import engine_command
 from weft.cli.engine_options import read_engine_options
 from weft.cli.serve import serve_command
 from weft.errors import UsageError
 from weft.generate.open_engine import EngineOptions
+from weft.models.hugging_face import export
 
 SHARED = inspect.signature(read_engine_options).parameters
 
@@ -71,6 +73,22 @@ def test_a_cache_engine_takes_what_concerns_it(tmp_path: Path) -> None:
         dashed = word.replace("_", "-")
         with pytest.raises(UsageError, match=f"rollouts .*; leave out --{dashed}"):
             engine_command("policy:", join="h:1", **{word: value})
+
+
+def test_a_cache_engine_without_room_for_a_block_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_SECRET", "s")
+    model = build()
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    export(state, model.shape, tmp_path)
+    said = (
+        r"has at least [\d,]+ bytes, more than the 1 bytes .*; give --host-cache .* or"
+    )
+    with pytest.raises(UsageError, match=said):
+        engine_command(
+            str(tmp_path), join="127.0.0.1:9", redial=0, role="cache", host_cache=1e-9
+        )
 
 
 def test_both_commands_take_them_all() -> None:

@@ -23,6 +23,7 @@ from tests.cluster.inprocess import (
 from weft.cluster.cluster_settings import ClusterRoles, ClusterSettings
 from weft.cluster.dispatch_policy import DispatchRequest, EngineView
 from weft.errors import UsageError
+from weft.generate.cache_role import open_stock
 from weft.generate.outside_cache import OutsideCache
 
 PROMPT = [(7 * i) % 97 for i in range(41)]
@@ -151,3 +152,12 @@ def test_roles_with_cache_engines_need_one_that_computes() -> None:
     assert ClusterSettings(engines=4, roles=roles).parts() == ["prefill", "cache", "cache", ""]  # fmt: skip
     with pytest.raises(UsageError, match="none computes"):
         ClusterSettings(engines=2, roles=ClusterRoles(cache=2)).parts()
+
+
+def test_a_memory_that_is_smaller_than_a_block_is_one_line() -> None:
+    said: list[str] = []
+    stock = open_stock(99, None, "m", 0, said.append)
+    assert [stock.store(key, bytes(100)) for key in (b"a", b"b")] == [True, True]
+    assert not stock.keys() and len(said) == 1
+    assert said[0].startswith("a block of 100 bytes does not fit into 99 bytes of memory; give more")  # fmt: skip
+    stock.close()

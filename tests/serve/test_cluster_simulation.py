@@ -15,9 +15,9 @@ from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.generate.step_work import work_of
 from weft.generate.workflow import Workflow
 from weft.serve import cluster_simulation
+from weft.serve.block_link import BlockLink
 from weft.serve.cluster_simulation import (
     NOTICED,
-    BlockLink,
     ClusterRequest,
     ClusterSimulation,
     Role,

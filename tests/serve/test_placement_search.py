@@ -16,7 +16,7 @@ from weft.cli.serving_plan import start_lines
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.step_work import work_of
 from weft.models.hugging_face import export
-from weft.serve.cluster_simulation import BlockLink
+from weft.serve.block_link import BlockLink
 from weft.serve.load_simulation import TimedRequest
 from weft.serve.placement_search import (
     ENOUGH,

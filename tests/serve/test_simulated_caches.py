@@ -11,8 +11,8 @@ from tests.serve.test_placement_search import ONE, curve, load
 from weft.cli.serving_plan import ServingQuestion, serving_requests, start_lines
 from weft.cluster.dispatch_policy import DispatchPolicy, dispatch_policy
 from weft.generate.block_channel import NEWS_S
+from weft.serve.block_link import BlockLink
 from weft.serve.cluster_simulation import (
-    BlockLink,
     ClusterRequest,
     ClusterSimulation,
     SimulatedRequest,

@@ -133,9 +133,9 @@ def engine_command(
             _mark(joined_file, joined)
 
     if role == "cache":
+        stock, about = _open_cache(options, name, share)
         _await_router(router, join, redial)
         endpoint = process_endpoint(own_address(router[0]))
-        stock, about = _open_cache(options, name, share)
         keeper = CacheMember(stock, about, warn, note_joined)
         _work_until_let_go(keeper, endpoint, router, redial, drain, endpoint.close)
         return 0
@@ -249,19 +249,29 @@ def _open_cache(
 ) -> "tuple[CacheStock, EngineAbout]":
     """Return the blocks of a cache engine, and what a router learns of it. ``name``: the engine's name. ``share``: part
     of the free memory for blocks, if ``options`` do not give its GB.
+
+    Raises :class:`UsageError` if the memory holds not a single block.
     """
     import psutil
 
     from weft.cluster.cluster_messages import EngineAbout
     from weft.generate.cache_role import open_stock
+    from weft.generate.engine import BLOCK
     from weft.generate.fingerprint import open_for_reading, weights_fingerprint
     from weft.generate.open_engine import FOLDER_GB
+    from weft.shapes.shape import shape_of
     from weft.version import VERSION
 
     model = open_for_reading(options.checkpoint, options.ema)
     fingerprint = weights_fingerprint(model, options.numerics)
     free = share * psutil.virtual_memory().available
     memory = int(options.host_cache * 1e9 or free)
+    block = BLOCK * int(shape_of(model.shape).cache_bytes)
+    if memory < block:
+        raise UsageError(
+            f"a cache block of {options.checkpoint} has at least {block:,} bytes, more than the {memory:,} bytes for "
+            f"them; give --host-cache {1.1 * block / 1e9:.2g} or more"
+        )
     size = options.cache_folder_size
     most = int((FOLDER_GB if size is None else size) * 1e9)
     stock = open_stock(memory, options.cache_folder, fingerprint, most, warn)

@@ -10,7 +10,7 @@ from rich.console import Console
 from weft.cli.console import grid, plain_console, warn
 
 if TYPE_CHECKING:
-    from weft.serve.cluster_simulation import BlockLink
+    from weft.serve.block_link import BlockLink
     from weft.serve.load_requests import LoadRequest
     from weft.serve.load_simulation import TimedRequest
     from weft.serve.placement_search import EngineLayout, EnginePlacement, PlacedLoad
@@ -176,7 +176,7 @@ def _priced(model: str, cluster: str, gpus: int | None) -> KnownLayouts:
     from weft.planner.planned_model import load_model
     from weft.planner.serving_price import EnginePrice
     from weft.recipe.shipped import find_recipe
-    from weft.serve.cluster_simulation import BlockLink
+    from weft.serve.block_link import BlockLink
     from weft.serve.placement_search import EngineLayout
 
     machines = load_cluster(cluster, gpus)
@@ -211,7 +211,7 @@ def _timed_here(model: str, hosts: int, few: "Sequence[TimedRequest]") -> KnownL
     from weft.checkpoint.model import open_model
     from weft.generate.engine import Engine
     from weft.generate.policies import policy_of
-    from weft.serve.cluster_simulation import BlockLink
+    from weft.serve.block_link import BlockLink
     from weft.serve.placement_search import EngineLayout
     from weft.serve.policy_choice import time_steps
     from weft.shapes.shape import shape_of

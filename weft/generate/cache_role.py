@@ -38,13 +38,19 @@ CONNECT_S, TAKE_S, AGAIN_S = 2.0, 5.0, 1.0
 
 class CacheStock:
     """The stock of cache blocks of a cache engine. Blocks are kept in ``memory``, and also in ``files`` unless that is
-    None.
+    None. ``warn`` shows the user a line if a block is larger than the memory.
 
     It is a :class:`weft.generate.block_channel.BlockStock`.
     """
 
-    def __init__(self, memory: HostBlocks, files: BlockFiles | None = None) -> None:
+    def __init__(
+        self,
+        memory: HostBlocks,
+        files: BlockFiles | None = None,
+        warn: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.memory, self.files = memory, files
+        self._warn, self._warned = warn, False
         sources: list[BlockSource] = [memory] if files is None else [memory, files]
         self._tiers = TieredBlocks(sources)
 
@@ -65,6 +71,12 @@ class CacheStock:
         """
         if self._tiers.find([key]):
             return None
+        if len(contents) > self.memory.most and not self._warned:
+            self._warned = True
+            self._warn(
+                f"a block of {len(contents):,} bytes does not fit into {self.memory.most:,} bytes of memory; "
+                f"give more --host-cache"
+            )
         self._tiers.store(key, contents)
         return True
 
@@ -87,7 +99,7 @@ def open_stock(
     Raises :class:`UsageError` if the folder cannot be made.
     """
     files = None if folder is None else BlockFiles(folder, model, most, warn)
-    return CacheStock(HostBlocks(memory), files)
+    return CacheStock(HostBlocks(memory), files, warn)
 
 
 class CachePeer:

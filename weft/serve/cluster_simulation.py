@@ -44,6 +44,7 @@ from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.generate.step_work import work_of
 from weft.generate.workflow import Workflow
+from weft.serve.block_link import BlockLink
 from weft.serve.load_requests import RequestOutcome
 from weft.serve.simulated_caches import CacheStocks, SimulatedCaches, StockedBlocks
 
@@ -103,18 +104,6 @@ class SimulatedEngine:
     role: Role = "any"
     fails: float = float("inf")
     phases: SimulatedPhases | None = None
-
-
-class BlockLink(NamedTuple):
-    """Speed at which cache blocks travel from one engine to another.
-
-    ``latency``: seconds until the first byte arrives. ``rate``: bytes per second. ``token_bytes``: bytes of a token's
-    keys and values over all layers.
-    """
-
-    latency: float
-    rate: float
-    token_bytes: float
 
 
 class ServiceDelays(NamedTuple):

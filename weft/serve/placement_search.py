@@ -17,8 +17,8 @@ from weft.generate.keys import chained_keys
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep, Scheduler
+from weft.serve.block_link import BlockLink
 from weft.serve.cluster_simulation import (
-    BlockLink,
     ClusterRequest,
     SimulatedEngine,
     simulate_cluster,

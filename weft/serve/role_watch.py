@@ -5,7 +5,7 @@ import numpy as np
 from weft.cluster.role_counts import RoleCounts, RoleQuestion
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.step_work import work_of
-from weft.serve.cluster_simulation import BlockLink
+from weft.serve.block_link import BlockLink
 from weft.serve.load_simulation import TimedRequest
 from weft.serve.placement_search import (
     EngineGroup,

@@ -11,14 +11,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from weft.generate.block_channel import NEWS_S
 from weft.generate.request import BlockFetch, Request
 from weft.generate.scheduler import ScheduledStep, Scheduler
-
-if TYPE_CHECKING:
-    from weft.serve.cluster_simulation import BlockLink
+from weft.serve.block_link import BlockLink
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class SimulatedCaches:
 
     engines: int
     blocks: int
-    link: "BlockLink"
+    link: BlockLink
 
 
 @dataclass
