@@ -7,11 +7,12 @@ are drawn, whose models, prompts, tokens, texts and shares of keys all may diffe
 less processor time, and both are measured, alone and in turn. As the plain alternative, the products of the parameters
 alone choose, as scaling laws do that count no memory.
 
-Quality: two small models of different size, which Weft trains here on sums until they solve some (kept in ``--work``),
-try questions of the task ``addition``, with 16 solved ones before each. Pairs of (model, share, budget) are drawn; the
-law says from some questions which setting answers more of others within the budget. Better is who answers more of
-held-back questions, which are in no training text either, with as many texts as measured times permit. Pairs whose
-difference on these is within twice its standard error count for neither, as it is not known which is better.
+Quality: two small models of different size, which Weft trains here to sort letters (kept in ``--work``; of each the
+checkpoint counts that solves nearest to half of some questions), try questions of the task ``sorting``, with 16 solved
+ones before each. Pairs of (model, share, budget) are drawn; the law says from some questions which setting answers more
+of others within the budget. Better is who answers more of held-back questions, which are in no training text either,
+with as many texts as measured times permit. Pairs whose difference on these is within twice its standard error count
+for neither, as it is not known which is better.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ from weft.planner.thinking_price import (
     thinking_work,
 )
 from weft.recipe import ModelShape, Train, load_recipe
-from weft.rl.reward_task import is_held_out
 from weft.rl.thinking_trial import solved_before, time_thinking, try_questions
 from weft.shapes.shape import shape_of
 
@@ -66,10 +66,12 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 PAIRS = 10
 TEXTS = (1, 2, 4, 8, 16, 32)
-#: The task, and models of it that solve some: layers, width, steps.
-TASK = "addition:padded=true:reversed=true"
-ADDERS = {"adder": (2, 64, 700), "larger adder": (4, 128, 500)}
-QUESTIONS, TRIED = 48, 16
+#: The task, and models of it: layers, width, steps; and steps from one checkpoint to the next.
+TASK = "sorting:letters=3"
+SORTERS = {"sorter": (2, 64, 1200), "larger sorter": (4, 128, 800)}
+EVERY = 100
+#: Questions and texts of each that are tried; and the number of questions by which a checkpoint is chosen.
+QUESTIONS, TRIED, CHOOSING = 48, 16, 24
 
 
 def priced(name: str, model: Transformer) -> ThinkingModel:
@@ -132,30 +134,39 @@ def cost_pairs(
     return pairs
 
 
-def sums_to_learn(folder: Path, count: int) -> None:
-    """Write lines of sums, none of which is a question that is held out."""
+def sorter(work_folder: Path, name: str, quick: bool) -> Path:
+    """Train a small model on solved questions, none of which is held out."""
+    folder, (layers, width, steps) = work_folder / "solved", SORTERS[name]
     folder.mkdir(parents=True, exist_ok=True)
-    drawn, lines = random.Random(1), list[str]()
-    while len(lines) < count:
-        a, b = drawn.randrange(100), drawn.randrange(100)
-        question = f"{a:02}+{b:02}="
-        if not is_held_out(question):
-            lines.append(question + f"{a + b:03}"[::-1] + "\n")
-    (folder / "sums.txt").write_text("".join(lines))
-
-
-def adder(work_folder: Path, name: str, quick: bool) -> Path:
-    """Train a small model on lines of sums."""
-    folder, (layers, width, steps) = work_folder / "sums", ADDERS[name]
-    sums_to_learn(folder, 2_000 if quick else 60_000)
+    task, first = task_of_word(TASK), 10_000
+    learned = [task.question(first + i) for i in range(2_000 if quick else 60_000)]
+    lines = [f"{each.prompt}{each.answer}\n" for each in learned]
+    (folder / "solved.txt").write_text("".join(lines))
     words = [
         f"data.sources=[{{ kind = 'text', path = '{folder}' }}]", "data.tokenizer='bytes'", "data.seq_len=192",
         "layout.shard=1", "layout.tp=1", f"model.layers={layers}", f"model.embed={width}", "train.batch=8",
-        f"train.steps={4 if quick else steps}", f"optimizer.decay={1 if quick else steps // 3}", "optimizer.warmup=1",
+        f"train.steps={4 if quick else steps}", "optimizer.decay=0", "optimizer.warmup=10", "optimizer.lr=3e-3",
+        f"checkpoint.every={2 if quick else EVERY}", "checkpoint.keep=100",
         f"data.cache='{work_folder}/cache'", "train.threads=1", "validation.every=0",
     ]  # fmt: skip
     recipe = load_recipe(ROOT / "recipes" / "quickstart.toml", words)
     return run(work_folder / name.replace(" ", "-"), recipe)
+
+
+def half_trained(folder: Path) -> Any:
+    """Open the checkpoint of a run that solves nearest to half of some questions."""
+    task = task_of_word(TASK)
+    asked = [task.question(500 + i) for i in range(CHOOSING)]
+    best, kept = 2.0, None
+    for checkpoint in sorted((folder / "checkpoints").glob("step-*")):
+        model, files, _ = open_model(str(checkpoint), "cpu", print)
+        tokenizer = tokenizer_of(files, str(folder))
+        tried = try_questions(model, tokenizer, task, asked, 4, 6, 1.0, solved_before(task, 16))  # fmt: skip
+        solved = coverage(tried, 6, 1)
+        print(folder.name, checkpoint.name, f"solves {solved:.3f}", flush=True)
+        if abs(solved - 0.5) < best:
+            best, kept = abs(solved - 0.5), (model, files)
+    return kept
 
 
 def solved_each(trials: Sequence[Sequence[TriedText]], texts: int) -> list[float]:
@@ -251,8 +262,7 @@ def main() -> None:
     torch.set_num_threads(1)
     work_folder = given.work / "quick" if given.quick else given.work
     opened = {
-        name: open_model(adder(work_folder, name, given.quick), "cpu", print)[:2]
-        for name in ADDERS
+        name: half_trained(sorter(work_folder, name, given.quick)) for name in SORTERS
     }
     models = random_models(given.quick) | {name: model for name, (model, _) in opened.items()}  # fmt: skip
     if given.model.is_dir() and not given.quick:

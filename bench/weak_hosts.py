@@ -77,7 +77,7 @@ def be_rank(out: Path, quick: bool, only_sums: bool) -> None:
     answer = {"sums": sums_of_rank(quick)}
     if not only_sums:
         answer |= {"tokens": tokens_of_rank(shape, quick)}
-        wide = WIDE | ({"embed": 512, "ffn": 2048} if quick else {})
+        wide = WIDE | ({"embed": 768, "ffn": 2048} if quick else {})
         answer |= {"cuts": cuts_of_rank(wide, quick)}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(answer))
