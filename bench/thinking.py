@@ -1,6 +1,6 @@
 """Does the cost law of reasoning know the better of two settings that it has not seen?
 
-    nice -n 10 python bench/thinking.py [--model FOLDER] [--work FOLDER] [--quick] [--json FILE]
+    nice -n 10 python bench/thinking.py [--model FOLDER] [--work FOLDER] [--only quality] [--quick] [--json FILE]
 
 Cost: rates are fitted to a few settings of each model (as ``weft plan --think`` does), then pairs of other settings
 are drawn, whose models, prompts, tokens, texts and shares of keys all may differ. The law says which of both takes
@@ -18,6 +18,7 @@ for neither, as it is not known which is better.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import time
@@ -68,7 +69,7 @@ PAIRS = 10
 TEXTS = (1, 2, 4, 8, 16, 32)
 #: The task, and models of it: layers, width, steps; and steps from one checkpoint to the next.
 TASK = "sorting:letters=3"
-SORTERS = {"sorter": (2, 64, 1200), "larger sorter": (4, 128, 800)}
+SORTERS = {"sorter": (2, 64, 1200), "larger sorter": (3, 96, 500)}
 EVERY = 100
 #: Questions and texts of each that are tried; and the number of questions by which a checkpoint is chosen.
 QUESTIONS, TRIED, CHOOSING = 48, 16, 24
@@ -255,6 +256,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("/tmp/inside-smollm2"))
     parser.add_argument("--work", type=Path, default=Path("/tmp/weft-thinking"))
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--only", choices=["quality"], help="keep the cost pairs of FILE"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny: whether it runs")
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -264,20 +268,28 @@ def main() -> None:
     opened = {
         name: half_trained(sorter(work_folder, name, given.quick)) for name in SORTERS
     }
-    models = random_models(given.quick) | {name: model for name, (model, _) in opened.items()}  # fmt: skip
-    if given.model.is_dir() and not given.quick:
-        models["SmolLM2-135M"] = open_model(str(given.model), "cpu", print)[0]
-    rounds = 1 if given.quick else given.rounds
-    rates = fitted(models, rounds)
-    print(rates, flush=True)
-    pairs = cost_pairs(models, rates, given.quick, rounds)
-    quality = quality_pairs(opened, rates, given.quick)
-    rows = {
-        "machine": before, "rates": rates.__dict__, "cost_pairs": pairs, "cost_right": sum(p["right"] for p in pairs),
-        "parameters_right": sum(p["parameters_right"] for p in pairs), "quality": quality,
-    }  # fmt: skip
+    sorters = {name: model for name, (model, _) in opened.items()}
+    rounds, path = 1 if given.quick else given.rounds, given.json
+    path = path.with_suffix(".quick.json") if given.quick else path
+    rows: dict[str, Any] = {"machine": before}
+    if given.only:
+        rows = json.loads(path.read_text())
+        rows |= {"quality_machine": before}
+        rates = fitted(sorters, rounds)
+    else:
+        models = random_models(given.quick) | sorters
+        if given.model.is_dir() and not given.quick:
+            models["SmolLM2-135M"] = open_model(str(given.model), "cpu", print)[0]
+        rates = fitted(models, rounds)
+        print(rates, flush=True)
+        pairs = cost_pairs(models, rates, given.quick, rounds)
+        rows |= {
+            "rates": rates.__dict__, "cost_pairs": pairs, "cost_right": sum(p["right"] for p in pairs),
+            "parameters_right": sum(p["parameters_right"] for p in pairs),
+        }  # fmt: skip
+    rows["quality"] = quality = quality_pairs(opened, rates, given.quick)
     print({key: rows[key] for key in ("cost_right", "parameters_right")}, quality["right"])  # fmt: skip
-    write(rows, given.json.with_suffix(".quick.json") if given.quick else given.json)
+    write(rows, path)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Four weak hosts generate together: all-reduces over links of 1, 10 and 50 ms, and an uneven cut with one slow host.
 
-    sudo python bench/weak_hosts.py [--quick] [--delays 1 10 50] [--rate 200mbit] [--json bench/results/weak_hosts.json]
+    sudo python bench/weak_hosts.py [--quick] [--sums] [--delays 1 10 50] [--rate 200mbit] [--json FILE]
 
 Hosts are network namespaces (bench/hosts.py): a frame takes the delay from any host to any other, and a host sends and
 receives at ``--rate``. The ranks are those of ``weft generate --layout tp=4``: the same connections, reader, engine.
+
+``--sums`` measures the first of these alone:
 
 1. Sums: every all-reduce for one token and for a prompt of 512 tokens, measured in turn after ``layout.sum = "auto"``
    has measured and chosen; then again for two ranks on each of two hosts. The choice is right where it is the fastest,
@@ -295,7 +297,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--sums", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--sums", action="store_true", help="sums alone")
     options = parser.parse_args()
     if options.rank:
         return be_rank(options.json, options.quick, options.sums)
@@ -307,7 +309,8 @@ def main() -> None:
     for i, delay in enumerate(options.delays):
         name = f"weft-weak-{os.getpid()}"
         with hosts(RANKS, name, options.rate, delay / 1e3) as made:
-            rows[f"{delay:g}"] = row = on_hosts(made, options.quick, 29700 + 2 * i)
+            row = on_hosts(made, options.quick, 29700 + 2 * i, options.sums)
+            rows[f"{delay:g}"] = row
             pairs = (*made[:2], *made[:2])
             row["pairs"] = on_hosts(pairs, options.quick, 29701 + 2 * i, True)["sums"]
         print_row(delay, row)
@@ -331,6 +334,8 @@ def print_row(delay: float, row: dict[str, Any]) -> None:
             order = sorted(each["ms"].items(), key=lambda item: float(item[1]))
             times = ", ".join(f"{name} {ms:.4g}" for name, ms in order)
             print(f"{where}, {tokens} tokens, ms: {times}; auto takes {each['chosen']}")
+    if "tokens" not in row:
+        return
     order = sorted(row["tokens"]["s"].items(), key=lambda item: float(item[1]))
     times = ", ".join(f"{name} {seconds:.3g}" for name, seconds in order)
     print(f"a token, s: {times}; equal texts: {row['tokens']['equal']}")
@@ -350,13 +355,17 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
             each["ms"][each["chosen"]] / min(each["ms"].values()) for each in every
         )
         slower = [[*map(int, each["slower_rounds"].split(" of "))] for each in every]
-        ms, taken = row["sums"]["1"]["ms"], row["tokens"]["s"]
-        cuts = row["cuts"]
+        ms = row["sums"]["1"]["ms"]
         found[delay] = {
             "chosen_over_fastest": round(worst, 3),
             "chosen_is_fastest": all(count < rounds - 1 for count, rounds in slower),
             "ring_over_star": round(ms["ring"] / ms["star"], 2),
             "ring_over_direct": round(ms["ring"] / ms["direct"], 2),
+        }
+        if "tokens" not in row:
+            continue
+        taken, cuts = row["tokens"]["s"], row["cuts"]
+        found[delay] |= {
             "token_ring_over_star": round(taken["ring"] / taken["star"], 2),
             "token_plain_over_auto": round(taken["plain"] / taken["auto"], 2),
             "even_over_uneven": round(
