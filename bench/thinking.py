@@ -202,13 +202,14 @@ def quality_pairs(opened: dict[str, Any], rates: StepRates, quick: bool) -> dict
             later[key] = try_questions(model, tokenizer, task, held, texts, 6, share, shots)  # fmt: skip
             spent[key] = {
                 n: measured(
-                    model, Thinking(name, 6, n, share), prompts[name], 1 if quick else 3
+                    model, Thinking(name, 6, n, share), prompts[name], 1 if quick else 6
                 )
                 for n in TEXTS
             }
             print(key, coverage(trials[key], 6, 1), coverage(later[key], 6, 1), spent[key], flush=True)  # fmt: skip
     drawn, pairs = random.Random(7), list[dict[str, Any]]()
-    least = min(min(each.values()) for each in spent.values())
+    # every setting answers at least once
+    least = max(min(each.values()) for each in spent.values())
     most = max(max(each.values()) for each in spent.values())
     tries = 0
     while len(pairs) < (2 if quick else PAIRS) and tries < 200:
@@ -236,7 +237,8 @@ def quality_pairs(opened: dict[str, Any], rates: StepRates, quick: bool) -> dict
         solved = [each.pop("solved") for each in both]
         if not quick and not differ(*solved):
             continue
-        right = (a["predicted"] > b["predicted"]) == (a["measured"] > b["measured"])
+        # who predicts the same of both has not said which is better
+        right = (a["predicted"] - b["predicted"]) * (a["measured"] - b["measured"]) > 0
         pairs.append({"budget": budget, "settings": both, "right": right})
     singles = {
         f"{name} {share}": {
@@ -275,7 +277,7 @@ def main() -> None:
     if given.only:
         rows = json.loads(path.read_text())
         rows |= {"quality_machine": before}
-        rates = fitted(sorters, rounds)
+        rates = fitted(sorters, 3 * rounds)
     else:
         models = random_models(given.quick) | sorters
         if given.model.is_dir() and not given.quick:
