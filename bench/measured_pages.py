@@ -34,6 +34,7 @@ SCRIPTS = {
     "faults_whole": "faults",
     "rl_plan": "rl_plan",
     "serve_cpu": "serve",
+    "weak_sums": "weak_hosts",
 }
 
 
