@@ -17,6 +17,7 @@ import pytest
 from tests.browser import CHROMIUM, measured
 from tests.conftest import Command
 from tests.measured import until_true
+from weft.errors import UsageError
 from weft.parallel.build import check_fits
 from weft.planner.cost import Plan, schedule_number
 from weft.planner.engine_constants import ENGINES
@@ -42,6 +43,25 @@ def found_for(
         seq,
         pins=demands,
     )
+
+
+def test_a_recipe_that_refuses_nearly_all_is_asked_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The line names the reason that most layouts have, and says that not all were asked about."""
+    monkeypatch.setattr("weft.planner.layout_search.MOST_ASKED", 3)
+    asked: list[Plan] = []
+
+    def refusal(plan: Plan, barriers: int = 0) -> str:
+        asked.append(plan)
+        return "first; mend it" if len(asked) == 1 else "second; mend it"
+
+    searched = replace(found_for("llama3-8b", 32, 64), refusal=refusal)
+    said = "of the fastest 3 kinds of the .* layouts that fit, such as .*; most often because second"
+    with pytest.raises(UsageError, match=said):
+        finalists(searched)
+    assert len(asked) == 3 and searched.first_taken(searched.order) is None
+    assert len(asked) == 3
 
 
 def test_simulation_agrees_with_the_closed_form_where_stages_are_alike() -> None:

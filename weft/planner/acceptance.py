@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from weft.planner.candidates import CHOSEN
 from weft.planner.cost import Plan
 from weft.planner.finalists import Final
@@ -32,7 +34,10 @@ def under_rules(
             known[key] = _refusal(final, recipe_of, shape)
         return known[key]
 
-    return replace(searched, refusal=refusal)
+    columns = [getattr(searched.plans, name) for name in (*names, "outer")]
+    keys = np.stack(np.broadcast_arrays(*columns))  # [settings, candidates]
+    alike = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+    return replace(searched, refusal=refusal, alike=alike, answers={})
 
 
 def _refusal(

@@ -24,7 +24,7 @@ from weft.planner.cost import (
     rest,
     schedules,
 )
-from weft.planner.layout_search import MOST_ASKED, USABLE, SearchResult, at, describe
+from weft.planner.layout_search import USABLE, SearchResult, at
 from weft.planner.machine import Machine
 from weft.planner.memory import (
     RankMemory,
@@ -158,7 +158,7 @@ def finalists(
     # One of each family, and of every schedule that is near: closed forms err, and not for all schedules alike.
     families: dict[tuple[float, ...], int] = {}
     first_seconds = np.inf
-    for i in searched.order[:MOST_ASKED]:
+    for i in searched.order.tolist():
         if len(families) >= count and total[i] > (1 + NEAR) * first_seconds:
             break
         if tuple(columns[:, i]) not in families and searched.takes(i):
@@ -166,11 +166,7 @@ def finalists(
             first_seconds = min(first_seconds, total[i])
     members = list(families.values())
     if not members:
-        fastest = searched.plan(int(searched.order[0]))
-        raise UsageError(
-            f"the recipe takes none of the {len(searched.order):,} layouts that fit, such as {describe(fastest)}: "
-            f"{searched.refusal(fastest)}"
-        )
+        raise UsageError(searched.none_taken())
     schedules = {
         float(columns[FAMILY.index("schedule"), i]): i for i in reversed(members)
     }

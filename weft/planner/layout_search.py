@@ -5,8 +5,9 @@ created. Layouts that do not fit in memory are kept, to explain what would make 
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -50,8 +51,8 @@ from weft.shapes.shape import Shape
 USABLE = 0.93
 #: What a plan with an addition may take of the time of the best without; less where its times were never measured.
 WORTH = {"secondary": 0.98} | dict.fromkeys((*AWAY, *IN_PARTS), 0.9)
-#: Candidates of which the rules are asked in one go.
-MOST_ASKED = 4000
+#: Candidates about which a recipe's rules are asked in one search; an answer takes about a millisecond.
+MOST_ASKED = 1000
 NAMES = {
     "context": CONTEXT,
     "schedule": schedules(),
@@ -127,6 +128,10 @@ class SearchResult:
         ``refused``: rules of divisibility that exclude further layouts.
         ``refusal``: function that says why ``weft train`` would refuse a plan, given the plan and its
             ``vocab_barriers``; empty if it takes the plan.
+        ``alike``: for each candidate the number of its group, ``[candidates]``; the rules answer alike about all of a
+            group. None: each candidate is a group of its own.
+        ``answers``: for each group that the rules were asked about, why ``weft train`` refuses it; empty if it does
+            not.
     """
 
     shape: Shape
@@ -138,6 +143,8 @@ class SearchResult:
     order: NDArray[np.int64]
     refused: list[Refused]
     refusal: Callable[..., str] = lambda plan, barriers=0: ""
+    alike: NDArray[np.int64] | None = None
+    answers: dict[int, str] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -155,15 +162,39 @@ class SearchResult:
     def takes(self, i: int) -> bool:
         """Return whether ``weft train`` accepts the layout with the index ``i`` in :attr:`plans` together with the
         other settings of the user's recipe.
+
+        The recipe is asked about :data:`MOST_ASKED` groups of layouts at most. All others count as refused.
         """
-        return not self.refusal(self.plan(i))
+        group = i if self.alike is None else int(self.alike[i])
+        if group not in self.answers:
+            if len(self.answers) >= MOST_ASKED:
+                return False
+            self.answers[group] = self.refusal(self.plan(i))
+        return not self.answers[group]
+
+    def none_taken(self) -> str:
+        """Return the line that says that the recipe takes none of the layouts that fit, and why."""
+        groups = set(
+            self.order.tolist()
+            if self.alike is None
+            else self.alike[self.order].tolist()
+        )
+        fastest = (
+            f"fastest {len(self.answers):,} kinds of the "
+            if groups - self.answers.keys()
+            else ""
+        )
+        why, _ = Counter(filter(None, self.answers.values())).most_common(1)[0]
+        return (
+            f"the recipe takes none of the {fastest}{len(self.order):,} layouts that fit, such as "
+            f"{describe(self.plan(int(self.order[0])))}; most often because {why}"
+        )
 
     def first_taken(self, candidates: Iterable[int]) -> int | None:
         """Return the first of ``candidates``, indices of layouts, that ``weft train`` accepts (:meth:`takes`); None if
-        it accepts none of the first :data:`MOST_ASKED`.
+        it accepts none.
         """
-        tried = islice(candidates, MOST_ASKED)
-        return next((int(i) for i in tried if self.takes(int(i))), None)
+        return next((int(i) for i in candidates if self.takes(int(i))), None)
 
     def rejected(self, count: int) -> list["Rejected"]:
         """Return up to ``count`` layouts that are faster than the best layout, but do not fit in memory.
@@ -173,7 +204,7 @@ class SearchResult:
         total = np.asarray(self.cost.total)
         large = np.asarray(self.memory.total) > float(self.machine.memory) * USABLE
         over = np.flatnonzero(large & (total < total[self.order[0]]))
-        quickest = (int(i) for i in over[np.argsort(total[over])][:MOST_ASKED])
+        quickest = (int(i) for i in over[np.argsort(total[over])])
         return [self._rejected(i) for i in islice(filter(self.takes, quickest), count)]
 
     def _rejected(self, i: int) -> "Rejected":
