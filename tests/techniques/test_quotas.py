@@ -160,7 +160,7 @@ def test_nexus_reads_short_prompts_first_and_lets_none_starve() -> None:
     assert 2 < turns < 50
 
 
-def test_nexus_with_limits_reads_a_prompt_first_while_it_can_still_be_in_time() -> None:  # fmt: skip
+def test_nexus_with_limits_reads_prompts_in_turn_while_they_can_be_in_time() -> None:
     controller = CostQuota(1.3, (1.0, 0.1))
     long, short = Request([0] * 500, 600), Request([0] * 20, 30)
     long.asked_at, short.asked_at = 0.0, 2.0
@@ -169,7 +169,10 @@ def test_nexus_with_limits_reads_a_prompt_first_while_it_can_still_be_in_time() 
         controller.choose(view(now))
         return next(iter(controller.order([(long, 500), (short, 20)])))[0]
 
-    assert [first(now) for now in (0.4, 0.6, 0.9, 1.1)] == [short, long, long, short]
+    assert [first(now) for now in (0.4, 0.6, 0.9, 1.1)] == [long, long, long, short]
+    # a quarter of a second is needed for it at half of the device
+    controller.costs = PhaseCosts((0, 0.25 * 0.5 / 500, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0))
+    assert [first(now) for now in (0.6, 0.74, 0.76)] == [long, long, short]
 
 
 @pytest.mark.parametrize(

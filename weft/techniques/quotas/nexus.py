@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 SLACK = 1.6
 #: Used part of the cache above which writing comes first, as only texts that end free blocks.
 FULL = 0.8
-#: With limits: part of the limit that a step of the texts may take, and part of that of a first token after which a
-#: prompt is read before shorter ones.
-PART, PRESSING = 0.9, 0.5
+#: With limits: part of the limit that a step of the texts may take.
+PART = 0.9
 #: Steps of the search, and the least change that is made.
 STEP, HYSTERESIS = 0.05, 0.1
 #: Passes to which the costs are fitted, and passes between two fits.
@@ -65,8 +64,8 @@ class CostQuota(QuotaController):
 
     ``limits``: most seconds to a first token and per further token, as for semi-PD; None: the slack alone counts. With
     them a step of the texts may take nine tenths of its limit, whatever its best is. By how much longer the steps so
-    far took than predicted is learned, and counted. Prompts that have waited for half of theirs, and can still keep it,
-    are read before shorter ones.
+    far took than predicted is learned, and counted. Prompts that can still keep their limit are read first, in the
+    order in which they came; the others as without limits.
     """
 
     example: ClassVar[str] = "nexus:1.6 or nexus:1.6,1,0.05"
@@ -79,7 +78,7 @@ class CostQuota(QuotaController):
         # measured over predicted seconds of a step of the texts beside prompts, which read memory for part of the time
         self.longer, self._beside = 1.0, 0.0
         self._passes: deque[PassTime] = deque(maxlen=PASSES)
-        self._new, self._depth, self._now = 0, 0.0, 0.0
+        self._new, self._depth, self._now, self._quota = 0, 0.0, 0.0, self.initial
         self._waited: dict[int, int] = {}
 
     @classmethod
@@ -99,15 +98,26 @@ class CostQuota(QuotaController):
         every = list(prompts)
         waited = {r.arrival: self._waited.get(r.arrival, 0) + 1 for r, _ in every}
         self._waited = waited
-        first = self.limits[0] if self.limits else 0.0
 
-        def rank(served: tuple[Request, int]) -> tuple[bool, tuple[float, int]]:
+        def rank(served: tuple[Request, int]) -> tuple[bool, float, int]:
             request = served[0]
-            pressing = first * PRESSING < self._now - request.asked_at < first
+            if self._in_time(request):
+                return False, 0.0, request.arrival
             length = request.wanted - AGE * waited[request.arrival]
-            return not pressing, (0.0 if pressing else length, request.arrival)
+            return True, length, request.arrival
 
         return sorted(every, key=rank)
+
+    def _in_time(self, request: Request) -> bool:
+        """Whether a prompt can keep its limit if it is read now; without limits False."""
+        if self.limits is None:
+            return False
+        ends = self._now - request.asked_at
+        if self.costs is not None:
+            tokens = float(request.wanted)
+            work = [1.0, tokens, 1.0, 1.0, tokens, tokens * self._depth]
+            ends += self.costs.seconds(self.costs.demand(work), self._quota)
+        return ends < self.limits[0]
 
     def note_pass(self, ended: PassTime) -> None:
         self._passes.append(ended)
@@ -121,7 +131,7 @@ class CostQuota(QuotaController):
             self.costs = fitted_costs([*self._passes])
 
     def choose(self, view: PhaseView) -> float:
-        self._now = view.now
+        self._now, self._quota = view.now, view.quota
         if self.costs is None or not view.prompts or not view.texts:
             return view.quota
         tokens, texts = float(sum(view.prompts)), float(view.texts)
