@@ -49,8 +49,8 @@ LEARNED = 0.1
     recipe="weft serve --checkpoint RUN --phases split --quota nexus",
     proof="tests/techniques/test_quotas.py, tests/serve/test_phase_simulation.py",
     figure=(
-        "simulated on a drifting load under three limits, with these 3.39, 1.06 and 0.966 of the goodput of the best "
-        "of six fixed quotas, without them 1.39, 1.08 and 0.952 (`bench/quotas.py`)"
+        "simulated on a drifting load under three limits, with these 3.56, 1.13 and 1.01 of the goodput of the best "
+        "of six fixed quotas, without them 2.72, 1.08 and 0.948 (`bench/quotas.py`)"
     ),
 )
 class CostQuota(QuotaController):
