@@ -226,7 +226,7 @@ def held_out(seeds: int) -> dict[str, Any]:
             said = ", ".join(f"{way} {ratio:.3f}" for way, ratio in over.items())
             print(f"{key}: best {best} ({means[best]:.3f}); {said}", flush=True)
     summary = {
-        name: {"mean": float(np.mean(each)), "least": min(each), "at least 1": sum(x >= 1 for x in each),
+        name: {"mean": float(np.mean(each)), "least": min(each), "at least 1": sum(x >= 1 - 1e-9 for x in each),
                "of": len(each)}
         for name, each in ratios.items()
     }  # fmt: skip

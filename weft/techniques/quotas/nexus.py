@@ -99,12 +99,12 @@ class CostQuota(QuotaController):
         waited = {r.arrival: self._waited.get(r.arrival, 0) + 1 for r, _ in every}
         self._waited = waited
 
-        def rank(served: tuple[Request, int]) -> tuple[bool, float, int]:
+        def rank(served: tuple[Request, int]) -> tuple[bool, tuple[float, int]]:
             request = served[0]
             if self._in_time(request):
-                return False, 0.0, request.arrival
+                return False, (0.0, request.arrival)
             length = request.wanted - AGE * waited[request.arrival]
-            return True, length, request.arrival
+            return True, (length, request.arrival)
 
         return sorted(every, key=rank)
 
