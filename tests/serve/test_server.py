@@ -7,8 +7,10 @@ import contextlib
 import json
 import re
 import signal
+import string
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +33,9 @@ from weft.generate.engine import Engine
 from weft.generate.lookup import Lookup
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
+from weft.layout.mesh import Mesh
+from weft.parallel.build import parallelize
+from weft.recipe import ModelShape, Train
 from weft.serve.answering import PLAIN, Answering
 from weft.serve.protocol import CompletionRequest
 from weft.serve.service import Service
@@ -430,6 +435,54 @@ def test_an_engine_that_fails_says_so_to_all(tokenizer: Tokenizer) -> None:
     assert server.post("completions", prompt="x").status_code == 500
     health = server.client.get("/health")
     assert health.status_code == 503 and health.json() == {"status": "out of memory"}
+    server.close()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_text_without_numbers_ends_alone(tokenizer: Tokenizer, dtype: str) -> None:
+    """The embedding of one byte is NaN, as in a damaged file: texts with this byte end with one line, others go on."""
+    shape = ModelShape(
+        vocab=257, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5
+    )
+    model = parallelize(shape, Mesh.single(), Train(seed=2, dtype=dtype))[0]
+    server = Running(tokenizer, model=model)
+    asked: dict[str, Any] = {"prompt": "a few words", "max_tokens": 8, "seed": 5}
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 4}, {"logprobs": 2}, {"echo": True, "logprobs": 1},
+        {"n": 2}, {"use_beam_search": True, "n": 2, "seed": None}, {"presence_penalty": 1.0, "min_p": 0.1},
+        {"response_format": {"type": "json_object"}},
+    ]  # fmt: skip
+    sound = [server.post("completions", **asked | way) for way in ways]
+    assert all(answer.status_code == 200 for answer in sound)
+    written = "".join(
+        choice["text"] for answer in sound for choice in answer.json()["choices"]
+    )
+    lost = next(letter for letter in string.ascii_letters if letter not in written)
+    with torch.no_grad():
+        model.embedding.table[ord(lost)] = torch.nan
+    with ThreadPoolExecutor(2 * len(ways)) as clients:
+        damaged = [
+            clients.submit(server.post, "completions", **asked | way | {"prompt": lost})
+            for way in ways
+        ]
+        again = [
+            clients.submit(server.post, "completions", **asked | way) for way in ways
+        ]
+    for task in damaged:
+        answer = task.result()
+        assert answer.status_code == 500, answer.text
+        assert "are not numbers" in answer.json()["error"]["message"]
+    for first, task in zip(sound, again, strict=True):
+        assert task.result().status_code == 200, task.result().text
+        texts = [
+            [c["text"] for c in each.json()["choices"]]
+            for each in (first, task.result())
+        ]
+        assert texts[0] == texts[1]
+    events = server.events("completions", **asked | {"prompt": "two " + lost})
+    assert "are not numbers" in events[-1]["error"]["message"]
+    assert server.client.get("/health").status_code == 200
+    until(server.empty)
     server.close()
 
 

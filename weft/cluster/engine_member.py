@@ -656,8 +656,7 @@ class EngineMember:
             scores = [score_values(said) for said in generation.prompt_scores]
             current.begun.append([answer, generation.hits, scores])
         if written.finished == "error":
-            failure = generation.grammar.failure if generation.grammar else ""
-            current.failures.append([answer, failure])
+            current.failures.append([answer, generation.failure])
         message = TokenMessage(answer, index, *written[1:])
         current.tokens.append(token_values(message))
         current.counts[answer] += written.token is not None

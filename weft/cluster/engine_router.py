@@ -76,6 +76,7 @@ from weft.generate.backend import (
     SearchRequest,
     ServerEnding,
     TokenEvent,
+    failed_text,
 )
 from weft.generate.sampling import GREEDY
 from weft.net.endpoint import Endpoint
@@ -927,9 +928,7 @@ class EngineRouter:
                 flight.prompt_scores = [read_score(said) for said in scores]
         for answer, why in head["failures"]:
             if flight := link.flights.get(answer):
-                flight.error = UsageError(
-                    f"the text's form has become too complex; ask for a simpler one: {why}"
-                )
+                flight.error = failed_text(why)
         for message in map(read_token, head["tokens"]):
             flight = link.flights.get(message.answer)
             if flight is None or message.place != len(flight.tokens):

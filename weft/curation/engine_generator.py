@@ -16,7 +16,7 @@ from weft.data.chat.chat_template import template_of
 from weft.data.chat.encode import ChatEncoder
 from weft.data.chat.reasoning import THINKS, thoughts_of, without_reasoning
 from weft.data.tokenizer import Tokenizer
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.generate.engine import Engine, check_prompt
 from weft.generate.fingerprint import open_for_reading, weights_fingerprint
 from weft.generate.sampling import Sampling
@@ -118,7 +118,9 @@ class EngineGenerator:
                 yield TextRequest(ids, settings.tokens, how, self.tokenizer.stops)
 
         texts = finished_texts(self._engine, self.tokenizer, asks(), self.requests)
-        for number, text, finished in texts:
+        for number, text, finished, failure in texts:
+            if failure:
+                raise WeftError(failure)
             yield WrittenText(asked[number], text, finished == "length")
         yield from refused
 

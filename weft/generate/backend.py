@@ -7,8 +7,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.generate.grammar import Grammar
+from weft.generate.request import TOO_COMPLEX
 from weft.generate.sampling import Sampling
 from weft.generate.workflow import Workflow
 
@@ -103,6 +104,13 @@ class TokenEvent(NamedTuple):
     token: int | None
     log_probability: tuple[float, dict[int, float]] | None
     finished: str  # "stop", "length", "" if it goes on; "error" or "ended" if it cannot
+
+
+def failed_text(why: str) -> WeftError:
+    """Return the error with which an answer ends that cannot go on. ``why``: its line, as in
+    :attr:`weft.generate.request.Generation.failure`.
+    """
+    return UsageError(why) if why.startswith(TOO_COMPLEX) else WeftError(why)
 
 
 class Busy(WeftError):

@@ -11,9 +11,10 @@ from math import inf
 
 import torch
 
+from weft.errors import WeftError
 from weft.generate.backend import Hypothesis
 from weft.generate.engine import Engine, check_prompt
-from weft.generate.request import Request
+from weft.generate.request import NOT_NUMBERS, Request
 from weft.generate.sampling import Sampling
 from weft.models.numbers import wide
 
@@ -123,6 +124,8 @@ class Search:
             [beam.logits for beam in self.beams if beam.logits is not None]
         )
         local = rows.to(wide(rows.dtype)).log_softmax(-1)
+        if local.isnan().any():
+            raise WeftError(NOT_NUMBERS)
         scores = local + local.new_tensor(
             [[beam.log_probability] for beam in self.beams]
         )

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.generate import branches
 from weft.generate.block_contents import LayerPart
 from weft.generate.block_pool import BlockPool
@@ -620,6 +620,8 @@ class Engine:
             for at in count(generation.prompt + generation.resumed):
                 while at == len(generation.ids) and not generation.finished:
                     self.step()
+                if generation.failure:
+                    raise WeftError(generation.failure)
                 if at == len(generation.ids):
                     return
                 yield generation.ids[at]

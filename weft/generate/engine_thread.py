@@ -251,7 +251,12 @@ class EngineThread:
     def _step(self) -> None:
         self._pass_on(self.engine.step())
         for search, best in [*self.searches.items()]:
-            search.advance()
+            try:
+                search.advance()
+            except WeftError as error:  # of this search alone
+                self.end_search(search)
+                best.set_exception(error)
+                continue
             if not search.beams:
                 del self.searches[search]
                 best.set_result(search.best())

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
+from math import isnan
 from time import monotonic
 from typing import NamedTuple
 
@@ -18,6 +19,12 @@ from weft.generate.token_counts import TokenCounts
 from weft.generate.workflow import Workflow
 
 T = torch.Tensor
+
+#: Error line of a text for which the model computes no probabilities.
+NOT_NUMBERS = "the model's logits for this text are not numbers (NaN or infinity); its weights may be damaged"
+
+#: Beginning of the error line of a text that its form ends.
+TOO_COMPLEX = "the text's form has become too complex; ask for a simpler one: "
 
 
 class Branch(NamedTuple):
@@ -192,7 +199,7 @@ class Generation(Request):
         ``top``: number of likeliest tokens whose log-probabilities are kept; 0: only that of the written token; None:
             none.
         ``grammar``: state of the grammar that constrains the text; None: no constraint.
-        ``finished``: why the text ended: "stop", "length" or "error" (the grammar could not go on); "" if it goes on.
+        ``finished``: why the text ended: "stop", "length" or "error" (it could not go on); "" if it goes on.
         ``log_probabilities``: for each written token a pair: its log-probability, and those of the likeliest tokens at
             its place, by id.
         ``prompt_scores``: such a pair for each token of the prompt, from the second one on.
@@ -203,6 +210,7 @@ class Generation(Request):
         ``siblings``: requests that go on from the same prompt once it is computed.
         ``versions``: which weights have drawn the tokens: pairs of the index of a written token, and of the number of
             the weights from this token on.
+        ``failure``: why the text could not go on, as the user reads it; "" if it could.
         ``stopped``: the token id of ``stops`` that ended the text, which is not one of ``ids``; None if none did.
         ``stop_log_probability``: log-probability of ``stopped``, if log-probabilities are kept.
     """
@@ -216,8 +224,9 @@ class Generation(Request):
     grammar: Grammar | None = None  # what the text may be
     stopped: int | None = None  # which of its stops came
     stop_log_probability: float | None = None
-    # "stop" or "length" in the end, or "error" if the grammar could not go on
+    # "stop" or "length" in the end, or "error" if the text could not go on
     finished: str = ""
+    failure: str = ""  # why it could not
     log_probabilities: list[tuple[float, dict[int, float]]] = field(
         default_factory=list
     )
@@ -296,7 +305,10 @@ class Generation(Request):
         begin = len(self.prompt_scores) + 1
         tokens = self.ids[begin : begin + len(rows)]
         tops = [self.top or 0] * len(rows)
-        self.prompt_scores += row_log_probabilities(rows, tokens, tops)
+        scores = row_log_probabilities(rows, tokens, tops)
+        self.prompt_scores += scores
+        if any(isnan(p) for p, _ in scores):
+            self.failure = NOT_NUMBERS
 
     def take(self, rows: T) -> Sequence["Generation"]:
         if self.finished:  # cancelled meanwhile
@@ -315,8 +327,9 @@ class Generation(Request):
         if ends:
             self.stopped, self.stop_log_probability = token, said and said[0]
             said = None
-            failed = self.grammar and self.grammar.failure
-            self.finished = "error" if failed else "stop"
+            if self.grammar and self.grammar.failure:
+                return self.fail(TOO_COMPLEX + self.grammar.failure)
+            self.finished = "stop"
         else:
             if self.grammar:
                 self.grammar.accept(token)
@@ -326,6 +339,11 @@ class Generation(Request):
             if len(self.ids) > self.most:
                 self.finished = "length"
         return Written(self, None if ends else token, said, self.finished)
+
+    def fail(self, why: str) -> "Written":
+        """End the text, which cannot go on, and return what was written: no token. ``why``: error line for the user."""
+        self.failure, self.finished = why, "error"
+        return Written(self, None, None, "error")
 
     @property
     def score(self) -> float:

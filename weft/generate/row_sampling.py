@@ -35,6 +35,9 @@ T = torch.Tensor
 #: Values of a row whose sum or maximum is computed first, so that a search looks at few of them.
 BLOCK_VALUES = 64
 
+#: Stands for the token of a row that has none, as its logits are not numbers.
+NO_TOKEN = -1
+
 #: Rows that are processed together on a CPU: their values stay in its caches.
 ROWS_IN_CACHE = 8
 
@@ -106,7 +109,8 @@ class RowGroup(NamedTuple):
 def choose_tokens(logits: T, texts: Sequence[TextState]) -> list[int]:
     """Sample the next token of each of ``texts`` from its row of ``logits`` ``[texts, vocab]``; return the token ids.
 
-    With temperature 0 it is the likeliest token.
+    With temperature 0 it is the likeliest token. It is :data:`NO_TOKEN` for a row whose logits have NaN or infinity, or
+    are all -inf.
     """
     kinds: dict[bool, list[int]] = defaultdict(list)
     for row, text in enumerate(texts):
@@ -139,7 +143,8 @@ def drawn_tokens(logits: T, texts: Sequence[TextState]) -> T:
         for kept in group_candidates(group):
             places = draw_rows(kept.weights, numbers[kept.rows])
             if kept.ids is not None:
-                places = kept.ids.gather(1, places[:, None])[:, 0]
+                ids = kept.ids.gather(1, places.clamp(min=0)[:, None])[:, 0]
+                places = torch.where(places < 0, NO_TOKEN, ids)
             chosen[kept.rows] = places
     return chosen
 
@@ -159,13 +164,17 @@ def likeliest_tokens(logits: T, texts: Sequence[TextState]) -> T:
 
 
 def largest_index(values: T) -> T:
-    """Return the index of the first largest value of each row of ``values`` ``[rows, n]``.
+    """Return the index of the first largest value of each row of ``values`` ``[rows, n]``; :data:`NO_TOKEN` if this
+    value is not finite. NaN counts as the largest value.
 
     On the CPU NumPy finds it in a tenth of the time of PyTorch.
     """
     if values.device.type != "cpu" or values.dtype == torch.bfloat16:
-        return values.argmax(-1)
-    return torch.from_numpy(values.numpy().argmax(-1))
+        best = values.argmax(-1)
+    else:
+        best = torch.from_numpy(values.numpy().argmax(-1))
+    largest = values.gather(1, best[:, None])[:, 0]
+    return torch.where(largest.isfinite(), best, NO_TOKEN)
 
 
 def portions(rows: Sequence[int], device: torch.device) -> Iterator[Sequence[int]]:
@@ -378,6 +387,14 @@ def nuclei(values: T, hows: Sequence[Sampling]) -> Iterator[Candidates]:
     vocab, left = values.shape[1], torch.arange(len(values), device=values.device)
     totals = exponentials(values, values.amax(-1, True), hows)
     total = block_sums(totals).double().cumsum(-1)[:, -1:]
+    lost = ~(total[:, 0] > 0)  # their logits are not numbers
+    if lost.any():
+        yield Candidates(left[lost], totals[lost], None)
+        own = [how for how, gone in zip(hows, lost.tolist(), strict=True) if not gone]
+        rest = left[~lost]
+        for kept in nuclei(values[rest], own) if own else ():
+            yield kept._replace(rows=rest[kept.rows])
+        return
     if values.device.type == "cpu":
         sums = total[:, 0].tolist()
         cut = [
@@ -458,21 +475,23 @@ def top_values(values: T, count: int) -> tuple[T, T]:
 
 def draw_rows(weights: T, numbers: T) -> T:
     """Draw an index by each row of ``weights`` ``[rows, n]``: return the first one at which the row's cumulative sum
-    exceeds a fraction of its total. An index with weight 0 is never returned.
+    exceeds a fraction of its total. An index with weight 0 is never returned. The result is :data:`NO_TOKEN` for a row
+    whose total is not a number above 0.
 
     ``numbers``: these fractions, random numbers in [0, 1), ``[rows]``.
     """
     if weights.shape[1] <= 4 * BLOCK_VALUES:
         ends = weights.double().cumsum(-1)
-        return first_above(ends, numbers * ends[:, -1])
+        places = first_above(ends, numbers * ends[:, -1])
+        return torch.where(ends[:, -1] > 0, places, NO_TOKEN)
     blocks = value_blocks(weights, 0)
     ends = blocks.sum(-1).double().cumsum(-1)
     wanted = numbers * ends[:, -1]
-    block = first_above(ends, wanted)[:, None]
+    block = first_above(ends, wanted).clamp(max=ends.shape[1] - 1)[:, None]
     before = F.pad(ends, (1, 0)).gather(1, block)[:, 0]
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK_VALUES))[:, 0]
     place = first_above(inside.double().cumsum(-1), wanted - before)
-    return block[:, 0] * BLOCK_VALUES + place
+    return torch.where(ends[:, -1] > 0, block[:, 0] * BLOCK_VALUES + place, NO_TOKEN)
 
 
 def first_above(ends: T, wanted: T) -> T:

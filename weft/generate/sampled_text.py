@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from weft.generate.guessed_tokens import Guess, choose_token, odds
-from weft.generate.request import Branch, Generation, Written
+from weft.generate.request import NOT_NUMBERS, Branch, Generation, Written
 from weft.generate.row_sampling import (
+    NO_TOKEN,
     TextState,
     choose_tokens,
     logit_rows,
@@ -82,6 +83,9 @@ def write_next_tokens(logits: T, texts: Sequence[SampledText]) -> list[Written]:
         probabilities = said_of(logits, going, tokens)
         for text, state, token in zip(going, states, tokens, strict=True):
             generation = text.generation
+            if token == NO_TOKEN or generation.failure:
+                written.append(generation.fail(NOT_NUMBERS))
+                continue
             if generation.chances is not None and token not in generation.stops:
                 generation.chances.append(odds(logits[text.row], state))
             written.append(generation.append(token, probabilities.get(text)))
@@ -129,7 +133,7 @@ def said_of(
     asked = [
         (text, token, text.generation.top)
         for text, token in zip(texts, tokens, strict=True)
-        if text.generation.top is not None
+        if text.generation.top is not None and token != NO_TOKEN
     ]
     if not asked:
         return {}

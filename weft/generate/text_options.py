@@ -240,6 +240,8 @@ class TextOptions:
             generations = engine.submit(ids, count, how, tokenizer.stops, self.texts)
             engine.run()
             for number, generation in enumerate(generations, 1):
+                if generation.failure:
+                    raise WeftError(generation.failure)
                 yield f"text {number} of {self.texts}", text_of(generation.written)
 
 

@@ -14,6 +14,9 @@ from weft.generate.backend import TokenEvent
 from weft.serve.call_finder import CallPiece
 from weft.serve.protocol import ChatRequest, Refusal, SamplingRequest
 
+#: Log-probability that stands for that of an impossible token, which JSON cannot say; OpenAI's servers use this one.
+IMPOSSIBLE = -9999.0
+
 Usage = dict[str, Any]
 
 
@@ -155,9 +158,7 @@ class Replies:
         if not self.logs:
             return None
         said = [
-            (e.token, *(e.log_probability or (None, None)))
-            for e in events
-            if e.token is not None
+            (e.token, *spoken(e.log_probability)) for e in events if e.token is not None
         ]
         if self.chat:
             return {
@@ -193,6 +194,16 @@ class Replies:
             "logprob": p,
             "bytes": list(self.bytes.bytes_of(token)),
         }
+
+
+def spoken(said: tuple[float, dict[int, float]] | None) -> tuple[Any, Any]:
+    """Return the log-probability of a token, and those of the likeliest tokens by their ids, as JSON can say them: a
+    token that is impossible has :data:`IMPOSSIBLE`. Both are None if ``said`` is.
+    """
+    if said is None:
+        return None, None
+    chosen, top = said
+    return max(chosen, IMPOSSIBLE), {i: max(p, IMPOSSIBLE) for i, p in top.items()}
 
 
 class TextOffsets:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from weft.errors import UsageError, WeftError
+from weft.errors import WeftError
 from weft.generate.backend import (
     AnswerRequest,
     BackendFacts,
@@ -17,6 +17,7 @@ from weft.generate.backend import (
     SearchRequest,
     ServerEnding,
     TokenEvent,
+    failed_text,
 )
 from weft.generate.best_answer import text_score
 from weft.generate.embedding import embed
@@ -195,10 +196,7 @@ class Answers:
                 "the server ends, and this answer was not at its end; ask again later"
             )
         if event.finished == "error" and self.service.failure is None:
-            grammar = self.generations[event.number].grammar
-            raise UsageError(
-                f"the text's form has become too complex; ask for a simpler one: {grammar and grammar.failure}"
-            )
+            raise failed_text(self.generations[event.number].failure)
         if event.finished == "error":
             raise WeftError(f"the engine has failed: {self.service.failure}")
         return event

@@ -8,6 +8,7 @@ from weft.checkpoint.model import open_model, tokenizer_of
 from weft.data.chat.encode import prompt_ids
 from weft.data.detokenizer import TextDecoder
 from weft.data.tokenizer import Tokenizer
+from weft.errors import WeftError
 from weft.generate.engine import Engine
 from weft.generate.request import Generation
 from weft.generate.sampling import Sampling
@@ -38,12 +39,14 @@ class FinishedText(NamedTuple):
     Attributes:
         ``number``: index of its request among the requests that were given.
         ``text``: the text.
-        ``finished``: why it ended: "stop" or "length".
+        ``finished``: why it ended: "stop", "length" or "error".
+        ``failure``: error line of a text that could not go on; "" if it could.
     """
 
     number: int
     text: str
     finished: str
+    failure: str = ""
 
 
 def finished_texts(
@@ -82,7 +85,8 @@ def finished_texts(
                     engine.cancel(generation)
                     del left[generation]
                     why = "stop" if decoder.stopped else finished
-                    yield FinishedText(number, "".join(pieces), why)
+                    text = "".join(pieces)
+                    yield FinishedText(number, text, why, generation.failure)
     finally:
         for generation in left:
             engine.cancel(generation)
@@ -105,10 +109,12 @@ def write_texts(
     """Generate the texts that ``asks`` describe with ``engine``, all at the same time, and return a list of them in the
     same order.
 
-    ``done``: called each time a text ends.
+    ``done``: called each time a text ends. Raises :class:`WeftError` for a text that cannot go on.
     """
     texts = [""] * len(asks)
-    for number, text, _ in finished_texts(engine, tokenizer, asks):
+    for number, text, _, failure in finished_texts(engine, tokenizer, asks):
+        if failure:
+            raise WeftError(failure)
         texts[number] = text
         done()
     return texts

@@ -65,6 +65,7 @@ def write_prompt_file(
     write: Callable[[str], None],
 ) -> None:
     """Continue all prompts of ``asked``, and ``write`` a line of JSON for each, with the fields "prompt" and "text".
+    The line of a text that could not go on has the field "error" too.
 
     Lines are in the order of the prompts. A line is written as soon as its text and those before it are finished.
     ``device``: where the model computes. ``experts``: where the model's experts rest; None: in memory. ``warn``: called
@@ -94,15 +95,15 @@ def write_prompt_file(
         )
         for i, prompt in enumerate(prompts)
     ]
-    finished = dict[int, str]()
+    finished = dict[int, dict[str, str]]()
     due = iter(range(len(prompts)))
     following = next(due)
 
-    def write_in_order(number: int, text: str) -> None:
+    def write_in_order(number: int, text: str, failure: str) -> None:
         nonlocal following
-        finished[number] = text
+        finished[number] = {"text": text} | ({"error": failure} if failure else {})
         while following in finished:
-            line = {"prompt": prompts[following], "text": finished.pop(following)}
+            line = {"prompt": prompts[following]} | finished.pop(following)
             write(json.dumps(line, ensure_ascii=False))
             following = next(due, -1)
 
@@ -157,14 +158,14 @@ def write_whole_batch(
     asks: Sequence[TextRequest],
     experts: StreamedExperts | None,
     say: Callable[[str], None],
-    each: Callable[[int, str], None] = lambda number, text: None,
+    each: Callable[[int, str, str], None] = lambda number, text, failure: None,
 ) -> list[str]:
     """Write the texts that ``asks`` describe, and return a list of them in the same order. ``experts``: the experts of
     the engine's model, if they are read into memory layer by layer; None: all experts are in memory. With ``experts``
     the costs of a few passes are measured first. They decide how many texts are written at a time, and in which order.
     ``say``: called with a line of the predicted speed, now and then with a line of how many texts are finished, and at
-    the end with a line of the measured speed. ``each``: called with every text as soon as it is finished, and with its
-    number among ``asks``.
+    the end with a line of the measured speed. ``each``: called with every text as soon as it is finished: with its
+    number among ``asks``, the text, and an error line if it could not go on.
     """
     _fit_cache(engine)
     plan = None if experts is None else _planned(engine, asks, experts)
@@ -177,9 +178,9 @@ def write_whole_batch(
     begun = said = perf_counter()
     with noting_work(engine) as work:
         done = enumerate(finished_texts(engine, tokenizer, in_order), 1)
-        for count, (number, text, _) in done:
+        for count, (number, text, _, failure) in done:
             texts[order[number]] = text
-            each(order[number], text)
+            each(order[number], text, failure)
             if perf_counter() - said > PROGRESS_S and count < len(asks):
                 said = perf_counter()
                 say(f"{count:,} of {len(asks):,} texts are written")
