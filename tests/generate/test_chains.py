@@ -106,6 +106,13 @@ def test_tokens_are_those_of_each_model_alone(kind: str, seed: int) -> None:
         models, budget=drawn.choice([5, 16, 512]), size=4, tokens=drawn.choice([200, None]),
         limit=drawn.choice([3, 64]), drafter=drafter,
     )  # fmt: skip
+    lean = {
+        name: [
+            getattr(block, "lean", None) is not None for block in model.blocks.values()
+        ]
+        for name, model in models.items()
+    }
+    assert all(each == lean[""] for each in lean.values())
     names = [*models, *drawn.choices([*models], k=4)]
     written = set()
     for some in (names, names[:4]):

@@ -280,6 +280,23 @@ def test_texts_that_share_blocks_move_them_together(tmp_path: Path) -> None:
     rest.close()
 
 
+def test_texts_that_fill_no_run_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step would compare every text with every other one."""
+    engine, rest, _ = resting("softmax", tmp_path)
+    compared, own_blocks = list[int](), rest.borrower.own_blocks
+    monkeypatch.setattr(
+        rest.borrower,
+        "own_blocks",
+        lambda text: (compared.append(1), own_blocks(text))[1],
+    )
+    engine.submit(LONG[:9], 3, GREEDY, n=4)
+    engine.run()
+    assert not compared
+    rest.close()
+
+
 def test_adapters_have_room_beside_the_newest_blocks(tmp_path: Path) -> None:
     engine, rest, _ = resting("softmax", tmp_path)
     adapter = read_adapter(

@@ -38,6 +38,7 @@ from weft.generate.workflow import Workflow
 from weft.models.attention_backend import check_attention
 from weft.models.borrowed_keys import BlockLender, LenderLost
 from weft.models.invariant_kernels import check_invariant
+from weft.models.lean_block import make_lean
 from weft.models.linear_attention import CHUNK
 from weft.models.row_adapters import HostAdapter
 from weft.models.shared_weights import check_same_shape
@@ -377,6 +378,7 @@ class Engine:
                 f"there is a model or adapter {name!r} already; give this one another name"
             )
         check_same_shape(name, model.shape, self.model.shape)
+        make_lean(model)
         self.reader.others[name] = model
         self.scheduler.adapter_keys[name] = []
         if digest:

@@ -26,7 +26,7 @@ from weft.generate.block_contents import tensor_bytes, tensor_of
 from weft.generate.engine import Engine, LoanUsage
 from weft.generate.key_file import CALLED, KeyLayout, layout_of
 from weft.generate.key_owner import run_owner
-from weft.generate.lending import Borrower, NoRoom, check_lending
+from weft.generate.lending import Borrower, NoRoom, check_lending, lent_blocks
 from weft.generate.reader import PagedReader
 from weft.generate.request import Request
 from weft.models.borrowed_keys import BlockLender, LenderLost, LentQuery, Partial
@@ -425,8 +425,10 @@ class KeysAtRest:
                     party.give_up(owner)
         for request in list(self.engine.scheduler.running):
             most, size = self.layout.blocks, self.engine.scheduler.pool.size
+            if request.computed // size - lent_blocks(request) < most:
+                continue  # it fills no run, whoever shares its blocks
             while own := self.borrower.own_blocks(request)[:most]:
-                full = request.computed // size - sum(b < 0 for b in request.table)
+                full = request.computed // size - lent_blocks(request)
                 # where fewer texts share what follows, it goes to a run of its own
                 if len(own) < most and full < len(own) + most:
                     break

@@ -7,6 +7,7 @@ fetches the blocks, or computes the text again later. If a lender is lost, the t
 text gets the same tokens.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import count
 from threading import Lock
@@ -279,7 +280,7 @@ class Borrower:
         move blocks.
         """
         pool = self.engine.scheduler.pool
-        away = sum(block < 0 for block in request.table)
+        away = lent_blocks(request)
         full = request.table[away : request.computed // pool.size]
         if not full or not _gives_blocks(request):
             return []
@@ -298,12 +299,15 @@ class Borrower:
         The list is empty if no other request shares the block, and also if one that does cannot move it.
         """
         scheduler = self.engine.scheduler
-        away = sum(block < 0 for block in request.table)
+        away = lent_blocks(request)
+        if scheduler.pool.owners.get(request.table[away]) == 1:
+            return []  # most texts share nothing, and others need not be looked at
         others = [
             other
             for other in scheduler.running
             if other is not request
-            and other.table[: away + 1] == request.table[: away + 1]
+            and other.table[away : away + 1] == request.table[away : away + 1]
+            and other.table[:away] == request.table[:away]
         ]
         stays = any(each in scheduler.due or not _gives_blocks(each) for each in others)
         return [] if stays else others
@@ -358,7 +362,7 @@ class Borrower:
         now on, and the blocks in this cache are freed.
         """
         pool = self.engine.scheduler.pool
-        away = sum(block < 0 for block in request.table)
+        away = lent_blocks(request)
         aliens = [next(self._numbers) for _ in table]
         self.reader.lent |= dict.fromkeys(aliens, LentBlock(lender, loan))
         for each in (request, *self.sharers(request)):
@@ -426,6 +430,11 @@ class Borrower:
 
     def _contents(self, table: Sequence[int]) -> T:
         return self.reader.read_blocks(table, self.engine.scheduler.pool.size)
+
+
+def lent_blocks(request: Request) -> int:
+    """Return how many cache blocks of ``request`` lie at lenders. They are the first ones of its table."""
+    return bisect_left(request.table, True, key=lambda block: block >= 0)
 
 
 def _gives_blocks(request: Request) -> bool:

@@ -392,8 +392,8 @@ def nuclei(values: T, hows: Sequence[Sampling]) -> Iterator[Candidates]:
         yield Candidates(left[lost], totals[lost], None)
         own = [how for how, gone in zip(hows, lost.tolist(), strict=True) if not gone]
         rest = left[~lost]
-        for kept in nuclei(values[rest], own) if own else ():
-            yield kept._replace(rows=rest[kept.rows])
+        for part in nuclei(values[rest], own) if own else ():
+            yield part._replace(rows=rest[part.rows])
         return
     if values.device.type == "cpu":
         sums = total[:, 0].tolist()
