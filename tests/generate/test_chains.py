@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from tests.generate.test_adapters import merged, write
 from tests.generate.test_cache import MIXERS
@@ -27,6 +28,7 @@ from weft.generate.engine import Engine
 from weft.generate.lookup import Lookup
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
+from weft.models.products import Packed
 from weft.models.shared_weights import SharedWeights
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
@@ -106,13 +108,6 @@ def test_tokens_are_those_of_each_model_alone(kind: str, seed: int) -> None:
         models, budget=drawn.choice([5, 16, 512]), size=4, tokens=drawn.choice([200, None]),
         limit=drawn.choice([3, 64]), drafter=drafter,
     )  # fmt: skip
-    lean = {
-        name: [
-            getattr(block, "lean", None) is not None for block in model.blocks.values()
-        ]
-        for name, model in models.items()
-    }
-    assert all(each == lean[""] for each in lean.values())
     names = [*models, *drawn.choices([*models], k=4)]
     written = set()
     for some in (names, names[:4]):
@@ -121,6 +116,23 @@ def test_tokens_are_those_of_each_model_alone(kind: str, seed: int) -> None:
             written.add(tuple(request.written))
     assert len(written) > len(models) - 2, "the models differ"
     assert not engine.scheduler.pool.owners
+
+
+def test_own_blocks_of_every_model_are_lean() -> None:
+    """With weights of sizes that are packed; tokens are those of each model alone, with other operators."""
+    shape = ModelShape(
+        vocab=31, layers=2, embed=64, heads=4, kv_heads=2, ffn=64, init_std=0.3
+    )
+    base = random_weights(shape)
+    wide = Zoo(shape, {"": base, "m": tuned(base, "m", "blocks.1")})
+    models = wide.models()
+    engine = engine_of(models)
+    blocks = [block for model in models.values() for block in model.blocks.values()]
+    packs = Packed(torch.zeros(64, 64)).packed
+    assert [getattr(block, "lean", None) is not None for block in blocks] == [packs] * 4
+    for (name, prompt), request in asked(engine, ["", "m", "m"]).items():
+        own = alone(wide.alone(name), PROMPTS[prompt], GREEDY)
+        assert request.written == own.written
 
 
 def test_equal_prompts_of_different_models_share_no_keys() -> None:
