@@ -43,7 +43,8 @@ KINDS = {
 
 def shares(folder: Path, rows: int, steps: int) -> dict[str, Any]:
     """By kind of settings: seconds of a step, of its sampling, and the share."""
-    length = (steps + 2) * len(KINDS)
+    # the first texts go on while prompts of the last are read
+    length = (steps + 2) * len(KINDS) + rows
     engine = Engine(opened(folder), tokens=rows * (160 + length), budget=512)
     texts = [
         engine.submit(prompt_of(40 + 15 * (r % 8), r), length, Sampling(seed=r))[0]
