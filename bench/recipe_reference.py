@@ -59,7 +59,11 @@ NESTED = {
         "rl.loss": "PolicyLoss",
         "rl.loss.correction": "SamplerCorrection",
     },
-    "roles": {"roles.rollout": "RolloutRole", "roles.critic": "CriticRole"},
+    "roles": {
+        "roles.rollout": "RolloutRole",
+        "roles.reference": "ReferenceRole",
+        "roles.critic": "CriticRole",
+    },
     "control": {"control.terms": "RewardTerm"},
 }
 

@@ -14,7 +14,7 @@ from tests.rl.test_remote_rollouts import InThread
 from tests.rl.test_rl_loader import letters, parameters, recipe, records, train
 from weft.errors import UsageError
 from weft.net.endpoint import Endpoint
-from weft.rl import rl_phases, rollout_processes
+from weft.rl import rl_checks, rollout_processes
 
 __all__ = ["letters"]
 
@@ -44,7 +44,7 @@ class EnginesInThreads:
 def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines in threads in the place of processes, so that they compute as invariantly as this process does."""
     monkeypatch.setattr(rollout_processes, "start_rollout_engines", EnginesInThreads)
-    monkeypatch.setattr(rl_phases, "check_alike", lambda recipe: None)
+    monkeypatch.setattr(rl_checks, "check_alike", lambda recipe, role: None)
 
 
 #: With log-probabilities that do not depend on which answers are written at the same time.

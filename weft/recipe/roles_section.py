@@ -9,6 +9,9 @@ from weft.recipe.host_section import section_of
 from weft.recipe.optimizer import Optimizer
 from weft.section import Section, validated
 
+#: Devices of processes, as a pattern; "" leaves the choice to the process.
+DEVICES = r"^$|^cpu$|^cuda(:\d{1,3})?$"
+
 #: Settings of ``[optimizer]`` that change how a whole step of the policy is taken, with their values for a critic.
 OF_THE_POLICY = {
     "estimate": "backward",
@@ -48,6 +51,14 @@ class RolloutRole(Section):
             "the run. Empty: no other hosts."
         ),
     )
+    device: str = Field(
+        "",
+        pattern=DEVICES,
+        description=(
+            "Device on which processes that only write answers compute: 'cpu', 'cuda' (the GPUs in turn), or 'cuda:N' "
+            "(the GPU with number N). Empty: a GPU if there is one."
+        ),
+    )
     threads: NonNegativeInt = Field(
         0,
         description=(
@@ -81,6 +92,82 @@ class RolloutRole(Section):
         """Host and port at which engines of other hosts join; None if they do not."""
         host, _, port = self.listen.rpartition(":")
         return (host.strip("[]"), int(port)) if self.listen else None
+
+
+class ReferenceRole(Section):
+    """Section on the reference model of reinforcement learning, from which the policy is to stay near: which it is, and
+    where it computes.
+    """
+
+    ranks: NonNegativeInt = Field(
+        0,
+        description=(
+            "Number of additional processes on the first rank's host that hold the reference model and compute its "
+            "log-probabilities, while the ranks that train compute their own. 0: the ranks that train keep the "
+            "reference model beside the policy, and compute with both in turn."
+        ),
+    )
+    layout: Layout = Field(
+        Layout(),
+        description=(
+            "Layout of the reference model over these processes: a table with settings of [layout], such as { tp = 2 "
+            "}. If not set: each process holds a whole model and computes a part of the answers."
+        ),
+    )
+    model: str = Field(
+        "",
+        description=(
+            "For ranks above 0: the reference model, in any form that model.from takes. It may have other sizes than "
+            "the policy, but needs the same tokenizer. Empty: the model with which the run starts."
+        ),
+    )
+    device: str = Field(
+        "cpu",
+        pattern=DEVICES.removeprefix("^$|"),
+        description=(
+            "Device on which these processes compute: 'cpu', 'cuda' (one GPU for each), or 'cuda:N' (the GPU with "
+            "number N)."
+        ),
+    )
+    threads: NonNegativeInt = Field(
+        0,
+        description="Number of CPU threads of each of these processes. 0: an equal share of the cores.",
+    )
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the reference model is in processes of its own."""
+        return self.ranks > 0
+
+    @property
+    def process_layout(self) -> Layout:
+        """Layout of the reference model over its processes."""
+        return self.layout if self.layout.world > 1 else Layout(dp=max(1, self.ranks))
+
+
+class RewardRole(Section):
+    """Section on reward models that score answers (tasks.reward = 'reward-model'): where they compute."""
+
+    ranks: int = Field(
+        0,
+        ge=0,
+        le=1,
+        description=(
+            "Number of additional processes on the first rank's host for each reward model. 1: a server ('weft "
+            "serve') holds the model, and all processes that score answers ask it; 0: each of these processes loads "
+            "the model. For a server on another host, tasks.model is its address."
+        ),
+    )
+    device: str = Field(
+        "cpu",
+        pattern=DEVICES.removeprefix("^$|"),
+        description=(
+            "Device on which these servers compute: 'cpu', 'cuda', or 'cuda:N' (the GPU with number N)."
+        ),
+    )
+    threads: NonNegativeInt = Field(
+        0, description="Number of CPU threads of each of these servers. 0: all cores."
+    )
 
 
 class CriticRole(Section):
@@ -137,6 +224,14 @@ class Roles(Section):
     rollout: RolloutRole = Field(
         RolloutRole(),
         description="The processes that write answers, and how they divide the model.",
+    )
+    reference: ReferenceRole = Field(
+        ReferenceRole(),
+        description="The reference model of losses with rl.loss.kl: which it is, and where it computes.",
+    )
+    reward: RewardRole = Field(
+        RewardRole(),
+        description="Reward models that score answers: where they compute.",
     )
     critic: CriticRole = Field(
         CriticRole(),

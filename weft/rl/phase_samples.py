@@ -17,6 +17,7 @@ from weft.train.own_critic import critic_of
 if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
     from weft.parallel.build import Built
+    from weft.rl.reference_processes import ReferenceProcesses
     from weft.rl.rl_phases import RlPhases
     from weft.rl.scored_answers import ScoredGroup
 
@@ -36,12 +37,17 @@ class AnswerArrays:
 
 
 def phase_samples(
-    groups: Sequence[ScoredGroup], job: RlPhases, built: Built, mesh: Mesh
+    groups: Sequence[ScoredGroup],
+    job: RlPhases,
+    built: Built,
+    mesh: Mesh,
+    elsewhere: ReferenceProcesses | None = None,
 ) -> list[PolicySample]:
     """Return the training samples of all answers of a rollout phase, group by group. All ranks must call it.
 
     Computes the advantages, and the log-probabilities that the loss needs: under the weights before the first update,
-    and under the reference model. ``built``: the model that is trained, and its state.
+    and under the reference model. ``built``: the model that is trained, and its state. ``elsewhere``: the reference
+    model in other processes; None: it is beside the policy, or the loss needs none.
     """
     loss = job.loss
     texts = [
@@ -50,11 +56,15 @@ def phase_samples(
     ]
     flat = [text for group in texts for text in group]
     old = reference = values = None
+    if elsewhere is not None:  # which then computes meanwhile
+        elsewhere.request([(t.ids.tolist(), t.learns.tolist()) for t in flat])
     if needs_old(job):
         old, _, values = _readings(flat, job, built, mesh)
         if (critic := critic_of(built.state)) is not None:
             values = _readings(flat, job, critic, mesh).values
-    if loss.needs_reference:
+    if elsewhere is not None:
+        reference = elsewhere.log_probabilities()
+    elif loss.needs_reference:
         with built.state.swapped(REFERENCE):
             reference = _readings(flat, job, built, mesh).log_probabilities
     count = iter(range(len(flat)))

@@ -72,7 +72,7 @@ def _scored(task: RewardTask, request: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": "returned an int that is too large"}
     if not math.isfinite(value):
         return {"error": f"returned {value}"}
-    return {"value": value}
+    return {"value": value, "travelled": task.travelled}
 
 
 def _reply(replies: IO[str], reply: Mapping[str, Any]) -> None:

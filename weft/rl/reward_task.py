@@ -29,9 +29,11 @@ class RewardTask:
 
     ``settings``: the table ``[[tasks]]`` of the recipe, with the settings of this task. ``seed``: seed of the
     questions. ``levels``: number of levels of difficulty, counted from 0; a curriculum chooses among them.
+    ``travelled``: bytes that scoring the last answer has sent to a server, and received from it.
     """
 
     levels = 1
+    travelled = (0, 0)
 
     def __init__(self, settings: Task, seed: int = 0) -> None:
         self.settings, self.seed = settings, seed

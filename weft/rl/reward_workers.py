@@ -125,7 +125,7 @@ class RewardWorkers:
 
     ``words``: description of the task, from :func:`task_words`. ``processes``: number of processes. ``seconds``:
     longest time for one answer. ``megabytes``: memory that a process may use, beyond what it uses once its task is
-    built.
+    built. ``travelled``: bytes sent to servers of reward models so far, and bytes received from them.
     """
 
     def __init__(
@@ -139,6 +139,7 @@ class RewardWorkers:
         self._words = dict(words) | {"seconds": seconds, "megabytes": megabytes}
         self._workers = [self._start() for _ in range(processes)]
         self._starts = 0  # processes that were killed since the last one was ready
+        self.travelled = (0, 0)
 
     def __enter__(self) -> RewardWorkers:
         return self
@@ -191,6 +192,9 @@ class RewardWorkers:
                     waiting.appendleft(item)
                 else:
                     scored[item] = _scored_of(reply)
+                    sent, received = reply.get("travelled", (0, 0))
+                    before = self.travelled
+                    self.travelled = (before[0] + sent, before[1] + received)
         return [scored[item] for item in range(len(asked))]
 
     def _ask(self, worker: _Worker, question: RewardQuestion, answer: str) -> None:

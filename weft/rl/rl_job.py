@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weft.data.order import Order
     from weft.layout.mesh import Mesh
     from weft.parallel.build import Built
+    from weft.recipe import Task
     from weft.rl.remote_rollouts import RemoteSettings
     from weft.rl.rollout import RolloutSource
     from weft.train.step_loader import RunRecords
@@ -91,16 +92,31 @@ class RlJob(RlPhases):
                 recipe.train.timeout,
                 interrupted,
                 role.address,
+                role.device,
             )
             while lines:  # where others can join
                 recorder.event(lines.popleft())
+        rewarded: Sequence[Task] = self.rewarded
+        if self.roles.reward.ranks:
+            from weft.rl.reward_servers import RewardServers
+
+            servers = RewardServers(
+                rewarded, self.roles.reward, mesh, recipe.train.timeout
+            )
+            stack.callback(servers.close)
+            rewarded = servers.tasks
         workers = [
-            reward_workers(task, recipe.train.seed, recipe.plugins)
-            for task in self.rewarded
+            reward_workers(task, recipe.train.seed, recipe.plugins) for task in rewarded
         ]
+        reference = None
+        if self.loss.needs_reference and self.roles.reference.elsewhere:
+            from weft.rl.reference_processes import ReferenceProcesses
+
+            reference = ReferenceProcesses(self, mesh, interrupted)
         loader = RlLoader(
             self, mesh, built, recorder, turns, local, rollouts, workers, interrupted,
             lambda: built.state.updates, PhaseCurricula.of_job(self, kept), lines,
+            reference,
         )  # fmt: skip
         stack.callback(loader.close)
         return loader

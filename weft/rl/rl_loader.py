@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from weft.parallel.build import Built
     from weft.rl.generation_turns import GenerationTurns
     from weft.rl.phase_curricula import PhaseCurricula
+    from weft.rl.reference_processes import ReferenceProcesses
     from weft.rl.reward_workers import RewardWorkers
     from weft.rl.rl_phases import RlPhases
     from weft.rl.rollout import AnswerGroup, GroupRequest, RolloutSource, WrittenAnswer
@@ -74,6 +75,7 @@ class RlLoader:
         ``updates``: function that returns how many updates the weights have had.
         ``curricula``: choose the levels of questions.
         ``lines``: lines to print that engines in other processes have sent since the last phase.
+        ``reference``: the reference model in other processes; None: it is beside the policy, or the loss needs none.
     """
 
     job: RlPhases
@@ -88,6 +90,7 @@ class RlLoader:
     updates: Callable[[], int]
     curricula: PhaseCurricula
     lines: deque[str] = field(default_factory=deque)
+    reference: ReferenceProcesses | None = None
     phase: int = -1
     #: The first rollout phase whose answers were not asked for yet, where engines in other processes write.
     unasked: int = 0
@@ -170,6 +173,8 @@ class RlLoader:
             self.local.close()
         for workers in self.rewards:
             workers.close()
+        if self.reference is not None:
+            self.reference.close()
 
     # --- rollouts ---
 
@@ -199,7 +204,9 @@ class RlLoader:
             self.recorder.event(self.lines.popleft())
         if note := check_scored(groups, self.rl.most_unscored):
             self.recorder.event(note)
-        self.samples = phase_samples(groups, self.job, self.built, self.mesh)
+        self.samples = phase_samples(
+            groups, self.job, self.built, self.mesh, self.reference
+        )
         self.phase = phase
         self.curricula.end(phase, answered)
         for task in self.curricula.levels:
@@ -220,6 +227,10 @@ class RlLoader:
             figures["train_s"] = begun - self.ended_at
         if self.remote:
             figures |= self._sent_figures()
+        if self.reference is not None:
+            figures |= self.reference.take_figures()
+        if self.job.roles.reward.ranks:
+            figures |= self._reward_figures()
         self.ended_at = ended
         self.recorder.reinforcement(phase, figures)
         self._keep_examples(phase, groups)
@@ -227,10 +238,23 @@ class RlLoader:
     def _start_roles(self) -> None:
         """Let the reference model, and a critic with layers of its own, begin as the policy is now."""
         state = self.built.state
-        if self.job.loss.needs_reference:
+        if self.job.loss.needs_reference and self.reference is None:
             set_reference(state)
         if (critic := critic_of(state)) is not None and not self.job.roles.critic.model:
             start_critic(state, critic.state, self.mesh)
+
+    def _reward_figures(self) -> dict[str, int]:
+        """Return the bytes of requests to servers of reward models, and of their replies, since the last phase."""
+        own = [workers.travelled for workers in self.rewards]
+        for workers in self.rewards:
+            workers.travelled = (0, 0)
+        pairs = [
+            pair for of_rank in from_all(own, self.mesh.step_group) for pair in of_rank
+        ]
+        return {
+            "reward_sent_bytes": sum(sent for sent, _ in pairs),
+            "reward_received_bytes": sum(received for _, received in pairs),
+        }
 
     def _sent_figures(self) -> dict[str, int]:
         """Return the bytes of weights that all ranks have sent to engines since the last phase, and have not sent as

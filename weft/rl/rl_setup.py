@@ -16,8 +16,8 @@ from weft.refusal import refuse
 from weft.registry import find
 from weft.rl.build_task import reward_task
 from weft.rl.questions import QuestionStream
+from weft.rl.rl_checks import check_rl
 from weft.rl.rl_job import RlJob
-from weft.rl.rl_phases import check_rl
 from weft.train.setup import completed_job
 
 if TYPE_CHECKING:

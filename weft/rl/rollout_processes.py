@@ -16,6 +16,7 @@ from weft.net.sockets import own_address
 from weft.parallel.state import State
 from weft.recipe import ModelShape
 from weft.rl.remote_rollouts import FollowingRollouts, RemoteRollouts, RemoteSettings
+from weft.rl.role_devices import device_environment
 from weft.rl.rollout import RolloutSource
 from weft.rl.rollout_engine import SECRET
 from weft.rl.weight_channel import WeightSender
@@ -31,12 +32,15 @@ def rollout_secret() -> str:
     return "" if os.environ.get("WEFT_SECRET") else secrets.token_hex(32)
 
 
-def engine_environment(secret: str, threads: int) -> Mapping[str, str]:
+def engine_environment(
+    secret: str, threads: int, device: str = ""
+) -> Mapping[str, str]:
     """Return the environment variables of an engine that a rank starts.
 
     ``secret``: secret of the channel. ``threads``: number of threads of each engine; 0: an equal share of the cores.
+    ``device``: device on which it computes, as roles.rollout.device names it.
     """
-    own = environment_without_ranks()
+    own = environment_without_ranks() | device_environment(device)
     own.pop("OMP_NUM_THREADS", None)
     if threads:
         own["OMP_NUM_THREADS"] = str(threads)
@@ -49,15 +53,17 @@ def start_rollout_engines(
     secret: str,
     say: Callable[[str], None],
     threads: int = 0,
+    device: str = "",
 ) -> EngineProcesses:
     """Start ``count`` engines on this host that write rollouts for the run whose endpoint is ``endpoint``.
 
     ``secret``: secret of the channel. ``say``: prints a line. ``threads``: threads of each engine; 0: an equal share of
-    the cores. The caller waits for the engines by :meth:`EngineProcesses.await_joined`.
+    the cores. ``device``: device on which they compute, as roles.rollout.device names it. The caller waits for the
+    engines by :meth:`EngineProcesses.await_joined`.
     """
     host, port = endpoint.address
     words = {"": ["--checkpoint=policy:"]}
-    environment = engine_environment(secret, threads)
+    environment = engine_environment(secret, threads, device)
     roles = [""] * count
     return EngineProcesses(
         roles, f"{host}:{port}", words, 0.4, say, environment=environment
@@ -75,6 +81,7 @@ def open_remote_rollouts(
     wait: float = 600.0,
     interrupted: Callable[[], bool] = lambda: False,
     listen: Address | None = None,
+    device: str = "",
 ) -> RolloutSource:
     """Return a source of rollouts that engines in other processes write. Collective over the ranks of ``mesh``.
 
@@ -88,6 +95,7 @@ def open_remote_rollouts(
         ``interrupted``: returns whether this rank is asked to end the run.
         ``listen``: address of the first rank at which other engines join with ``weft engine --checkpoint policy:``; the
             run must then have ``WEFT_SECRET``. None: only engines of this host can join.
+        ``device``: device on which the engines of the first rank's host compute, as roles.rollout.device names it.
     """
     group = mesh.step_group
     rank = 0 if group is None else group.rank()
@@ -101,7 +109,7 @@ def open_remote_rollouts(
     host, port = endpoint.address
     if not secret:
         say(f"rollouts: weft engine --checkpoint policy: --join {host}:{port}")
-    processes = start_rollout_engines(engines, endpoint, secret, say, threads) if engines else None  # fmt: skip
+    processes = start_rollout_engines(engines, endpoint, secret, say, threads, device) if engines else None  # fmt: skip
 
     def started(router: EngineRouter) -> None:
         if processes is not None:

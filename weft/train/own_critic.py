@@ -7,7 +7,7 @@ al. 2017, 1707.06347). It learns from the batches of the policy, with an optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,18 +37,18 @@ def add_rl_states(
     state: State, shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None
 ) -> None:
     """Add what reinforcement learning keeps beside the policy, as the recipe asks: the reference model's weights as a
-    slot of every parameter, and a critic that has layers of its own. Collective.
+    slot of every parameter (unless it is in processes of its own), and a critic that has layers of its own. Collective.
 
     ``state``, ``shape``: the policy's. ``values``: the initial values of the policy; None: seeded ones, or those of a
     checkpoint that is loaded later.
     """
     assert recipe.rl is not None
-    loss = recipe.rl.policy_loss
-    if loss.needs_reference:
+    loss, roles = recipe.rl.policy_loss, recipe.roles
+    if loss.needs_reference and not (roles and roles.reference.elsewhere):
         from weft.parallel.reference_weights import add_reference
 
         add_reference(state)
-    if loss.needs_values and recipe.roles and recipe.roles.critic.is_apart:
+    if loss.needs_values and roles and roles.critic.is_apart:
         state.beside[CRITIC] = _build_critic(shape, mesh, recipe, values)
 
 
@@ -71,9 +71,17 @@ def critic_shape(policy: ModelShape, recipe: Recipe) -> ModelShape:
 def named_critic(recipe: Recipe) -> Pretrained | None:
     """Open the model that ``roles.critic.model`` names; None if the recipe names none.
 
-    Raises :class:`WeftError` if it cannot be read, has no weights, or has an adapter.
+    Raises :class:`WeftError` as :func:`named_model` does.
     """
     name = recipe.roles.critic.model if recipe.roles else ""
+    return named_model("roles.critic.model", name)
+
+
+def named_model(setting: str, name: str) -> Pretrained | None:
+    """Open the model ``name`` that the setting named ``setting`` has; None if ``name`` is empty.
+
+    Raises :class:`WeftError` if it cannot be read, has no weights, or has an adapter.
+    """
     if not name:
         return None
     from weft.checkpoint.weights import open_pretrained
@@ -81,11 +89,10 @@ def named_critic(recipe: Recipe) -> Pretrained | None:
     try:
         model = open_pretrained(name)
     except WeftError as error:
-        raise type(error)(f"roles.critic.model: {error}") from None
+        raise type(error)(f"{setting}: {error}") from None
     if model.values is None or model.shape.adapter is not None or model.shape.kind:
         raise UsageError(
-            f"roles.critic.model = {name!r} has no weights of a whole transformer; name a folder with some, such as a "
-            "reward model's"
+            f"{setting} = {name!r} has no weights of a whole transformer; name a folder with some"
         )
     return model
 
@@ -173,7 +180,13 @@ def with_critic(step: Step, context: StepContext, recipe: Recipe) -> Step:
     optimizer = critic_optimizer(recipe)
     start = recipe.rl.start.steps
     return CriticStep(
-        *(getattr(step, field.name) for field in fields(Step)),
+        step.state,
+        step.gradients,
+        step.agree,
+        step.update,
+        step.after,
+        step.fillers,
+        step.clip,
         critic=plain_step(own, optimizer.clip),
         optimizer=optimizer,
         begun=context.begun,

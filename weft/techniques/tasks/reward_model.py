@@ -103,6 +103,7 @@ class RewardModel(PromptTask):
 
     def _asked_score(self, talk: Messages) -> float:
         """Ask the server for the score of a conversation."""
+        self.travelled = (0, 0)
         where = self.settings.own(RewardModelSettings).model.rstrip("/")
         headers = {"Content-Type": "application/json"}
         if self._key:
@@ -112,12 +113,14 @@ class RewardModel(PromptTask):
         asking = Request(url, body, headers, method="POST")
         try:
             with urlopen(asking, timeout=self.common.seconds) as reply:
-                score: float = json.load(reply)["score"]
+                said = reply.read()
+            score: float = json.loads(said)["score"]
         except HTTPError as error:
-            said = error.read(2000).decode(errors="replace")
-            raise WeftError(f"{url} answers {error.code}: {said}") from None
+            why = error.read(2000).decode(errors="replace")
+            raise WeftError(f"{url} answers {error.code}: {why}") from None
         except (OSError, ValueError, KeyError) as error:
             raise WeftError(f"{url} gives no score: {error}") from None
+        self.travelled = (len(body), len(said))
         return score
 
 
