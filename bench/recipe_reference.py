@@ -62,6 +62,7 @@ NESTED = {
     "roles": {
         "roles.rollout": "RolloutRole",
         "roles.reference": "ReferenceRole",
+        "roles.reward": "RewardRole",
         "roles.critic": "CriticRole",
     },
     "control": {"control.terms": "RewardTerm"},

@@ -75,3 +75,24 @@ def test_the_command_reads_a_run(
     output = capsys.readouterr().out
     assert "never waited" in output
     assert "2\t2\t1\t1.600" in output  # of four ranks, as the run itself
+
+
+def test_a_reference_model_in_processes_of_its_own_is_counted() -> None:
+    """By hand: 3 ranks, 6 rank-seconds of training of which 3 are hidden behind the reference model's 2."""
+    more = {"old_s": 1.5, "reference_s": 1.0, "reference_wait_s": 1.0}
+    phases = [phase(99, 99), *[phase(0.0, 2.5) | {"prepare_s": 1.5} | more] * 3]
+    times = phase_times(phases, 2, 2)
+    assert times == PhaseTimes(0.0, 6.0, 0.1, 16, 2.0, 3.0)
+    plans = {p.references: p for p in role_plans(times, 3) if p.in_turn}
+    assert plans[0].seconds == pytest.approx(8 / 3 + 0.1)
+    assert plans[1].seconds == pytest.approx(3 / 2 + max(3 / 2, 2) + 0.1)
+    assert plans[2].seconds == pytest.approx(3 + 3 + 0.1)
+    assert plans[1].settings == "layout of 2, roles.reference.ranks=1"
+    assert 0 < plans[2].idle < 1 and plans[0].idle == 0
+    # of a run that has one such process, which computes for 2 s while training waits for half a second
+    waits = {"old_s": 1.5, "reference_s": 2.0, "reference_wait_s": 0.5}
+    apart = [phase(99, 99), *[phase(0.0, 2.5) | {"prepare_s": 2.0} | waits] * 3]
+    own = phase_times(apart, 2, 2, references=1)
+    assert own == PhaseTimes(0.0, 8.0, 0.1, 16, 2.0, 3.0)
+    (same,) = [p for p in role_plans(own, 3) if p.in_turn and p.references == 1]
+    assert same.seconds == pytest.approx(2.5 + 1.5 + 0.5 + 0.1)

@@ -27,13 +27,15 @@ def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
         raise UsageError(f"the run in {run} has no rollout phases; give one with [rl]")
     head: dict[str, Any] = records["run"][-1]
     trainers = int(head.get("world") or 1)
-    role = (head["recipe"].get("roles") or {}).get("rollout", {})
+    roles = head["recipe"].get("roles") or {}
+    role = roles.get("rollout", {})
     apart = int(role.get("ranks") or 0)
     writers = apart or trainers
     staleness = int((head["recipe"].get("rl") or {}).get("staleness") or 0)
     ahead = staleness if apart else 0
-    times = phase_times(records["rollout"], writers, trainers, ahead)
-    own = trainers + apart
+    references = int(roles.get("reference", {}).get("ranks") or 0)
+    times = phase_times(records["rollout"], writers, trainers, ahead, references)
+    own = trainers + apart + references
     plans = role_plans(times, ranks or max(2, own))[:top]
     if as_json:
         print(
@@ -45,6 +47,7 @@ def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
     print(
         f"a phase of {times.answers:.0f} answers: writing {times.write:.2f} rank-seconds, training {times.train:.2f}, "
         f"weights {times.weights:.3f} s"
+        + (f", reference model {times.reference:.2f}" if times.reference else "")
     )
     if ahead and writers_waited(times, writers, trainers):
         print(
@@ -52,11 +55,21 @@ def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
             "a run with rl.staleness=0 tells"
         )
     print_table(
-        ("write", "train", "staleness", "s/phase", "answers/s", "waiting", "settings"),
+        (
+            "write",
+            "train",
+            *(["reference"] if times.reference else []),
+            "staleness",
+            "s/phase",
+            "answers/s",
+            "waiting",
+            "settings",
+        ),
         [
             (
                 "in turn" if plan.in_turn else str(plan.writers),
                 str(plan.trainers),
+                *([str(plan.references or "in turn")] if times.reference else []),
                 str(plan.staleness),
                 f"{plan.seconds:.3f}",
                 f"{times.answers / plan.seconds:.1f}",

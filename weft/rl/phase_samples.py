@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,12 +43,15 @@ def phase_samples(
     built: Built,
     mesh: Mesh,
     elsewhere: ReferenceProcesses | None = None,
+    seconds: dict[str, float] | None = None,
 ) -> list[PolicySample]:
     """Return the training samples of all answers of a rollout phase, group by group. All ranks must call it.
 
     Computes the advantages, and the log-probabilities that the loss needs: under the weights before the first update,
     and under the reference model. ``built``: the model that is trained, and its state. ``elsewhere``: the reference
-    model in other processes; None: it is beside the policy, or the loss needs none.
+    model in other processes; None: it is beside the policy, or the loss needs none. ``seconds``: gets the times of the
+    passes: ``old_s`` of policy and critic, ``reference_wait_s`` of the reference model or of waiting for it, and
+    ``reference_s`` of its own work.
     """
     loss = job.loss
     texts = [
@@ -56,17 +60,23 @@ def phase_samples(
     ]
     flat = [text for group in texts for text in group]
     old = reference = values = None
+    begun = time.perf_counter()
     if elsewhere is not None:  # which then computes meanwhile
         elsewhere.request([(t.ids.tolist(), t.learns.tolist()) for t in flat])
     if needs_old(job):
         old, _, values = _readings(flat, job, built, mesh)
         if (critic := critic_of(built.state)) is not None:
             values = _readings(flat, job, critic, mesh).values
+    read = time.perf_counter()
     if elsewhere is not None:
         reference = elsewhere.log_probabilities()
     elif loss.needs_reference:
         with built.state.swapped(REFERENCE):
             reference = _readings(flat, job, built, mesh).log_probabilities
+    if seconds is not None and reference is not None:
+        waited = time.perf_counter() - read
+        seconds |= {"old_s": read - begun, "reference_wait_s": waited}
+        seconds.setdefault("reference_s", waited)
     count = iter(range(len(flat)))
     scored = [
         [

@@ -39,11 +39,13 @@ LOOK_S = 0.2
 class Travelled(NamedTuple):
     """Bytes that have travelled between a run and a role in other processes, without the heads of messages.
 
-    ``sent``: bytes that the run has sent; ``received``: bytes that it has got.
+    ``sent``: bytes that the run has sent; ``received``: bytes that it has got. ``seconds``: time for which the role has
+    computed.
     """
 
     sent: int = 0
     received: int = 0
+    seconds: float = 0.0
 
 
 class _Reply(NamedTuple):
@@ -133,13 +135,16 @@ class ReferenceProcesses:
             raise WeftError(reply.why)
         return reply.numbers
 
-    def take_figures(self) -> dict[str, int]:
-        """Return the bytes that have travelled since the last call, by the names of a phase's records."""
+    def take_figures(self) -> dict[str, float]:
+        """Return the bytes that have travelled since the last call, and the seconds for which the processes have
+        computed, by the names of a phase's records.
+        """
         (now, *_) = from_all(self.travelled, self.mesh.step_group)
         self.travelled = Travelled()
         return {
             "reference_sent_bytes": now.sent,
             "reference_received_bytes": now.received,
+            "reference_s": now.seconds,
         }
 
     def close(self) -> None:
@@ -161,8 +166,11 @@ class ReferenceProcesses:
             return _Reply(None, interrupted=True)
         except WeftError as error:
             return _Reply(None, str(error))
-        received = self.travelled.received + len(frame.payload)
-        self.travelled = self.travelled._replace(received=received)
+        before = self.travelled
+        self.travelled = before._replace(
+            received=before.received + len(frame.payload),
+            seconds=before.seconds + frame.head["seconds"],
+        )
         return _Reply(numbers)
 
     def _await_ready(self) -> None:

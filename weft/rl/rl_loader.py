@@ -204,8 +204,9 @@ class RlLoader:
             self.recorder.event(self.lines.popleft())
         if note := check_scored(groups, self.rl.most_unscored):
             self.recorder.event(note)
+        passes = dict[str, float]()
         self.samples = phase_samples(
-            groups, self.job, self.built, self.mesh, self.reference
+            groups, self.job, self.built, self.mesh, self.reference, passes
         )
         self.phase = phase
         self.curricula.end(phase, answered)
@@ -222,6 +223,7 @@ class RlLoader:
             "rollout_tokens_per_s": tokens / (written - moved),
             "weights_s": moved - begun,
             "prepare_s": ended - written,
+            **passes,
         }
         if self.ended_at:
             figures["train_s"] = begun - self.ended_at

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -88,7 +89,8 @@ def _answer(
     """Answer all requests, each with the log-probabilities of the texts in it, until the connection ends."""
     leads = mesh.layout.world == 1 or dist.get_rank() == 0
     while True:
-        texts = _shared(connection.receive(), mesh)
+        frame, begun = connection.receive(), time.perf_counter()
+        texts = _shared(frame, mesh)
         numbers = token_log_probabilities(
             built.model,
             built.state,
@@ -100,7 +102,9 @@ def _answer(
             about["temperature"],
         )
         if leads:
-            connection.send({"kind": "numbers"}, [packed_numbers(numbers, texts)])
+            spent = time.perf_counter() - begun
+            payload = [packed_numbers(numbers, texts)]
+            connection.send({"kind": "numbers", "seconds": spent}, payload)
 
 
 def _shared(frame: Frame, mesh: Mesh) -> list[MarkedText]:
