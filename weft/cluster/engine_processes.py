@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from math import inf
+from typing import Any
 
 from weft.errors import WeftError
 
@@ -22,8 +23,9 @@ class EngineProcesses:
     engines together use. Each engine gets an equal part of it, and an equal part of the processor's cores. ``say``
     prints a line. ``ranks``: number of processes of each engine. ``gpus``: names of this host's GPUs, as in
     ``CUDA_VISIBLE_DEVICES``; the ranks of the engines get them in turn. ``environment``: environment variables of the
-    processes; None: those of this process. Once all have joined, a process that ends by a fault is started again. The
-    processes inherit the variable ``WEFT_SECRET``.
+    processes; None: those of this process. ``start``: starts a process, given the name of its engine, its command and
+    its environment variables; None: as a child of this process. Once all have joined, a process that ends by a fault is
+    started again. The processes inherit the variable ``WEFT_SECRET``.
     """
 
     def __init__(
@@ -36,8 +38,9 @@ class EngineProcesses:
         ranks: int = 1,
         gpus: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        start: Callable[[str, Sequence[str], Mapping[str, str]], Any] | None = None,
     ) -> None:
-        self.say = say
+        self.say, self._place = say, start
         computing = [role for role in roles if role != "cache"]
         threads = max(1, (os.cpu_count() or 1) // (max(1, len(computing)) * ranks))
         given = os.environ if environment is None else environment
@@ -67,11 +70,14 @@ class EngineProcesses:
             target=self._watch, name="weft-engines", daemon=True
         )
 
-    def _start(self, name: str) -> "subprocess.Popen[bytes]":
+    def _start(self, name: str) -> Any:
+        environment = self._environment | self._devices.get(name, {})
+        if self._place is not None:
+            return self._place(name, self._commands[name], environment)
         # signals for the server are for the server alone, which lets its answers end
         return subprocess.Popen(
             self._commands[name],
-            env=self._environment | self._devices.get(name, {}),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
             start_new_session=True,

@@ -221,6 +221,14 @@ class CriticRole(Section):
 class Roles(Section):
     """Section on the roles of reinforcement learning: which ranks do what, and how."""
 
+    placement: Literal["local", "ray"] = Field(
+        "local",
+        description=(
+            "Where the processes of roles.rollout.ranks and roles.reference.ranks are started. 'local': on the first "
+            "rank's host; 'ray': where Ray finds room for them, on the cluster of RAY_ADDRESS, or on this host "
+            "without it. Weights, answers and log-probabilities never go through Ray."
+        ),
+    )
     rollout: RolloutRole = Field(
         RolloutRole(),
         description="The processes that write answers, and how they divide the model.",

@@ -7,8 +7,6 @@ what else the loss needs. A process that ends or hangs ends the run with a line 
 from __future__ import annotations
 
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,16 +18,18 @@ import numpy as np
 from weft.errors import WeftError
 from weft.layout.mesh import from_all
 from weft.net.endpoint import Endpoint, process_endpoint
-from weft.net.sockets import listen, own_address
+from weft.net.sockets import own_address
 from weft.net.wire import Frame, SealedConnection
 from weft.rl.local_rollouts import RolloutInterrupted
 from weft.rl.role_devices import device_environment
+from weft.rl.role_places import PlacedProcess, open_places
 from weft.rl.role_process import ROLES, SECRET
 from weft.rl.role_texts import MarkedText, packed_texts, unpacked_numbers
 from weft.run.rank_variables import environment_without_ranks
 
 if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
+    from weft.recipe.roles_section import Roles
     from weft.rl.rl_phases import RlPhases
 
 #: Seconds between two looks at the processes.
@@ -91,18 +91,20 @@ class ReferenceProcesses:
         self.limit = float(job.recipe.train.timeout)
         self.travelled = Travelled()
         self._texts: Sequence[MarkedText] = ()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[PlacedProcess] = []
         self._links: dict[int, SealedConnection] = {}
         group = mesh.step_group
         self.leads = group is None or group.rank() == 0
         if self.leads:
             self._joined: Queue[SealedConnection] = Queue()
-            self._endpoint = process_endpoint(own_address())
+            listens = job.roles.rollout.address
+            host = listens[0] if listens else own_address()
+            self._endpoint = process_endpoint(host)
             secret = secrets.token_hex(32)
             self._channel = self._endpoint.open(ROLES, secret, self._joined.put)
             self._about = reference_about(job)
             self._processes = start_role_processes(
-                job.roles.reference, self._endpoint, secret
+                job.roles, self._endpoint, secret, self.limit
             )
 
     def request(self, texts: Sequence[MarkedText]) -> None:
@@ -225,40 +227,33 @@ def name_of(rank: int) -> str:
 
 
 def start_role_processes(
-    role: Any, endpoint: Endpoint, secret: str
-) -> list[subprocess.Popen[bytes]]:
-    """Start the processes of ``role``, a section such as ``[roles.reference]``, on this host.
+    roles: Roles, endpoint: Endpoint, secret: str, wait: float
+) -> list[PlacedProcess]:
+    """Start the processes of ``[roles.reference]``.
 
-    ``endpoint``: endpoint of the run, with which they connect. ``secret``: secret of the channel.
+    ``endpoint``: endpoint of the run, with which they connect. ``secret``: secret of the channel. ``wait``: seconds to
+    wait until there is a place for each.
     """
-    host, port = endpoint.address
-    command = [sys.executable, "-m", "weft.rl.role_process", host, str(port)]
+    role, (host, port) = roles.reference, endpoint.address
+    command = ["-m", "weft.rl.role_process", host, str(port)]
     shared = environment_without_ranks() | {SECRET: secret}
-    shared |= device_environment(role.device)
+    if roles.placement == "local" or role.device == "cpu":
+        shared |= device_environment(role.device)
     if role.threads:
         shared["OMP_NUM_THREADS"] = str(role.threads)
-    if role.ranks > 1:
-        shared |= {
+    places = open_places(roles, host, role.ranks, role.device, role.threads, wait)
+    processes = []
+    meeting = places[0].meeting()
+    for rank, place in enumerate(places):
+        own = {
             "WORLD_SIZE": str(role.ranks),
             "LOCAL_WORLD_SIZE": str(role.ranks),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(_free_port(host)),
+            "MASTER_ADDR": meeting.host,
+            "MASTER_PORT": str(meeting.port),
+            "RANK": str(rank),
+            # Ray shows each process its own GPU only
+            "LOCAL_RANK": str(rank if roles.placement == "local" else 0),
         }
-    return [
-        subprocess.Popen(
-            command,
-            env=shared
-            | ({"RANK": str(i), "LOCAL_RANK": str(i)} if role.ranks > 1 else {}),
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            start_new_session=True,
-        )
-        for i in range(role.ranks)
-    ]
-
-
-def _free_port(host: str) -> int:
-    """Return a port of this host at which nobody listens."""
-    with listen(host, 0, 1) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+        variables = shared | (own if role.ranks > 1 else {})
+        processes.append(place.start(command, variables))
+    return processes

@@ -6,23 +6,22 @@ holds it, on its own device, and the processes ask it over HTTP.
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty, Queue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weft.errors import WeftError
 from weft.layout.mesh import from_all
 from weft.net.sockets import own_address
 from weft.rl.role_devices import device_environment
+from weft.rl.role_places import entry_words
 from weft.run.rank_variables import environment_without_ranks
 
 if TYPE_CHECKING:
@@ -30,15 +29,6 @@ if TYPE_CHECKING:
     from weft.recipe import Task
     from weft.recipe.roles_section import RewardRole
 
-#: What a server runs first: the kernel is told to end it when the run dies, whatever the cause.
-_ENTRY = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 #: Seconds that a server gets to end by itself.
 END_S = 5.0
 
@@ -122,13 +112,10 @@ def _start(name: str, role: RewardRole, key: Path) -> subprocess.Popen[str]:
     environment = {**environment, **device_environment(role.device)}
     if role.threads:
         environment = {**environment, "OMP_NUM_THREADS": str(role.threads)}
-    words: list[Any] = [
-        *(sys.executable, "-c", _ENTRY, os.getpid()),
-        *(sys.executable, "-m", "weft", "serve", "--checkpoint", name),
-        *("--host", own_address(), "--port", 0, "--api-key", key),
-    ]
+    words = ["-m", "weft", "serve", "--checkpoint", name]
+    words += ["--host", own_address(), "--port", "0", "--api-key", str(key)]
     return subprocess.Popen(
-        [str(word) for word in words],
+        entry_words(words),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

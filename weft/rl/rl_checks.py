@@ -10,6 +10,7 @@ from weft.models.invariant import TILE
 from weft.parallel.build import check_fits
 from weft.recipe.reward_settings import RewardSettings
 from weft.recipe.roles_section import OF_THE_POLICY, ReferenceRole, RewardRole
+from weft.rl.ray_places import check_ray
 from weft.rl.reward_servers import served_folder
 from weft.rl.role_devices import check_device
 from weft.train.own_critic import critic_optimizer, critic_shape, named_critic
@@ -89,7 +90,8 @@ def check_rl(job: RlPhases) -> None:
         )
     _check_critic(job)
     _check_reference(job)
-    _check_devices(role)
+    _check_placement(job)
+    _check_devices(role, job.roles.placement)
     _check_reward(job)
     if job.answers * rl.epochs % batch:
         raise UsageError(
@@ -181,10 +183,31 @@ def _check_reference(job: RlPhases) -> None:
         )
     check_tokens("roles.reference.model", named, job)
     check_fits(named.shape if named else job.shape, role.process_layout)
-    check_device("roles.reference.device", role.device, role.ranks)
+    if job.roles.placement == "local":
+        check_device("roles.reference.device", role.device, role.ranks)
 
 
-def _check_devices(role: RolloutRole) -> None:
+def _check_placement(job: RlPhases) -> None:
+    """Check that Ray can place the processes of roles, if it shall. Raises :class:`UsageError` if it cannot."""
+    roles = job.roles
+    if roles.placement == "local":
+        return
+    if not (roles.rollout.ranks or roles.reference.ranks):
+        raise UsageError(
+            "roles.placement = 'ray' is about processes of roles, and there are none; set roles.rollout.ranks or "
+            "roles.reference.ranks, or leave it out"
+        )
+    for name in ("rollout", "reference"):
+        device = getattr(roles, name).device
+        if ":" in device:
+            raise UsageError(
+                f"roles.{name}.device = {device!r} names a GPU, and with roles.placement = 'ray' Ray chooses it; use "
+                "'cuda'"
+            )
+    check_ray()
+
+
+def _check_devices(role: RolloutRole, placement: str) -> None:
     """Check where processes that write answers compute. Raises :class:`UsageError` if there is no such device."""
     if not role.device:
         return
@@ -197,7 +220,8 @@ def _check_devices(role: RolloutRole) -> None:
         raise UsageError(
             f"roles.rollout.invariant is for CPUs, and roles.rollout.device = {role.device!r}; use 'cpu'"
         )
-    check_device("roles.rollout.device", role.device, 1)
+    if placement == "local":
+        check_device("roles.rollout.device", role.device, 1)
 
 
 def _check_reward(job: RlPhases) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weft.generate.sampling import Sampling
@@ -18,13 +19,16 @@ from weft.rl.recorded_loader import RecordedLoader
 from weft.rl.reward_workers import reward_workers
 from weft.rl.rl_loader import RlLoader
 from weft.rl.rl_phases import RlPhases
+from weft.rl.role_places import close_places, open_places
 
 if TYPE_CHECKING:
     from weft.data.order import Order
     from weft.layout.mesh import Mesh
     from weft.parallel.build import Built
     from weft.recipe import Task
+    from weft.recipe.roles_section import RolloutRole
     from weft.rl.remote_rollouts import RemoteSettings
+    from weft.rl.role_places import RolePlace
     from weft.rl.rollout import RolloutSource
     from weft.train.step_loader import RunRecords
 
@@ -75,12 +79,14 @@ class RlJob(RlPhases):
         )
         lines = deque[str]()
         role = self.roles.rollout
+        stack.callback(close_places, self.roles)
         if not role.elsewhere:
             rollouts: RolloutSource = local
         else:
             # what a run without it does not wait for
             from weft.rl.rollout_processes import open_remote_rollouts
 
+            by_ray = self.roles.placement == "ray"
             rollouts = open_remote_rollouts(
                 mesh,
                 built.state,
@@ -92,7 +98,9 @@ class RlJob(RlPhases):
                 recipe.train.timeout,
                 interrupted,
                 role.address,
-                role.device,
+                # Ray gives GPUs to processes
+                "" if by_ray and role.device != "cpu" else role.device,
+                partial(self._rollout_places, role),
             )
             while lines:  # where others can join
                 recorder.event(lines.popleft())
@@ -120,6 +128,15 @@ class RlJob(RlPhases):
         )  # fmt: skip
         stack.callback(loader.close)
         return loader
+
+    def _rollout_places(self, role: RolloutRole, host: str) -> list[RolePlace]:
+        """Return the places of processes that write answers, from which the run is reached at ``host``; none: here."""
+        if self.roles.placement == "local":
+            return []
+        wait = self.recipe.train.timeout
+        return open_places(
+            self.roles, host, role.ranks, role.device, role.threads, wait
+        )
 
     def _remote_settings(self) -> RemoteSettings:
         """Return how engines in other processes write the answers."""

@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from weft.cluster.engine_processes import EngineProcesses
 from weft.cluster.engine_router import EngineRouter
@@ -17,6 +18,7 @@ from weft.parallel.state import State
 from weft.recipe import ModelShape
 from weft.rl.remote_rollouts import FollowingRollouts, RemoteRollouts, RemoteSettings
 from weft.rl.role_devices import device_environment
+from weft.rl.role_places import RolePlace
 from weft.rl.rollout import RolloutSource
 from weft.rl.rollout_engine import SECRET
 from weft.rl.weight_channel import WeightSender
@@ -54,19 +56,31 @@ def start_rollout_engines(
     say: Callable[[str], None],
     threads: int = 0,
     device: str = "",
+    places: Sequence[RolePlace] = (),
 ) -> EngineProcesses:
     """Start ``count`` engines on this host that write rollouts for the run whose endpoint is ``endpoint``.
 
     ``secret``: secret of the channel. ``say``: prints a line. ``threads``: threads of each engine; 0: an equal share of
-    the cores. ``device``: device on which they compute, as roles.rollout.device names it. The caller waits for the
-    engines by :meth:`EngineProcesses.await_joined`.
+    the cores. ``device``: device on which they compute, as roles.rollout.device names it. ``places``: a place for each;
+    none: on this host. The caller waits for the engines by :meth:`EngineProcesses.await_joined`.
     """
     host, port = endpoint.address
     words = {"": ["--checkpoint=policy:"]}
     environment = engine_environment(secret, threads, device)
     roles = [""] * count
+
+    def start(name: str, command: Sequence[str], variables: Mapping[str, str]) -> Any:
+        # the command begins with this host's Python, and another host has its own
+        return places[int(name.rpartition("-")[2])].start(command[1:], variables)
+
     return EngineProcesses(
-        roles, f"{host}:{port}", words, 0.4, say, environment=environment
+        roles,
+        f"{host}:{port}",
+        words,
+        0.4,
+        say,
+        environment=environment,
+        start=start if places else None,
     )
 
 
@@ -82,6 +96,7 @@ def open_remote_rollouts(
     interrupted: Callable[[], bool] = lambda: False,
     listen: Address | None = None,
     device: str = "",
+    open_places: Callable[[str], Sequence[RolePlace]] = lambda host: (),
 ) -> RolloutSource:
     """Return a source of rollouts that engines in other processes write. Collective over the ranks of ``mesh``.
 
@@ -95,7 +110,9 @@ def open_remote_rollouts(
         ``interrupted``: returns whether this rank is asked to end the run.
         ``listen``: address of the first rank at which other engines join with ``weft engine --checkpoint policy:``; the
             run must then have ``WEFT_SECRET``. None: only engines of this host can join.
-        ``device``: device on which the engines of the first rank's host compute, as roles.rollout.device names it.
+        ``device``: device on which the engines that the run starts compute, as roles.rollout.device names it.
+        ``open_places``: returns places for these engines, given the host at which they reach the run; none: on the
+            first rank's host.
     """
     group = mesh.step_group
     rank = 0 if group is None else group.rank()
@@ -109,7 +126,12 @@ def open_remote_rollouts(
     host, port = endpoint.address
     if not secret:
         say(f"rollouts: weft engine --checkpoint policy: --join {host}:{port}")
-    processes = start_rollout_engines(engines, endpoint, secret, say, threads, device) if engines else None  # fmt: skip
+    processes = None
+    if engines:
+        places = open_places(host)
+        processes = start_rollout_engines(
+            engines, endpoint, secret, say, threads, device, places
+        )
 
     def started(router: EngineRouter) -> None:
         if processes is not None:

@@ -1,0 +1,110 @@
+"""Processes of roles where Ray places them: the same run as on this host, and processes that end or are lost."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rl.test_rl_loader import TREE, parameters, recipe, records
+from weft.api import start as train
+from weft.errors import UsageError
+from weft.recipe import Recipe
+from weft.rl import ray_places
+from weft.rl.ray_places import LOST, RayPlace, close_ray, open_ray_places
+from weft.train.setup import prepare
+
+WITH_RAY = "weft[ray] is not installed: pip install 'weft[ray]'"
+LOSS = {"start": {"steps": 0}, "loss": {"kl": "k3", "kl_weight": 0.1}}
+
+
+@pytest.fixture
+def ray() -> Iterator[Any]:
+    yield pytest.importorskip("ray", reason=WITH_RAY)
+    close_ray()
+
+
+def given(placement: str) -> Recipe:
+    """A run of which two processes of one thread each write answers and hold the reference model."""
+    roles = {
+        "placement": placement,
+        "rollout": {"ranks": 1, "threads": 1},
+        "reference": {"ranks": 1, "threads": 1},
+    }
+    steps = TREE["train"] | {"steps": 2}
+    return recipe(rl=TREE["rl"] | LOSS, roles=roles, train=steps)
+
+
+@pytest.mark.slow(60)
+def test_a_run_is_the_same_where_ray_places_its_roles(
+    ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = RayPlace.start, list[str]()
+
+    def spied(self: RayPlace, command: Any, environment: Any) -> Any:
+        started.append(command[1])
+        return start(self, command, environment)
+
+    monkeypatch.setattr(RayPlace, "start", spied)
+    here = train(given("local"), out=tmp_path / "here")
+    placed = train(given("ray"), out=tmp_path / "placed")
+    a, b = parameters(here), parameters(placed)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    phases = [records(outcome.run, "rollout") for outcome in (here, placed)]
+    for own, other in zip(*phases, strict=True):
+        for name in ("reward", "weights_bytes", "reference_sent_bytes"):
+            assert own[name] == other[name]
+    assert sorted(started) == ["weft", "weft.rl.role_process"]
+    assert not ray.is_initialized()
+
+
+@pytest.mark.slow(30)
+def test_a_place_is_used_again_after_its_process_or_its_host_is_lost(ray: Any) -> None:
+    (place,) = open_ray_places("127.0.0.1", 1, "cpu", 0, 60.0)
+    assert place.meeting().port > 1023
+    program = (
+        "import os, time; time.sleep(0 if 'WEFT_X' in os.environ else 600); exit(7)"
+    )
+    sleeps = ["-c", program]
+    process = place.start(sleeps, {"WEFT_X": "1", "OTHER": "2"})
+    assert process.wait(60) == 7 == process.poll()
+    process = place.start(sleeps, {})
+    assert process.poll() is None
+    process.kill()
+    assert process.poll() == -9
+    process = place.start(sleeps, {})
+    ray.kill(place._actor)
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert process.poll() == LOST
+    assert place.start(sleeps, {"WEFT_X": "1"}).wait(60) == 7
+
+
+def test_what_ray_cannot_place_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=r"pip install 'weft\[ray\]'"):
+        prepare(given("ray"))
+    nothing = {"placement": "ray"}
+    with pytest.raises(UsageError, match="there are none; set roles"):
+        prepare(recipe(rl=TREE["rl"] | LOSS, roles=nothing))
+    named = nothing | {"rollout": {"ranks": 1, "device": "cuda:1"}}
+    with pytest.raises(UsageError, match="'ray' Ray chooses it; use 'cuda'"):
+        prepare(recipe(rl=TREE["rl"] | LOSS, roles=named))
+
+
+def test_hosts_that_cannot_reach_the_run_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Cluster:
+        def nodes(self) -> list[dict[str, bool]]:
+            return [{"Alive": True}, {"Alive": True}, {"Alive": False}]
+
+    monkeypatch.setattr(ray_places, "_joined_ray", Cluster)
+    with pytest.raises(UsageError, match="Ray has 2 hosts, and this run listens at 12"):
+        open_ray_places("127.0.0.1", 1, "cpu", 1, 1.0)

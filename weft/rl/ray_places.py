@@ -1,0 +1,206 @@
+"""Places for the processes of roles on the hosts of a Ray cluster (``roles.placement = "ray"``; extra ``ray``).
+
+Ray chooses the host and holds the processor's cores or the GPU. A small actor there starts the process, says how it
+ended, and ends it. The process connects with the run by Weft's own channels: no tensor goes through Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.errors import UsageError, WeftError
+from weft.rl.role_places import Meeting, PlacedProcess, entry_words, weft_variables
+
+#: Seconds that an actor may take to answer, and bytes of Ray's own store of objects, which stays empty.
+ANSWER_S, STORE = 30.0, 80 << 20
+#: Exit code of a process whose host is lost.
+LOST = -9
+
+
+class ProcessHost:
+    """What runs as a Ray actor: starts one process of Weft on its host, and watches it."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def meeting(self) -> tuple[str, int]:
+        """Return the host's address, and a port at which nobody listens."""
+        import ray
+
+        from weft.net.sockets import listen
+
+        host = ray.util.get_node_ip_address()
+        with listen(host, 0, 1) as probe:
+            return host, probe.getsockname()[1]
+
+    def start(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
+        """Start a process, and return its number. ``variables``: environment variables beside those of this host."""
+        self.process = subprocess.Popen(
+            entry_words(command),
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            start_new_session=True,
+        )
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code of the process; None while it runs."""
+        assert self.process is not None
+        return self.process.poll()
+
+    def kill(self) -> int:
+        """End the process at once, and return its exit code."""
+        assert self.process is not None
+        self.process.kill()
+        return self.process.wait()
+
+
+class RayProcess:
+    """A process that runs under an actor. ``actor``: handle of a :class:`ProcessHost`; ``pid``: number of the process
+    on its host.
+    """
+
+    def __init__(self, actor: Any, pid: int) -> None:
+        self._actor, self.pid = actor, pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            self._code = self._ask(self._actor.poll)
+        return self._code
+
+    def kill(self) -> None:
+        if self._code is None:
+            self._code = self._ask(self._actor.kill)
+
+    def wait(self, timeout: float | None = None) -> int:
+        import time
+
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            time.sleep(0.1)
+        return code
+
+    def _ask(self, method: Any) -> int | None:
+        import ray
+
+        try:
+            code: int | None = ray.get(method.remote(), timeout=ANSWER_S)
+            return code
+        except ray.exceptions.RayError:  # its host or its actor is lost
+            return LOST
+
+
+class RayPlace:
+    """A place on a host that Ray has chosen. ``options``: options of the actor; ``wait``: seconds to wait for it."""
+
+    def __init__(self, options: Mapping[str, Any], wait: float) -> None:
+        self._options, self._wait = options, wait
+        self._actor: Any = None
+        self._open()
+
+    def _open(self) -> None:
+        import ray
+
+        self._actor = ray.remote(ProcessHost).options(**self._options).remote()
+        try:
+            self._meeting = Meeting(
+                *ray.get(self._actor.meeting.remote(), timeout=self._wait)
+            )
+        except ray.exceptions.GetTimeoutError:
+            raise WeftError(
+                f"Ray has found no place within {self._wait:g} s for a process with {self._options}; roles.placement = "
+                "'ray' needs a cluster with so much free"
+            ) from None
+        except ray.exceptions.RayError as error:
+            line = str(error).strip().splitlines()[-1]
+            raise WeftError(f"Ray cannot start a process of Weft: {line}") from None
+
+    def meeting(self) -> Meeting:
+        return self._meeting
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str]
+    ) -> PlacedProcess:
+        import ray
+
+        variables = weft_variables(environment)
+        try:
+            pid = ray.get(
+                self._actor.start.remote([*command], variables), timeout=ANSWER_S
+            )
+        except ray.exceptions.RayActorError:  # its host was lost; Ray chooses another
+            self._open()
+            pid = ray.get(
+                self._actor.start.remote([*command], variables), timeout=ANSWER_S
+            )
+        return RayProcess(self._actor, pid)
+
+
+def open_ray_places(
+    host: str, count: int, device: str, threads: int, wait: float
+) -> list[Any]:
+    """Return ``count`` places on hosts that Ray chooses. The arguments are those of
+    :func:`weft.rl.role_places.open_places`.
+
+    Without ``RAY_ADDRESS`` in the environment, Ray is started on this host alone. Raises :class:`UsageError` if the
+    package is missing, or if other hosts of the cluster could not reach the run.
+    """
+    ray = _joined_ray()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    if len(alive) > 1 and host in ("127.0.0.1", "::1", "localhost"):
+        raise UsageError(
+            f"Ray has {len(alive)} hosts, and this run listens at {host}, which only its own host reaches; set "
+            "roles.rollout.listen = HOST:PORT with an address that all reach"
+        )
+    options: dict[str, Any] = {
+        "num_cpus": threads,
+        "num_gpus": int(device.startswith("cuda")),
+        "scheduling_strategy": "SPREAD",
+    }
+    return [RayPlace(options, wait) for _ in range(count)]
+
+
+def _joined_ray() -> Any:
+    """Return the package ray, which has joined the cluster."""
+    check_ray()
+    import ray
+
+    if not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS", "local")
+        own = {"object_store_memory": STORE, "include_dashboard": False}
+        try:
+            ray.init(
+                address=address,
+                logging_level="error",
+                log_to_driver=True,
+                **(own if address == "local" else {}),
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            line = (str(error).splitlines() or [""])[0]
+            raise WeftError(f"Ray cannot be reached at {address}: {line}") from None
+    return ray
+
+
+def close_ray() -> None:
+    """Leave the cluster, which ends all processes that this process has started there."""
+    import ray
+
+    ray.shutdown()
+
+
+def check_ray() -> None:
+    """Raise :class:`UsageError` if the package ray is not installed."""
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "roles.placement = 'ray' needs the package ray: pip install 'weft[ray]'"
+        ) from None
