@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks at the processes.
 LOOK_S = 0.2
+#: Share of ``train.timeout`` for which the first rank waits for a process.
+WAIT = 0.75
 
 
 class Travelled(NamedTuple):
@@ -88,7 +90,8 @@ class ReferenceProcesses:
         self, job: RlPhases, mesh: Mesh, interrupted: Callable[[], bool]
     ) -> None:
         self.mesh, self.interrupted = mesh, interrupted
-        self.limit = float(job.recipe.train.timeout)
+        # less than other ranks wait for the first, so that the line names who is late
+        self.limit = WAIT * job.recipe.train.timeout
         self.travelled = Travelled()
         self._texts: Sequence[MarkedText] = ()
         self._processes: list[PlacedProcess] = []
@@ -217,7 +220,7 @@ class ReferenceProcesses:
                 raise WeftError(f"{name_of(number)} has ended with {how}")
         if time.monotonic() >= deadline:
             raise WeftError(
-                f"{name_of(rank)} {what} for {self.limit:g} s (train.timeout)"
+                f"{name_of(rank)} {what} for {self.limit:g} s, {WAIT:.0%} of train.timeout"
             )
 
 

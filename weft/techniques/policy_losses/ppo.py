@@ -8,10 +8,10 @@ from weft.registry import register
 @register(
     "policy-loss",
     "ppo",
-    title="PPO: advantages by a critic",
+    title="PPO: advantages by a critic that shares or owns its trunk",
     paper="Schulman et al. 2017 (1707.06347)",
     recipe="rl-sums.toml --set rl.method=ppo",
-    proof="tests/rl/test_trl_ppo.py, tests/models/test_policy_loss.py",
+    proof="tests/rl/test_trl_ppo.py, tests/models/test_policy_loss.py, tests/train/test_own_critic.py",
     figure="TRL 1.12's losses and gradients of policy and critic to 1e-5; every layout to 1e-10",
 )
 def ppo() -> dict[str, Any]:
