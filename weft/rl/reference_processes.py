@@ -204,10 +204,10 @@ class ReferenceProcesses:
         except OSError:
             self._look(rank, deadline, "does not answer")
             raise WeftError(
-                f"{name_of(rank)} has ended; its own lines say why"
+                f"{process_name(rank)} has ended; its own lines say why"
             ) from None
         if frame.head["kind"] == "error":
-            raise WeftError(f"{name_of(rank)}: {frame.head['why']}")
+            raise WeftError(f"{process_name(rank)}: {frame.head['why']}")
         return frame
 
     def _look(self, rank: int, deadline: float, what: str) -> None:
@@ -217,14 +217,14 @@ class ReferenceProcesses:
         for number, process in enumerate(self._processes):
             if (code := process.poll()) not in (None, 0):
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                raise WeftError(f"{name_of(number)} has ended with {how}")
+                raise WeftError(f"{process_name(number)} has ended with {how}")
         if time.monotonic() >= deadline:
             raise WeftError(
-                f"{name_of(rank)} {what} for {self.limit:g} s, {WAIT:.0%} of train.timeout"
+                f"{process_name(rank)} {what} for {self.limit:g} s, {WAIT:.0%} of train.timeout"
             )
 
 
-def name_of(rank: int) -> str:
+def process_name(rank: int) -> str:
     """Return the name of the process with the number ``rank`` for messages."""
     return f"the process {rank} of roles.reference"
 
