@@ -21,8 +21,9 @@ from weft.net.endpoint import Endpoint, process_endpoint
 from weft.net.sockets import own_address
 from weft.net.wire import Frame, SealedConnection
 from weft.rl.local_rollouts import RolloutInterrupted
+from weft.rl.open_places import open_places
 from weft.rl.role_devices import device_environment
-from weft.rl.role_places import PlacedProcess, open_places
+from weft.rl.role_places import PlacedProcess
 from weft.rl.role_process import ROLES, SECRET
 from weft.rl.role_texts import MarkedText, packed_texts, unpacked_numbers
 from weft.run.rank_variables import environment_without_ranks

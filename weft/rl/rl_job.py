@@ -14,12 +14,12 @@ from weft.models.invariant import invariant
 from weft.rl.generation_model import GenerationModel
 from weft.rl.generation_turns import open_turns
 from weft.rl.local_rollouts import LocalRollouts
+from weft.rl.open_places import close_places, open_places
 from weft.rl.phase_curricula import PhaseCurricula
 from weft.rl.recorded_loader import RecordedLoader
 from weft.rl.reward_workers import reward_workers
 from weft.rl.rl_loader import RlLoader
 from weft.rl.rl_phases import RlPhases
-from weft.rl.role_places import close_places, open_places
 
 if TYPE_CHECKING:
     from weft.data.order import Order

@@ -1,4 +1,4 @@
-"""Where the processes of roles are started: on the first rank's host, or on the hosts of a Ray cluster."""
+"""Places where the processes of roles are started: their interface, and places on this host."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from weft.net.sockets import listen, own_address
-
-if TYPE_CHECKING:
-    from weft.recipe.roles_section import Roles
 
 #: What a process runs first: the kernel is told to end it when the process that has started it dies.
 ENTRY = """
@@ -81,30 +78,6 @@ class LocalPlace:
             # signals for the run are for the run alone
             start_new_session=True,
         )
-
-
-def open_places(
-    roles: Roles, host: str, count: int, device: str, threads: int, wait: float
-) -> list[RolePlace]:
-    """Return ``count`` places for processes of a role, as ``roles.placement`` says.
-
-    ``host``: host at which the processes have to reach the run. ``device`` and ``threads``: what each of them computes
-    with, as in ``[roles.rollout]``. ``wait``: seconds to wait until there is a place. Raises :class:`UsageError` or
-    :class:`WeftError` if there is none.
-    """
-    if roles.placement == "local":
-        return [LocalPlace() for _ in range(count)]
-    from weft.rl.ray_places import open_ray_places
-
-    return open_ray_places(host, count, device, threads, wait)
-
-
-def close_places(roles: Roles) -> None:
-    """Give back all places of this process, and end what still runs there."""
-    if roles.placement == "ray":
-        from weft.rl.ray_places import close_ray
-
-        close_ray()
 
 
 def weft_variables(environment: Mapping[str, str]) -> dict[str, str]:
