@@ -23,7 +23,7 @@ class EnginesInThreads:
     """In the place of the processes that a run starts: engines in threads of this process."""
 
     def __init__(
-        self, count: int, run: Endpoint, secret: str, say: Callable[[str], None], threads: int
+        self, count: int, run: Endpoint, secret: str, say: Callable[[str], None], threads: int, *more: Any
     ) -> None:  # fmt: skip
         self.engines = [
             InThread(run, f"e{number}", slow=0.002 * number, secret=secret)
