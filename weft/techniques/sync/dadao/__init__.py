@@ -24,7 +24,7 @@ class DADAOSettings(GossipSettings):
     """
 
     condition: PositiveFloat = Field(
-        0.25,
+        0.12,
         description=(
             "Assumed condition number of the loss: its largest curvature divided by its smallest. DADAO's step "
             "sizes follow from it. The larger it is, the more steps its momentum averages over. The default makes "
@@ -32,11 +32,11 @@ class DADAOSettings(GossipSettings):
         ),
     )
     pace: PositiveFloat = Field(
-        8.0,
+        6.0,
         description=(
             "Time of DADAO's differential equation that passes between two gradients of an island. 1: the paper's. "
-            "With the default, an island has forgotten its last gradient when the next one comes, except for what "
-            "other islands do not share, so that islands together follow the mean of their optimizers' steps."
+            "With the default, an island has forgotten most of its last gradient when the next one comes, except for "
+            "what other islands do not share, so that islands together follow the mean of their optimizers' steps."
         ),
     )
     stride: PositiveFloat = Field(
@@ -81,7 +81,7 @@ TOO_SELDOM: Rule[Any] = Rule(
     "dadao",
     settings=DADAOSettings,
     rules=(NEIGHBOUR_MOMENTS, TOO_SELDOM),
-    draws={"condition": (0.25, 2.0, 8.0), "pace": (1.0, 8.0), "exchanges": (0.0, 4.0)},
+    draws={"condition": (0.12, 2.0, 8.0), "pace": (1.0, 6.0), "exchanges": (0.0, 4.0)},
     title="DADAO: accelerated gossip without rounds, over random links at random times",
     paper="Nabli & Oyallon 2023",
     recipe="islands.toml --layout island=4 --set sync.compress=none --set sync.update=dadao",
@@ -98,6 +98,11 @@ class DADAO(SyncMethod):
     Two kinds of events interrupt the equation. Every ``sync.every`` steps, the change of the parameters over these
     steps is applied as a gradient. Between gradients, pairs of islands exchange one vector; a Poisson clock chooses the
     pairs, and all islands draw it from the same seed. Only the two islands of a pair wait for each other.
+
+    The equation and its constants are the paper's, and so is the number of exchanges per unit of its time. How much of
+    this time passes between two gradients, ``sync.pace``, is ours beyond 1, where the paper has its proof: it lets the
+    dual vectors forget the mean of the last gradients before the next ones come. So are the local optimizer, and
+    values of ``sync.condition`` below 1.
 
     The slots are the rows of the paper's state: ``anchor`` is its ``x``, ``ahead`` its ``x~``, ``dual`` and
     ``dual_ahead`` its ``y`` and ``y~``, ``pull`` and ``pull_ahead`` its ``z`` and ``z~``. The slots ``dual`` and
