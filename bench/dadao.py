@@ -2,13 +2,13 @@
 
     python bench/dadao.py [--steps 400] [--seeds 1] [--sides a2cid2 dadao] [--quick] [--json bench/results/dadao.json]
 
-Four islands train a small transformer, each side at up to three settings; the best of each side counts. The loss at the end
-is on what is held out, of the islands' mean; ``MiB`` is what a rank says it has sent to others (islands that sum
-gradients do not say it: 0). Islands that sum gradients compute what one device would. The sides between them and
+Four islands train a small transformer, each side at three settings; the best of each side counts. The loss at
+the end is on what is held out, of the islands' mean; ``MiB`` is what a rank says it has sent to others (islands that
+sum gradients do not say it: 0). Islands that sum gradients compute what one device would. The sides between them and
 DADAO show what DADAO loses where: islands that average their parameters after every step have AdamW of a quarter of
 the batch each, and nothing else; A2CiD2 exchanges in pairs as often as DADAO does, without its momentum. DADAO itself
-runs at the paper's pace, at which a unit of its equation's time passes between two gradients, and at a larger one. Rows
-of settings that the file already has are kept, so that an interrupted bench goes on.
+runs at the paper's pace, at which a unit of its equation's time passes between two gradients, and at a larger one.
+Rows of settings that the file already has are kept, so that an interrupted bench goes on.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ SIDES: dict[str, tuple[list[str], list[tuple[float, list[str]]]]] = {
     "dadao, pace 6, moments of neighbours": (
         SETTLED,
         [
-            (6e-3, ["sync.condition=0.2"]),
             (7.5e-3, ["sync.condition=0.12"]),
             (9e-3, ["sync.condition=0.12"]),
+            (1.05e-2, ["sync.condition=0.12"]),
         ],
     ),
     "dadao, pace 6, moments of neighbours, short momentum": (
