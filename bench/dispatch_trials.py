@@ -86,17 +86,16 @@ class Run(NamedTuple):
     timed: list[float]
     took: list[int]
     fixed: list[list[float]]
-    table: list[float]
+    times: OptionTimes
 
 
-def driven(machine: Machine, table: list[float], passes: int) -> Run:
-    """Run the choice for so many passes; ``table``: seconds by option that earlier runs have left."""
-    times = OptionTimes(list(table))
-    run = Run([], [], [[] for _ in machine.bases], list(table))
+def driven(machine: Machine, times: OptionTimes, passes: int) -> Run:
+    """Run the choice of ``times`` for so many passes."""
+    run = Run([], [], [[] for _ in machine.bases], times)
     for _ in range(passes):
         machine.turn()
-        if times.due and times.learn(list(times.forward), list(times.backward)):
-            run.table[:] = times.known
+        if times.due:
+            times.learn(list(times.forward), list(times.backward))
         option, noted = times.next()
         seconds = machine.seconds(option)
         if noted:
@@ -117,8 +116,9 @@ def judged(noise: Noise, passes: int, draws: int) -> dict[str, float]:
     over, by = [], []
     for seed in range(draws):
         machine = Machine(random.Random(seed), noise)
-        first = driven(machine, [inf] * OPTIONS, passes)
-        run = driven(machine, first.table, passes)
+        first = driven(machine, OptionTimes([inf] * OPTIONS), passes).times
+        turn = first.turn if not first.rounds else 0
+        run = driven(machine, OptionTimes(list(first.known), turn=turn), passes)
         over.append(trimmed(run.timed) / min(map(trimmed, run.fixed)) - 1)
         by.append(statistics.mean(machine.bases[o] for o in run.took) - 1)
     return {

@@ -601,6 +601,18 @@ def test_slow_options_are_seldom_tried() -> None:
         assert times.left == left and times.turn == 2
 
 
+def test_a_first_round_goes_on_in_the_next_run() -> None:
+    times = OptionTimes([inf] * 4)
+    assert not turn(times, 2.0, 1.0, 1.2, 4.0)[1]
+    assert not turn(times, 2.0, 1.0, 1.2, inf)[1]
+    again = OptionTimes(times.known, turn=times.turn)
+    assert (again.chosen, again.left, again.turn) == (1, [1, 2], 2)
+    while again.left:
+        turn(again, inf, 1.2, 1.0, inf)
+    assert (again.chosen, again.turn, again.known) == (2, 0, [2.0, 1.2, 1.0, 4.0])
+    assert not OptionTimes(again.known, turn=again.turn).left
+
+
 def test_one_pass_that_is_quick_or_slow_by_chance_decides_nothing() -> None:
     times = OptionTimes([inf] * 2)
     for first, second in ((2.5, 1.04), (1.0, 1.04), (1.0, 0.92), (1.0, 1.04)):

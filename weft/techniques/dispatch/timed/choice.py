@@ -81,10 +81,14 @@ class TimedDispatch(Adaptive):
             return self._by(0, x, choice, None)
         size = self.size(x, choice)
         if size not in self.trials:
-            self.trials[size] = OptionTimes(self.known(size, x.device))
+            *known, turn = self.known(size, x.device)
+            self.trials[size] = OptionTimes(known, turn=int(turn))
         trials = self.trials[size]
-        if trials.due and self.agree(trials, x.device):
-            self.keep(size, trials)
+        if trials.due:
+            tries = bool(trials.left)
+            self.agree(trials, x.device)
+            if tries:
+                self.keep(size, trials)
         option, timed = trials.next()
         return self._by(option, x, choice, trials if timed else None)
 
@@ -113,12 +117,14 @@ class TimedDispatch(Adaptive):
         return self._table
 
     def known(self, size: str, device: torch.device) -> list[float]:
-        """Return the seconds of each option for a ``size`` as earlier runs have measured them; inf: unknown.
+        """Return the seconds of each option for a ``size`` as earlier runs have measured them; inf: unknown. A last
+        number follows: the turn of trials that comes next, 0 if the first round has ended.
 
         All ranks must call this.
         """
         times = {} if self.ranks.rank else self.table.times.get(size, {})
         seconds = [times.get(str(i), inf) for i in range(len(self.options))]
+        seconds.append(times.get("turn", 0.0))
         shared = torch.tensor(seconds, dtype=torch.float64, device=device)
         dist.broadcast(shared, group=self.ranks.group, group_src=0)
         return shared.tolist()
@@ -128,8 +134,9 @@ class TimedDispatch(Adaptive):
         nothing.
         """
         if self.ranks.rank == 0:
-            times = enumerate(trials.known)
-            self.table.keep(size, {str(i): s for i, s in times if isfinite(s)})
+            times = {str(i): s for i, s in enumerate(trials.known) if isfinite(s)}
+            first = trials.turn if not trials.rounds else 0
+            self.table.keep(size, times | {"turn": float(first)})
 
     def agree(self, trials: OptionTimes, device: torch.device) -> bool:
         """Agree with all ranks on each option's time on its slowest rank, and give these times to ``trials``. All ranks

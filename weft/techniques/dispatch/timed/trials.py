@@ -55,7 +55,8 @@ class OptionTimes:
         ``doubts``: number of the last looks, in a row, that found the chosen option much slower or faster than
             ``usual``; ``patience``: number of them after which all options are tried again.
         ``doubted``: the option that was chosen when such a round began; -1: the last round was another one.
-        ``turn``: number of the turn in this round.
+        ``turn``: number of the turn in this round. Given with the times of an earlier run, it says that this run had
+            ended before its first round, which goes on with that turn.
         ``passes``: number of passes in this turn, or since the round if none is under way.
         ``rounds``: number of rounds that have ended.
         ``agreements``: how often the ranks have agreed.
@@ -79,11 +80,17 @@ class OptionTimes:
 
     def __post_init__(self) -> None:
         self.taken = [[] for _ in self.known]
-        if all(map(isfinite, self.known)):
-            self.chosen = min(range(len(self.known)), key=self.known.__getitem__)
-            self._forget()
-        else:
-            self.try_again(range(len(self.known)))
+        every = range(len(self.known))
+        if not all(map(isfinite, self.known)):
+            self.try_again(every)
+            return
+        self.chosen = min(every, key=self.known.__getitem__)
+        self._forget()
+        turn, self.turn = min(self.turn, len(LEFT_OUT) - 1), 0
+        limit = LEFT_OUT[turn - 1] * self.known[self.chosen]
+        near = [option for option in every if self.known[option] <= limit]
+        if turn and len(near) > 1:
+            self.try_again(near, turn)
 
     def try_again(self, options: Sequence[int], turn: int = 0) -> None:
         """Begin a round of trials of ``options``, which are indices of dispatch options, with the turn ``turn``."""
@@ -137,13 +144,13 @@ class OptionTimes:
         limit = LEFT_OUT[self.turn] * fastest
         left = [option for option in self.left if self.best[option] <= limit]
         self.turn, self.passes = self.turn + 1, 0
-        if self.turn < len(LEFT_OUT) and (len(left) > 1 or self.turn == 1):
-            self.left = left
-            return False
         for option, seconds in enumerate(self.taken):
             if seconds:
                 self.known[option] = median_low(seconds)
-        self.left, self.usual = [], inf
+        if self.turn < len(LEFT_OUT) and (len(left) > 1 or self.turn == 1):
+            self.left = left
+            return False
+        self.left, self.usual, self.turn = [], inf, 0
         self.rounds += 1
         self.decide()
         if self.doubted >= 0:
