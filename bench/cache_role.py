@@ -83,6 +83,7 @@ def row_of(
     assert size == fetched * BYTES, (size, fetched, BYTES)
     simulated = costs.simulated(arm, arrived(load, real, 0.0, 0))
     return {
+        "load of the machine": os.getloadavg()[0],
         "hits": grown["prefix_hit_tokens"] / grown["prompt_tokens"],
         "fetched_blocks": fetched,
         "bytes_of_a_block": BYTES,

@@ -339,7 +339,8 @@ def _whole(engines: float) -> int:
 def _with_engine(placement: EnginePlacement, role: str) -> EnginePlacement:
     """Return ``placement`` with an engine more of the group that the field ``role`` holds."""
     group: EngineGroup = getattr(placement, role)
-    return replace(placement, **{role: group._replace(engines=group.engines + 1)})
+    more: Any = {role: group._replace(engines=group.engines + 1)}
+    return replace(placement, **more)
 
 
 def _rank(placed: PlacedLoad) -> tuple[float, float]:
