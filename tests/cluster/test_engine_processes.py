@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from service_faults import export_tiny
@@ -12,6 +14,7 @@ from service_faults import export_tiny
 from tests.cluster.inprocess import alone, asked, until, written_by
 from tests.started import Started
 from weft.cli.serve import _role_watch, _routed, serve_command
+from weft.cluster import engine_processes
 from weft.cluster.cluster_settings import ClusterSettings, read_cluster
 from weft.cluster.engine_processes import EngineProcesses, gpus_of_engines
 from weft.errors import UsageError
@@ -96,6 +99,29 @@ def test_limits_of_latency_let_roles_follow_the_load(tmp_path: Path) -> None:
     watch = _role_watch(read_cluster(file))
     assert watch is not None and watch.limits == ServiceLimits(0.5, 0.05)  # type: ignore[attr-defined]
     assert _role_watch(ClusterSettings(engines=2)) is None
+
+
+def test_a_start_that_fails_is_one_line_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(engine_processes, "LOOK_S", 0.001)
+    monkeypatch.setattr(engine_processes, "AGAIN_S", 0.001)
+    said, starts = list[str](), list[str]()
+
+    def start(name: str, command: Sequence[str], variables: Mapping[str, str]) -> SimpleNamespace:  # fmt: skip
+        starts.append(name)
+        if len(starts) in (2, 3):
+            raise RuntimeError("no place\nfor it")
+        code = 3 if len(starts) == 1 else None
+        return SimpleNamespace(poll=lambda: code, kill=int, wait=int)
+
+    processes = EngineProcesses([""], "127.0.0.1:9", {"": []}, 0.4, said.append, start=start)  # fmt: skip
+    processes.await_joined(lambda: 1)
+    until(lambda: len(starts) == 4, 5)
+    processes.close()
+    assert said == [
+        "engine-0 has ended with exit code 3; it is started again",
+        "engine-0 cannot be started again (no place); this is tried every 0.001 s",
+    ]
+    assert processes._running["engine-0"].poll() is None
 
 
 @pytest.mark.sampled(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from itertools import count
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,11 @@ from tests.cluster.inprocess import (
     written_by,
 )
 from weft.cluster.balance import BalancingMove, MovableAnswer, balancing_move
+from weft.cluster.cluster_messages import EngineAbout
 from weft.cluster.dispatch_policy import EngineView
 from weft.cluster.engine_link import EngineLink
+from weft.cluster.engine_router import EngineRouter
+from weft.cluster.flight import Flight
 from weft.cluster.mover import AnswerMove
 from weft.errors import WeftError
 from weft.generate.backend import AnswerRequest, TokenEvent
@@ -362,3 +366,31 @@ def test_an_answer_that_has_stayed_goes_on_elsewhere_once_another_has_ended_ther
         # the first, and the second from the first one's end on; the third may come to it, too
         assert 2 <= cluster.router.counts()["answers_moved"] <= 3
         until(lambda: prefill.empty() and decode.empty())
+
+
+def test_no_more_answers_are_ordered_to_move_than_caches_have_room_for() -> None:
+    """Of five that stay, three blocks each, two go on where eight of ten blocks are free; others when these have not
+    come.
+    """
+    orders = list[Head]()
+    router: Any = EngineRouter.__new__(EngineRouter)
+    router._lock, router._numbers = threading.RLock(), count(10)
+    router.links = {}
+    for role in ("prefill", "decode"):
+        about = EngineAbout(role, "", "", "", 97, 32, 40, 4, 64, True, {}, role=role)
+        outbox: Any = SimpleNamespace(put=lambda head, *_: orders.append(head))
+        router.links[role] = EngineLink(about, outbox)
+    reading, writing = router.links.values()
+    writing.cache.note_beat(2, 0)
+    for number in range(5):
+        flight = Flight(number, asked([number] * 10), 0, "", engine="prefill")
+        reading.flights[number] = flight
+    for _ in range(2):
+        router._relieve()
+        assert [(head["kind"], head["answer"]) for head in orders] == [("move", 0), ("move", 1)]  # fmt: skip
+    assert writing.spare == 2
+    router._forget_move(reading.flights.pop(0))
+    router._relieve()
+    assert [head.get("answer") for head in orders] == [0, 1, None, 2]
+    writing.cache.note_beat(10, 0)
+    assert writing.spare == 0

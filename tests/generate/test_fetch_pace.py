@@ -14,7 +14,8 @@ import torch
 
 from tests.generate.test_many import PROMPTS, build
 from tests.generate.test_outside_cache import engine_with, write
-from weft.generate import fetch_pace, outside_cache
+from weft.generate import block_source, fetch_pace, outside_cache
+from weft.generate.block_channel import BlockPeer
 from weft.generate.block_source import Contents, HostBlocks, TieredBlocks
 from weft.generate.engine import Engine
 from weft.generate.fetch_pace import FetchPace, line_at
@@ -52,6 +53,11 @@ def test_the_pace_is_a_line_through_the_last_readings(monkeypatch: pytest.Monkey
     assert pace.seconds(21) == 4.0 + fetch_pace.FORGET_S
     clock.now += fetch_pace.FORGET_S + 1
     assert pace.seconds(21) == 0
+    lost = pace.begin()
+    clock.now += fetch_pace.LOST_S + 1
+    assert pace.seconds(21) == 0  # what never ends keeps nobody away for ever
+    assert pace.begin() > lost and pace._under_way == [clock.now]
+    pace.end(lost, 11)
     # a line through both begins below zero
     assert line_at(1, [(1, 0.0), (3, 4.0)]) == pytest.approx(1.0)
     assert line_at(0, [(1, 0.0), (3, 4.0)]) == 0 and line_at(9, [(1, 4.0), (3, 0.0)]) == 2.0  # fmt: skip
@@ -75,6 +81,51 @@ def test_what_is_read_is_there_soonest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiers.gainful(keys, float) == 2
     assert tiers.gainful(keys[2:], float) == 0 and tiers.gainful([b"?"], float) == 0
     tiers.close()
+
+
+class LeavingBlocks(HostBlocks):
+    """Blocks of an engine that leaves when they are read."""
+
+    name = "engines"
+    way = ""
+
+    def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
+        if self.way == "refused":
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        reading = Future[list[Contents]]()
+        if self.way == "cancelled":  # before it has begun: then wait() does not see it
+            reading.cancel()
+        return reading
+
+
+@pytest.mark.parametrize("way", ["cancelled", "stalled", "refused"])
+def test_a_place_that_leaves_ends_the_reading(way: str, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(block_source, "READ_S", 0.01)
+    near, leaving, files = HostBlocks(100), LeavingBlocks(100), HostBlocks(100)
+    files.name, leaving.way = "files", way
+    tiers, alone = TieredBlocks([near, leaving, files]), TieredBlocks([leaving])
+    for place in (leaving, files):
+        place.store(b"k", b"x")
+    if way == "refused":
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            tiers.fetch([b"k"]).result(5)
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            alone.fetch([b"k"])
+        assert not alone._paces["engines"]._under_way
+    else:
+        assert tiers.fetch([b"k"]).result(5) == [b"x"]  # of the next place that has it
+    assert not tiers._paces["engines"]._under_way
+    assert tiers.usages()[1].refused == 1
+
+
+def test_an_engine_that_has_left_gives_no_blocks() -> None:
+    def dial(*_: object) -> None:
+        raise OSError
+
+    channel: Any = SimpleNamespace(dial=dial)
+    peer = BlockPeer(channel, ("127.0.0.1", 9))
+    peer.close()
+    assert peer.fetch([b"k"]).result(1) == []
 
 
 class SlowBlocks(HostBlocks):

@@ -60,8 +60,14 @@ def test_a_recipe_that_refuses_nearly_all_is_asked_a_few_times(
     said = "of the fastest 3 kinds of the .* layouts that fit, such as .*; most often because second"
     with pytest.raises(UsageError, match=said):
         finalists(searched)
-    assert len(asked) == 3 and searched.first_taken(searched.order) is None
     assert len(asked) == 3
+    assert "that the fastest layouts were looked for" in searched.unasked_line()
+    # whoever else uses the search asks as often, about others
+    for users, purpose in enumerate(("first", "first", "second"), 1):
+        other = searched.for_purpose(purpose)
+        assert other.first_taken(searched.order) is None
+        assert len(asked) == 3 + 3 * users
+    assert searched.unasked == ["the fastest layouts", "first", "second"]
 
 
 def test_simulation_agrees_with_the_closed_form_where_stages_are_alike() -> None:

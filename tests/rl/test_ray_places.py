@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from tests.rl.test_rl_loader import TREE, parameters, recipe, records
 from weft.api import start as train
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.recipe import Recipe
 from weft.rl import ray_places
 from weft.rl.ray_places import LOST, RayPlace, close_ray, open_ray_places
@@ -96,6 +97,39 @@ def test_what_ray_cannot_place_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     named = nothing | {"rollout": {"ranks": 1, "device": "cuda:1"}}
     with pytest.raises(UsageError, match="'ray' Ray chooses it; use 'cuda'"):
         prepare(recipe(rl=TREE["rl"] | LOSS, roles=named))
+
+
+def test_what_ray_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its actor is ended, which could start it later."""
+
+    class RayError(Exception):
+        pass
+
+    class RayActorError(RayError):
+        pass
+
+    class GetTimeoutError(RayError):
+        pass
+
+    answers: list[Exception] = []
+
+    def get(asked: object, timeout: float) -> None:
+        raise answers.pop(0)
+
+    kinds = {each.__name__: each for each in (RayError, RayActorError, GetTimeoutError)}
+    ended = list[object]()
+    faked = SimpleNamespace(get=get, kill=ended.append, exceptions=SimpleNamespace(**kinds))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", faked)
+    monkeypatch.setattr(RayPlace, "_open", lambda self: None)
+    place = RayPlace({}, 1.0)
+    place._actor = SimpleNamespace(start=SimpleNamespace(remote=lambda *_: None))
+    for answers, said in (
+        ([GetTimeoutError("it\ntook long")], "of Weft: took long$"),
+        ([RayActorError("gone"), RayError("")], "of Weft: RayError$"),
+    ):
+        with pytest.raises(WeftError, match=said):
+            place.start([], {})
+        assert not answers and ended.pop() is place._actor
 
 
 def test_hosts_that_cannot_reach_the_run_are_named(

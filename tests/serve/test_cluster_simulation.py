@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 
+from weft.cluster.balance import REST_S
 from weft.cluster.dispatch_policy import DispatchRequest, EngineView, freest
 from weft.errors import WeftError
 from weft.generate.block_pool import BlockPool
@@ -140,6 +142,36 @@ def test_without_room_where_they_go_requests_go_on_where_they_are_until_there_is
     # the second goes on where the first has ended; the others have no room there before they end
     assert [each.engines for each in played] == [["p", "d"]] * 2 + [["p"]] * 2
     assert [len(each.outcome.times) for each in played] == [4, 90, 20, 20]
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_requests_whose_blocks_have_no_room_rest(
+    blind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router that knows how full the cache is sends none; another one hears of the refusal, and waits."""
+    refusals, go_back = list[float](), ClusterSimulation._go_back
+
+    def noting(self: ClusterSimulation, travel: cluster_simulation._Travel) -> None:
+        refusals.append(self.now)
+        go_back(self, travel)
+
+    monkeypatch.setattr(ClusterSimulation, "_go_back", noting)
+    if blind:
+        monkeypatch.setattr(cluster_simulation._Engine, "has_room", lambda *_: True)
+    # the second needs 37 of 40 blocks, of which the first has at least 4; each short one that ends lets all look again
+    requests = [ClusterRequest(0.0, [1] * 12, 140), ClusterRequest(2.0, [2] * 148, 12)]
+    requests += [ClusterRequest(6.0 + 0.2 * i, [3, 3, i], 1) for i in range(60)]
+    played = ClusterSimulation(
+        [engine("p", "prefill", 4.0), engine("d", "decode", 4.0, blocks=40)],
+        requests,
+        freest,
+        BlockLink(0, 1e9, 1),
+    ).run()
+    assert [each.outcome.written for each in played] == [140, 12] + [1] * 60
+    assert played[0].engines == ["p", "d"] and played[1].engines == ["p"]
+    gaps = [after - before for before, after in pairwise(refusals)]
+    assert len(refusals) >= 2 if blind else not refusals
+    assert all(gap >= REST_S for gap in gaps)
 
 
 def test_the_router_knows_what_it_has_sent_and_what_engines_said() -> None:

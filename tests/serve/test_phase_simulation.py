@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -10,8 +11,10 @@ from weft.generate.block_pool import BlockPool
 from weft.generate.phase_costs import PhaseCosts
 from weft.generate.quotas import FixedQuota, quota_of
 from weft.generate.scheduler import Scheduler
+from weft.serve.block_link import BlockLink
 from weft.serve.cluster_simulation import (
     ClusterRequest,
+    ClusterSimulation,
     SimulatedEngine,
     SimulatedPhases,
     simulate_cluster,
@@ -49,6 +52,16 @@ def test_a_prompt_beside_a_text_slows_both_by_quota_and_bandwidth() -> None:
     assert first.times[1] - first.times[0] == pytest.approx(1 / 0.75 + (1 + reads))
     assert second.times[0] - 3.0 == pytest.approx(8 / 0.25 + (1 + writes) / 0.5)
     assert second.times[0] - 3.0 > 32
+
+
+def test_blocks_that_lag_by_less_than_a_pass_are_waited_for() -> None:
+    """The prompt's pass takes 9 s, and its blocks 4 s: no further token is written before they are sent."""
+    reads = replace(engine(0.5), role="prefill")
+    writes = SimulatedEngine("b", Scheduler(BlockPool(1000, 4), 16, 8), lambda step: 1.0, "decode")  # fmt: skip
+    load = [ClusterRequest(0.0, list(range(8)), 3)]
+    (played,) = ClusterSimulation([reads, writes], load, link=BlockLink(0.0, 2.0, 1.0)).run()  # fmt: skip
+    assert played.engines == ["a", "b"] and played.moved == 8 and played.stall == 4
+    assert played.outcome.times == pytest.approx([9.0, 14.0, 15.0])
 
 
 def test_a_larger_quota_reads_faster_and_writes_slower() -> None:

@@ -313,6 +313,8 @@ def _show(
         lines.append(f"probe   {title(final)}: {ran.reason or what}")
     lines += [f"check   {rank}: {done}" for rank, done in enumerate(checks, 1)]
     lines += [f"refused {line}" for line in ranked.searched.rejected(3)]
+    if unasked := ranked.searched.unasked_line():
+        lines.append(f"asked   {unasked}")
     for line in lines:
         console.print(line, markup=False)
 

@@ -7,6 +7,8 @@ from weft.cluster.dispatch_policy import EngineView
 
 #: Free cache blocks per answer below which an engine gives requests away, and above which it takes some.
 LOW, HIGH = 8.0, 16.0
+#: Seconds in which an answer that has moved, or was not taken in elsewhere, does not move again.
+REST_S = 2.0
 
 
 class MovableAnswer(NamedTuple):

@@ -22,12 +22,13 @@ class EarlyEvents:
     move is complete; the router passes them on afterwards.
 
     Messages of an engine have lists called ``tokens``, ``begun`` and ``failures``. Each field keeps the entries of this
-    answer from the list of the same name.
+    answer from the list of the same name. ``blocks``: cache blocks of the answer's text when the move began.
     """
 
     tokens: list[Any] = field(default_factory=list)
     begun: list[Any] = field(default_factory=list)
     failures: list[Any] = field(default_factory=list)
+    blocks: int = 0
 
 
 @dataclass(eq=False)
@@ -102,6 +103,21 @@ class EngineLink:
         """Whether a further answer could not be written at once: the engine has as many as a step can have."""
         return 0 < self.about.rows <= len(self.flights) + len(self.incoming)
 
+    @property
+    def usage(self) -> int:
+        """Virtual usage of the engine's cache, in blocks, with the headroom for urgent answers while it has any."""
+        urgent = any(flight.priority < 0 for flight in self.flights.values())
+        return self.cache.usage + (round(self.headroom * self.blocks) if urgent else 0)
+
+    @property
+    def spare(self) -> int:
+        """Number of free cache blocks that an answer which moves to this engine could get; 0 if it could not be written
+        at once (:attr:`full`). The room of answers on their way is not free.
+        """
+        coming = sum(early.blocks for early in self.incoming.values())
+        free = self.blocks - self.usage - self.beat.load.lent - coming
+        return 0 if self.full else max(0, free)
+
     def takes(self, adapter: str, tokens: int, answers: int) -> bool:
         """Return whether the engine can take ``answers`` more answers with the adapter named ``adapter``. ``tokens``:
         largest number of tokens that an answer and its prompt can have together.
@@ -115,13 +131,10 @@ class EngineLink:
 
     def view(self, request: AnswerRequest) -> EngineView:
         """Return the state of the engine, as a dispatch policy gets it to choose an engine for ``request``."""
-        usage = self.cache.usage
-        if any(flight.priority < 0 for flight in self.flights.values()):
-            usage += round(self.headroom * self.blocks)
         return EngineView(
             self.name,
             self.blocks,
-            usage,
+            self.usage,
             len(self.flights) + len(self.incoming),
             self.cache.known(self.prompt_keys(request)) * self.about.block,
             self.about.block,

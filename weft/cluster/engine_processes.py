@@ -110,15 +110,32 @@ class EngineProcesses:
         return {name: process.pid for name, process in self._running.items()}
 
     def _watch(self) -> None:
+        failures: dict[str, str] = {}  # why engines could not be started again
         while not self._ended.wait(LOOK_S):
             for name, process in self._running.items():
                 code = process.poll()
-                if code:  # with 0 it was asked to end
+                if not code:  # with 0 it was asked to end
+                    continue
+                if not failures.get(name):
                     how = f"signal {-code}" if code < 0 else f"exit code {code}"
                     self.say(f"{name} has ended with {how}; it is started again")
-                    if self._ended.wait(AGAIN_S):
-                        return
-                    self._running[name] = self._start(name)
+                if self._ended.wait(AGAIN_S):
+                    return
+                why = self._restart(name)
+                if why and why != failures.get(name):
+                    self.say(
+                        f"{name} cannot be started again ({why}); this is tried every {AGAIN_S:g} s"
+                    )
+                failures[name] = why
+
+    def _restart(self, name: str) -> str:
+        """Start an engine again; return why that is not possible, or an empty string."""
+        try:
+            self._running[name] = self._start(name)
+        # whatever it is, the other engines are still watched
+        except Exception as error:
+            return (str(error).strip().splitlines() or [repr(error)])[0]
+        return ""
 
     def close(self, joined: Collection[str] = ()) -> None:
         """End all processes. ``joined``: names of the engines that the router has asked to end; they get some seconds

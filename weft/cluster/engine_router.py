@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from weft.cluster.balance import MovableAnswer, balancing_move
+from weft.cluster.balance import REST_S, MovableAnswer, balancing_move
 from weft.cluster.cache_knowledge import CacheKnowledge
 from weft.cluster.cluster_messages import (
     BEAT_S,
@@ -89,8 +89,8 @@ ABOUT_S, LOOK_S = 10.0, 0.1
 #: Seconds between two choices of loans; signs of life tell their effect before the next one.
 LOANS_S = 1.0
 
-#: Seconds between two looks at how full engines are, and in which an answer that has moved does not move again.
-BALANCE_S, REST_S = 0.5, 2.0
+#: Seconds between two looks at how full engines are.
+BALANCE_S = 0.5
 
 #: Numbers that stand for the roles in metrics, and seconds that a move counts before the first one is measured.
 ROLE_NUMBERS = {"": 0, "prefill": 1, "decode": 2, "cache": 3}
@@ -444,8 +444,11 @@ class EngineRouter:
         those that came first, as far as there is room now.
         """
         reading = [link for link in self._able() if link.role == "prefill"]
+        writing = [link for link in self._able() if link.role != "prefill"]
         staying = [flight for link in reading for flight in link.flights.values() if not flight.target]  # fmt: skip
         for flight in sorted(staying, key=lambda flight: flight.number):
+            if not any(link.spare for link in writing):
+                return
             if flight.rest_until <= time.monotonic():
                 self._move_on(flight)
 
@@ -466,7 +469,7 @@ class EngineRouter:
             if link.name != flight.engine
             and link.weights == self.links[flight.engine].weights
             and link.role in roles
-            and not link.full
+            and link.spare >= -(-flight.length // link.about.block)
             and link.takes(request.adapter, tokens, 1)
         ]
         if not fitting:
@@ -485,8 +488,9 @@ class EngineRouter:
     ) -> Head:
         """Expect an answer at the engine ``target``; return the message that lets it leave its own engine."""
         flight.target, flight.target_number = target.name, next(self._numbers)
-        target.incoming[flight.target_number] = EarlyEvents()
         about = target.about
+        blocks = -(-flight.length // about.block)
+        target.incoming[flight.target_number] = EarlyEvents(blocks=blocks)
         return {
             "kind": "move",
             "answer": flight.number,
@@ -540,11 +544,10 @@ class EngineRouter:
         """Move the answers of a draining engine to others, as far as others have room."""
         now = time.monotonic()
         for flight in [*link.flights.values()]:
-            if not flight.target and flight.rest_until <= now:
-                if (
-                    target := self._target_of(flight, ("decode", "", "prefill"))
-                ) is None:
-                    return
+            if flight.target or flight.rest_until > now:
+                continue
+            # a shorter one may have room where this one has none
+            if target := self._target_of(flight, ("decode", "", "prefill")):
                 self._move(flight, target, after_first=False)
 
     def role_question(self) -> RoleQuestion | None:

@@ -9,7 +9,7 @@ stalls costs no request. Over the same channel, engines send blocks to those tha
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
@@ -74,7 +74,7 @@ def serve_blocks(stock: BlockStock, connection: SealedConnection, takes: bool) -
                 contents = stock.fetch(split_keys(frame.payload)).result()
                 sizes = [len(each) for each in contents]
                 connection.send({"sizes": sizes}, [memoryview(x) for x in contents])
-    except OSError:
+    except (OSError, CancelledError):  # the stock is closed
         pass
     finally:
         connection.close()
@@ -112,9 +112,12 @@ class BlockPeer:
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
         """Start to read the blocks of ``keys`` from the engine. Return a future of their contents; its result is an
-        empty list if the engine does not answer in time.
+        empty list if the engine does not answer in time, or if this object is closed.
         """
-        return self._reader.submit(self._fetch, list(keys))
+        try:
+            return self._reader.submit(self._fetch, list(keys))
+        except RuntimeError:  # closed since somebody has found them
+            return done([])
 
     def close(self) -> None:
         """Close the connection to the engine and stop reading from it."""

@@ -7,11 +7,15 @@ mean equal contents. Contents are bytes in the order of :mod:`weft.generate.bloc
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from weft.generate.fetch_pace import FetchPace
+
+#: Seconds that blocks are waited for, more than any source takes to notice that its blocks do not come.
+READ_S = 15.0
 
 #: The contents of a block.
 Contents = bytes | bytearray | memoryview
@@ -161,9 +165,13 @@ class TieredBlocks:
         first = self.sources[0]
         if first.find(keys) == len(keys):
             begun = self._paces[first.name].begin()
-            future = first.fetch(keys)
+            try:
+                future = first.fetch(keys)
+            except BaseException:
+                self._count_fetched(first, len(keys), [], begun)
+                raise
             future.add_done_callback(
-                lambda ended: self._count_fetched(first, len(keys), ended, begun)
+                lambda ended: self._count_fetched(first, len(keys), _come(ended), begun)
             )
             return future
         return self._reader.submit(self._collect, keys)
@@ -217,12 +225,10 @@ class TieredBlocks:
             self._count(source, refused=1)
 
     def _count_fetched(
-        self, source: BlockSource, asked: int, ended: Future[list[Contents]], begun: float
+        self, source: BlockSource, asked: int, contents: Sequence[Contents], begun: float
     ) -> None:  # fmt: skip
         """Count what a source gave of ``asked`` blocks that it had, and how long it took since the time ``begun``."""
         self._paces[source.name].end(begun, asked)
-        failed = ended.cancelled() or ended.exception() is not None
-        contents = [] if failed else ended.result()
         size, lacks = sum(map(len, contents)), asked - len(contents)
         self._count(source, fetched=len(contents), fetched_bytes=size, refused=lacks)
 
@@ -248,11 +254,7 @@ class TieredBlocks:
             count = source.find(keys)
             if not count:
                 continue
-            begun = self._paces[source.name].begin()
-            ended = source.fetch(keys[:count])
-            wait([ended])
-            self._count_fetched(source, count, ended, begun)
-            contents = ended.result()
+            contents = self._read(source, keys[:count])
             if not contents:
                 continue
             for key, each in zip(keys, contents, strict=False):
@@ -260,3 +262,24 @@ class TieredBlocks:
                     self._store(faster, key, each)
             return contents
         return []
+
+    def _read(self, source: BlockSource, keys: Sequence[bytes]) -> list[Contents]:
+        """Read the blocks of ``keys`` from ``source``; none if it is closed meanwhile, or does not give them in
+        time.
+        """
+        begun, contents = self._paces[source.name].begin(), list[Contents]()
+        try:
+            reading = source.fetch(keys)
+            # a future that was cancelled before it ran is never done for concurrent.futures.wait
+            with suppress(CancelledError, TimeoutError):
+                contents = reading.result(READ_S)
+            reading.cancel()
+        finally:
+            self._count_fetched(source, len(keys), contents, begun)
+        return contents
+
+
+def _come(ended: Future[list[Contents]]) -> list[Contents]:
+    """Return what a reading that has ended gave; nothing if it has failed or was cancelled."""
+    failed = ended.cancelled() or ended.exception() is not None
+    return [] if failed else ended.result()

@@ -11,7 +11,7 @@ it. A cache engine that is gone costs no request: what it had is computed again.
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import takewhile
@@ -251,7 +251,8 @@ def _joined(
     """Return the blocks of all cache engines in their order, up to the first one that has not come."""
     blocks: dict[int, Contents] = {}
     for peer, places in shares.items():
-        blocks |= zip(places, parts[peer].result(), strict=False)
+        with suppress(CancelledError):  # that one is closed
+            blocks |= zip(places, parts[peer].result(), strict=False)
     ordered: list[Contents] = []
     while len(ordered) in blocks:
         ordered.append(blocks[len(ordered)])

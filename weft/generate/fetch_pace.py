@@ -7,6 +7,8 @@ from collections import deque
 #: Readings that are remembered, and seconds after the last one from which on nothing is known any more, so that a place
 #: which was slow is tried again.
 READINGS, FORGET_S = 16, 5.0
+#: Seconds after which a reading under way that has not ended counts as lost.
+LOST_S = 60.0
 
 
 class FetchPace:
@@ -22,9 +24,13 @@ class FetchPace:
 
     def begin(self) -> float:
         """Note that a reading begins now. Return the time, which :meth:`end` needs."""
+        now = time.monotonic()
         with self._lock:
-            self._under_way.append(time.monotonic())
-            return self._under_way[-1]
+            self._under_way = [
+                begun for begun in self._under_way if now - begun <= LOST_S
+            ]
+            self._under_way.append(now)
+        return now
 
     def end(self, begun: float, blocks: int) -> None:
         """Note that the reading of ``blocks`` blocks that began at the time ``begun`` has ended, whether they came or
@@ -35,16 +41,18 @@ class FetchPace:
             if now > self._last + FORGET_S:
                 self._readings.clear()
             self._last = now
-            self._under_way.remove(begun)
+            if begun in self._under_way:
+                self._under_way.remove(begun)
             self._readings.append((blocks, now - begun))
 
     def seconds(self, blocks: int) -> float:
         """Return the expected seconds of reading ``blocks`` blocks, at least as many as a reading under way lasts
-        already; 0 if nothing was read in the last seconds.
+        already; 0 if nothing was read in the last seconds. What has been under way for too long does not count.
         """
         now = time.monotonic()
         with self._lock:
-            lasts = max((now - begun for begun in self._under_way), default=0.0)
+            ages = [now - begun for begun in self._under_way]
+            lasts = max((age for age in ages if age <= LOST_S), default=0.0)
             if not self._readings or now > self._last + FORGET_S:
                 return lasts
             return max(lasts, line_at(blocks, [*self._readings]))

@@ -138,6 +138,7 @@ def best_alternatives(
     There is one layout for each of up to three other values of a setting; each is simulated. ``searched``: the result
     of the search. ``finals``: the simulated layouts, fastest first.
     """
+    searched = searched.for_purpose("other values of settings")
     first, limit = finals[0], searched.order
     # What the simulator said about a schedule's closed form holds for its other layouts too, by and large.
     total = np.array(searched.cost.total)

@@ -204,6 +204,7 @@ class RankedLayouts:
             "mixed": [plan.record() for plan in self.mixed[:top]] or None,
             "nodes": [list(each.mapping.nodes) for each in self.mapped[:top]] or None,
             "experts": exchanges(self.searched, self.finals[0]) or None, "not_trainable": job.untrainable or None,
+            "unasked": self.searched.unasked_line() or None,
         }  # fmt: skip
 
     def lines(self, job: PlanJob, top: int) -> list[str]:

@@ -51,7 +51,7 @@ from weft.shapes.shape import Shape
 USABLE = 0.93
 #: What a plan with an addition may take of the time of the best without; less where its times were never measured.
 WORTH = {"secondary": 0.98} | dict.fromkeys((*AWAY, *IN_PARTS), 0.9)
-#: Candidates about which a recipe's rules are asked in one search; an answer takes about a millisecond.
+#: Candidates about which each user of a search asks a recipe's rules; an answer takes about a millisecond.
 MOST_ASKED = 1000
 NAMES = {
     "context": CONTEXT,
@@ -116,6 +116,14 @@ class Pin:
 WHOLE = (Pin("zero", "=", 0), Pin("zero", "<=", 0), Pin("shard", "=", 1), Pin("shard", "<=", 1))  # fmt: skip
 
 
+@dataclass
+class AskBudget:
+    """How often one user of a search may still ask the recipe's rules. ``purpose``: what it looks for."""
+
+    purpose: str = "layouts"
+    left: int = field(default_factory=lambda: MOST_ASKED)
+
+
 @dataclass(frozen=True)
 class SearchResult:
     """All candidate layouts of a search, scored.
@@ -132,6 +140,8 @@ class SearchResult:
             group. None: each candidate is a group of its own.
         ``answers``: for each group that the rules were asked about, why ``weft train`` refuses it; empty if it does
             not.
+        ``budget``: of the present user of the search.
+        ``unasked``: what users looked for who would have had to ask the rules more often than they may.
     """
 
     shape: Shape
@@ -145,6 +155,8 @@ class SearchResult:
     refusal: Callable[..., str] = lambda plan, barriers=0: ""
     alike: NDArray[np.int64] | None = None
     answers: dict[int, str] = field(default_factory=dict)
+    budget: AskBudget = field(default_factory=AskBudget)
+    unasked: list[str] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -163,14 +175,33 @@ class SearchResult:
         """Return whether ``weft train`` accepts the layout with the index ``i`` in :attr:`plans` together with the
         other settings of the user's recipe.
 
-        The recipe is asked about :data:`MOST_ASKED` groups of layouts at most. All others count as refused.
+        Each user of the search (:meth:`for_purpose`) asks the recipe about :data:`MOST_ASKED` groups of layouts at
+        most. For this user all others count as refused, which :meth:`unasked_line` says.
         """
         group = i if self.alike is None else int(self.alike[i])
         if group not in self.answers:
-            if len(self.answers) >= MOST_ASKED:
+            if not self.budget.left:
+                if self.budget.purpose not in self.unasked:
+                    self.unasked.append(self.budget.purpose)
                 return False
+            self.budget.left -= 1
             self.answers[group] = self.refusal(self.plan(i))
         return not self.answers[group]
+
+    def for_purpose(self, purpose: str) -> "SearchResult":
+        """Return the search for a user that looks for ``purpose``, who may ask the recipe as often as any other. All
+        users share the answers.
+        """
+        return replace(self, budget=AskBudget(purpose))
+
+    def unasked_line(self) -> str:
+        """Return a line that says in which looks the recipe was not asked about all layouts; "" if in none."""
+        if not self.unasked:
+            return ""
+        return (
+            f"the recipe refuses so many layouts that {' and '.join(self.unasked)} were looked for among the fastest "
+            f"{MOST_ASKED:,} kinds only; --pin settings that it takes"
+        )
 
     def none_taken(self) -> str:
         """Return the line that says that the recipe takes none of the layouts that fit, and why."""
@@ -205,7 +236,9 @@ class SearchResult:
         large = np.asarray(self.memory.total) > float(self.machine.memory) * USABLE
         over = np.flatnonzero(large & (total < total[self.order[0]]))
         quickest = (int(i) for i in over[np.argsort(total[over])])
-        return [self._rejected(i) for i in islice(filter(self.takes, quickest), count)]
+        asking = self.for_purpose("faster layouts that do not fit")
+        taken = islice(filter(asking.takes, quickest), count)
+        return [asking._rejected(i) for i in taken]
 
     def _rejected(self, i: int) -> "Rejected":
         held, size = max(vars(at(self.memory, i)).items(), key=lambda part: part[1])

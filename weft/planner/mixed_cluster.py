@@ -97,6 +97,7 @@ def mixed_plans(searched: SearchResult, cluster: Cluster, bits: int) -> list[Mix
     Every pipeline rank and all its replicas lie inside one group. ``searched``: a search in which all devices count as
     the weakest one; its layouts are tried. ``bits``: width of the operands of products.
     """
+    searched = searched.for_purpose("pipelines over groups")
     shape, engine, plans = searched.shape, searched.engine, searched.plans
     machines = [machine_of_group(cluster, group, bits) for group in cluster.groups]
     ranks = plans.world / plans.pp

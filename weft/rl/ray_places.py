@@ -120,8 +120,7 @@ class RayPlace:
                 "'ray' needs a cluster with so much free"
             ) from None
         except ray.exceptions.RayError as error:
-            line = str(error).strip().splitlines()[-1]
-            raise WeftError(f"Ray cannot start a process of Weft: {line}") from None
+            raise self._refused(error) from None
 
     def meeting(self) -> Meeting:
         return self._meeting
@@ -129,19 +128,33 @@ class RayPlace:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str]
     ) -> PlacedProcess:
+        """Start a process there, or where Ray finds another place if this one is lost. Raises :class:`WeftError` if Ray
+        does not start it.
+        """
         import ray
 
         variables = weft_variables(environment)
         try:
-            pid = ray.get(
-                self._actor.start.remote([*command], variables), timeout=ANSWER_S
-            )
-        except ray.exceptions.RayActorError:  # its host was lost; Ray chooses another
-            self._open()
-            pid = ray.get(
-                self._actor.start.remote([*command], variables), timeout=ANSWER_S
-            )
+            try:
+                pid = self._started(command, variables)
+            except ray.exceptions.RayActorError:  # its host was lost
+                self._open()
+                pid = self._started(command, variables)
+        except ray.exceptions.RayError as error:
+            ray.kill(self._actor)  # else it may start the process later, for nobody
+            raise self._refused(error) from None
         return RayProcess(self._actor, pid)
+
+    def _started(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
+        import ray
+
+        started = self._actor.start.remote([*command], variables)
+        pid: int = ray.get(started, timeout=ANSWER_S)
+        return pid
+
+    def _refused(self, error: Exception) -> WeftError:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        return WeftError(f"Ray cannot start a process of Weft: {line}")
 
 
 def open_ray_places(

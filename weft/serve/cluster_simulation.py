@@ -18,6 +18,7 @@ from itertools import count
 from random import Random
 from typing import Literal, NamedTuple
 
+from weft.cluster.balance import REST_S
 from weft.cluster.cache_knowledge import CacheKnowledge
 from weft.cluster.cluster_messages import BEAT_S
 from weft.cluster.dispatch_policy import (
@@ -199,11 +200,15 @@ class _Engine:
     def requests(self) -> list[Request]:
         return [*self.scheduler.running, *self.scheduler.waiting]
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more request could run at once."""
-        under_way = len(self.requests) + len(self.coming)
-        return not self.failed and under_way < self.scheduler.limit
+    def has_room(self, request: Request) -> bool:
+        """Whether ``request`` could run here at once, with its blocks beside those of all others that are here or
+        coming, as far as the router knows.
+        """
+        rows = len(self.requests) + len(self.coming)
+        coming = sum(map(self.blocks, self.coming))
+        free = self.scheduler.pool.blocks - self.known.usage - coming
+        fits = rows < self.scheduler.limit and self.blocks(request) <= free
+        return fits and not self.failed
 
     def blocks(self, request: Request) -> int:
         """The blocks of a request's text."""
@@ -252,6 +257,7 @@ class ClusterSimulation:
         ]
         self._numbers: dict[Request, int] = {}
         self._travels: dict[Request, _Travel] = {}
+        self._rests: dict[Request, float] = {}  # until when they do not go elsewhere
         self._beats = 0  # among the events
         self._open = [set(each.after) for each in load]
         self._order = count()
@@ -485,6 +491,7 @@ class ClusterSimulation:
         seconds = self.now - ended.begun
         time = PassTime(phase, ended.work, seconds, ended.share, ended.beside)
         engine.setup.phases.controller.note_pass(time)
+        engine.seconds = seconds
         self._count(engine, ended.step)
         self._start(engine)
 
@@ -537,7 +544,9 @@ class ClusterSimulation:
         able = [
             other
             for other in self.engines.values()
-            if other is not engine and other.has_room and other.setup.role != "prefill"
+            if other is not engine
+            and other.setup.role != "prefill"
+            and other.has_room(request)
         ]
         if not able or request.most <= len(request.ids):
             return
@@ -596,6 +605,7 @@ class ClusterSimulation:
                 self._go_back(travel)
                 continue
             engine.coming.discard(request)
+            self._tell_usage(engine)  # real ones have told of its blocks as they came
             source.known.free(source.blocks(request))
             engine.known.remember(engine.keys(request))
             number = self._numbers[request]
@@ -610,7 +620,8 @@ class ClusterSimulation:
         for engine in self.engines.values():
             if engine.setup.role == "prefill" and not engine.failed:
                 for request in engine.requests:
-                    if request not in self._travels:
+                    rested = self._rests.get(request, 0.0) <= self.now
+                    if request not in self._travels and rested:
                         self._book(engine, request)
                         if self._outcome(request).times:
                             self._send(engine, request, False)
@@ -620,6 +631,8 @@ class ClusterSimulation:
         request, source = travel.request, travel.source
         travel.to.coming.discard(request)
         request.computed = 0
+        self._rests[request] = self.now + REST_S
+        self._at(self.now + REST_S, self._relieve)
         if source.failed:
             self.times.end(source.setup.name, request, whole=False)
             self._submit(request)
