@@ -25,7 +25,7 @@ from weft.generate.leader import follow_leader
 from weft.generate.lookup import Lookup
 from weft.generate.migration import Arrival, Departure, MoveFrame
 from weft.generate.policies import policy_of
-from weft.generate.request import Generation
+from weft.generate.request import NOT_NUMBERS, Generation
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.workflow import Workflow
 from weft.layout.layout import Layout
@@ -278,6 +278,22 @@ def test_a_prompt_that_is_being_read_moves_and_so_does_one_that_waits() -> None:
         single = written_alone("softmax", prompt, prompt, "", "")
         assert each.request.written == single.written
     assert not source.step() and not source.scheduler.pool.owners
+
+
+def test_a_prompt_without_numbers_ends_its_texts_wherever_they_are() -> None:
+    """A score of the prompt is NaN: the text fails where it has moved, and so do others of the prompt."""
+    model, damaged = model_of("softmax"), torch.full((1, 31), torch.nan)
+    source, target = Engine(model, size=SIZE, budget=8), Engine(model, size=SIZE)
+    texts = [
+        source.submit(PROMPTS[4], NEW, GREEDY, top=0, n=n, scored=True) for n in (1, 2)
+    ]
+    for first, *_ in texts:
+        first.take_prompt(0, damaged)
+    moved = move(source, target, texts[0][0], 0).request
+    source.run()
+    target.run()
+    for text in (moved, *texts[1]):
+        assert (text.finished, text.failure) == ("error", NOT_NUMBERS)
 
 
 @pytest.mark.soak

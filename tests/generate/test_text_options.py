@@ -15,10 +15,16 @@ from rich.control import strip_control_codes
 
 from tests.chats import TEMPLATES, save_tokenizer
 from tests.conftest import Command
+from tests.serve.running import build
 from weft import registry
+from weft.data.tokenizer import load_tokenizer
+from weft.errors import WeftError
 from weft.generate.backend import Hypothesis
 from weft.generate.beam_search import Search
-from weft.generate.text_options import TAGS
+from weft.generate.engine import Engine
+from weft.generate.joined_texts import Tags, multiverse
+from weft.generate.sampling import GREEDY, Sampling
+from weft.generate.text_options import TAGS, TextOptions
 from weft.techniques.drafters.small_model import DraftModel
 
 PROMPT = "def add"
@@ -257,3 +263,25 @@ def test_what_cannot_be_is_one_line(
         "generate", "--from", folder, "--prompt", PROMPT, *words.split()
     )
     assert code and not out and said in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"texts": 2}, {"texts": 3, "answer": "(.)"}, {"think": "3"}, {"workers": 2}, {"beams": 2}, {"paths": True}],
+    ids=str,
+)  # fmt: skip
+def test_a_text_without_numbers_ends_each_way_with_its_line(
+    asked: dict[str, Any],
+) -> None:
+    """The embedding of one byte is NaN: nothing is shown of what cannot be computed."""
+    model, tokenizer = build(), load_tokenizer("bytes")
+    model.embedding.table.data[ord("x")] = torch.nan
+    engine, ids = Engine(model, 4096, size=8), tokenizer.prompt_ids("an x")
+    with pytest.raises(WeftError, match="are not numbers"):
+        if asked.get("paths"):  # of tags that this tokenizer does not have
+            multiverse(engine, ids, Tags(1, 2, 3, 4, 5), 4, GREEDY)
+        else:
+            how = Sampling(seed=1)
+            list(TextOptions(**asked).write(engine, tokenizer, ids, 4, how, ()))
+    scheduler = engine.scheduler
+    assert not (scheduler.running or scheduler.waiting or scheduler.pool.owners)

@@ -15,6 +15,7 @@ from weft.data.tokenizer import load_tokenizer
 from weft.errors import WeftError
 from weft.generate.backend import Busy, Hypothesis, SearchRequest, ServerEnding
 from weft.generate.beam_search import LENGTH_PENALTY, Search
+from weft.generate.cache_policy import cache_policy_of
 from weft.generate.engine import Engine
 from weft.serve.service import Service
 
@@ -164,3 +165,17 @@ def test_an_engine_that_fails_ends_its_searches(
 
     asyncio.run(main())
     service.close()
+
+
+def test_a_cache_policy_that_keeps_sums_takes_no_search() -> None:
+    """As ``weft generate --beams``: forks could share no blocks."""
+    with serving(
+        "{{ messages[0].content }}", cache_policy=cache_policy_of("alisa:0.5")
+    ) as server:
+        answer = ask(server)
+        assert answer.status_code == 400
+        assert "without a cache policy" in answer.json()["error"]["message"]
+    with serving(
+        "{{ messages[0].content }}", cache_policy=cache_policy_of("window:64")
+    ) as server:
+        assert server.server.backend.facts.searches

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from math import inf, nan
+
 from tests.data.test_token_bytes import sentence_pieces
 from weft.generate.backend import TokenEvent
 from weft.serve.protocol import ChatRequest, CompletionRequest
-from weft.serve.replies import Replies
+from weft.serve.replies import IMPOSSIBLE, Replies
 
 PIECES = sentence_pieces()
 LETTER, BYTE, PART = PIECES.model.token_to_id("a"), 2 + ord("a"), 2 + 0xE6  # type: ignore[union-attr]
@@ -49,3 +52,16 @@ def test_log_probabilities_of_chats_have_the_bytes_of_tokens() -> None:
         [0xE6],
         -4.0,
     )
+
+
+def test_what_json_cannot_say_is_left_out() -> None:
+    """Of an impossible token, and of one whose log-probability is NaN."""
+    asked = CompletionRequest.model_validate({"prompt": "x", "logprobs": 2})
+    events = [
+        TokenEvent(0, LETTER, (-inf, {LETTER: -inf}), ""),
+        TokenEvent(0, LETTER, (nan, {LETTER: nan, PART: -1.0}), "length"),
+    ]
+    logs = Replies(asked, "tiny", PIECES)._logs(0, events)
+    assert json.loads(json.dumps(logs, allow_nan=False)) == logs
+    assert logs is not None and logs["token_logprobs"] == [IMPOSSIBLE, None]
+    assert logs["top_logprobs"] == [{"a": IMPOSSIBLE}, {"bytes:\\xe6": -1.0}]

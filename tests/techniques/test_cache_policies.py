@@ -16,6 +16,7 @@ from tests.generate.test_migration import move
 from tests.generate.test_phase_options import PLAIN
 from weft.checkpoint.convert.peft import read_adapter
 from weft.errors import UsageError
+from weft.generate.beam_search import Search
 from weft.generate.cache_policy import cache_policy_of
 from weft.generate.engine import Engine
 from weft.generate.leader import follow_leader
@@ -174,6 +175,23 @@ def test_alisa_reads_prompts_whole_and_chooses_for_what_is_written() -> None:
     assert abs(text.log_probabilities[0][0] - none[1][6]) < 1e-12
     selector = engine.reader.pages[0].selector  # type: ignore[union-attr]
     assert selector.reads.chosen == selector.reads.all
+
+
+def test_beams_see_what_texts_see() -> None:
+    """The prompt is read whole, and beams that fork choose for each written token as a text alone does."""
+    best, alone = (
+        Search(opened("alisa:0.2"), PROMPTS[2], 4, 3).run(),
+        opened("alisa:0.2"),
+    )
+    for each in best:
+        chance = 0.0
+        for at, token in enumerate(each.ids):
+            before = each.ids[:at]
+            text = alone.submit(PROMPTS[2], at + 1, GREEDY, top=31, written=before)[0]
+            alone.run()
+            chance += text.log_probabilities[0][1][token]
+        assert abs(chance - each.log_probability) < 1e-10
+    assert len({each.ids[0] for each in best}) < len(best) == 3  # some have forked
 
 
 def test_prefixes_are_shared_unless_sums_are_kept() -> None:

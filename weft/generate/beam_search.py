@@ -14,7 +14,8 @@ import torch
 from weft.errors import WeftError
 from weft.generate.backend import Hypothesis
 from weft.generate.engine import Engine, check_prompt
-from weft.generate.request import NOT_NUMBERS, Request
+from weft.generate.leader import Leader
+from weft.generate.request import NOT_NUMBERS, Request, check_generations
 from weft.generate.sampling import Sampling
 from weft.models.numbers import wide
 
@@ -41,6 +42,15 @@ def length_penalty(tokens: int, alpha: float) -> float:
     return ((5 + tokens) / 6) ** alpha
 
 
+def can_search(engine: Engine) -> bool:
+    """Return whether ``engine`` takes beam searches: it is on one rank, a drafter guesses no tokens, and its cache
+    policy, if any, lets texts share blocks.
+    """
+    policy = engine.scheduler.cache_policy
+    alone = not isinstance(engine.reader, Leader) and engine.drafter is None
+    return alone and not (policy and policy.remembers)
+
+
 class Search:
     """A beam search of ``width`` beams after ``prompt``. A text ends after ``count`` tokens or at one of the ids
     ``stops``. ``alpha``: exponent of :func:`length_penalty`; a larger one favours longer texts. ``tenant``: whose
@@ -64,7 +74,8 @@ class Search:
         )
         self.stops, self.alpha, self.prune = frozenset(stops), alpha, prune
         self.ended: list[Hypothesis] = []
-        self.beams = [Beam(list(prompt), len(prompt) + count - 1, tenant=tenant)]
+        most = len(prompt) + count - 1
+        self.beams = [Beam(list(prompt), most, tenant=tenant, prompt=len(prompt))]
 
     def run(self) -> list[Hypothesis]:
         """Run the search to its end; other requests of the engine are also computed meanwhile. Return the best
@@ -171,6 +182,7 @@ class Search:
                         [*beam.ids, token],
                         beam.most,
                         tenant=beam.tenant,
+                        prompt=beam.prompt,
                         log_probability=chance,
                     )
                 )
@@ -196,19 +208,22 @@ def vote(
 
     ``count``: largest number of tokens of a text; ``how``: settings of sampling; ``stops``: ids that end a text.
     ``answer`` extracts the answer from the ids of a text, None if there is none. Texts that can no longer change the
-    result are cancelled.
+    result are cancelled. Raises :class:`WeftError` if a text could not go on.
     """
     texts = engine.submit(prompt, count, how, stops, n)
     said, left = Counter[Hashable](), set(texts)
-    while left:
-        engine.step()
-        for generation in [generation for generation in left if generation.finished]:
-            left.discard(generation)
-            if (reply := answer(generation.written)) is not None:
-                said[reply] += 1
-        (_, most), (_, second) = (*said.most_common(2), (None, 0), (None, 0))[:2]
-        if most > second + len(left):
-            break
-    for generation in left:
-        engine.cancel(generation)
+    try:
+        while left:
+            engine.step()
+            check_generations(texts)
+            for generation in [each for each in left if each.finished]:
+                left.discard(generation)
+                if (reply := answer(generation.written)) is not None:
+                    said[reply] += 1
+            (_, most), (_, second) = (*said.most_common(2), (None, 0), (None, 0))[:2]
+            if most > second + len(left):
+                break
+    finally:
+        for generation in left:
+            engine.cancel(generation)
     return (said.most_common(1)[0][0] if said else None), said

@@ -16,6 +16,7 @@ from weft.data.chat.conversation import as_messages
 from weft.data.chat.encode import ChatEncoder, Messages, own_encoder
 from weft.errors import UsageError
 from weft.generate.engine import check_ids
+from weft.generate.request import check_generations
 
 if TYPE_CHECKING:
     from weft.data.chat.reasoning import Thoughts
@@ -84,10 +85,11 @@ def rated_answers(
     ``how``: settings of sampling. ``stops``: ids that end a text. ``answer``: function that returns the answer
     contained in a text, given the text's ids; None if there is none. ``start``: function that returns the index of the
     answer's first token, given the same ids. ``verify``: function that returns the score of an answer; None: the score
-    is the model's own :func:`confidence`.
+    is the model's own :func:`confidence`. Raises :class:`weft.errors.WeftError` if a text could not go on.
     """
     generations = engine.submit(prompt, count, how, stops, n, top=0)
     engine.run()
+    check_generations(generations)
     rated = list[RatedAnswer]()
     for number, generation in enumerate(generations, 1):
         text, score = answer(generation.written), None

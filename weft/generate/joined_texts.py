@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from weft.errors import UsageError
 from weft.generate.engine import Engine, check_prompt
-from weft.generate.request import Generation, PrefixView, Request
+from weft.generate.request import Generation, PrefixView, Request, check_generations
 from weft.generate.sampling import Sampling
 from weft.models.paged import KeyValuePages
 
@@ -63,7 +63,8 @@ def hogwild(
 
     ``prompt``: token ids that all workers see before their texts. ``openings``: for each worker, the token ids with
     which its text begins. ``count``: largest number of further tokens of each text. ``how``: settings of sampling, but
-    each worker has a seed of its own. ``stops``: ids that end a text.
+    each worker has a seed of its own. ``stops``: ids that end a text. Raises :class:`weft.errors.WeftError` if a text
+    could not go on.
     """
     for ids in (prompt, *openings):
         check_streams(engine, ids)
@@ -82,6 +83,7 @@ def hogwild(
     with engine.holding([root, *workers]):
         while not all(worker.finished for worker in workers):
             engine.step()
+            check_generations(workers)
     return workers
 
 
@@ -141,7 +143,8 @@ def multiverse(
     (Multiverse, Yang et al. 2025), and return it. Each piece of the text has up to ``count`` tokens.
 
     ``how``: settings of sampling; ``stops``: ids that end a text. ``opening(number, outline)``: returns the first
-    tokens of path ``number`` after its tag, given the tokens of its outline.
+    tokens of path ``number`` after its tag, given the tokens of its outline. Raises :class:`weft.errors.WeftError` if a
+    piece could not go on.
     """
     check_streams(engine, prompt)
     pieces: list[Generation] = []
@@ -198,6 +201,7 @@ def multiverse(
         whole.pieces.append(begin(list(prompt), 0, (), stops))
         while not whole.done:
             engine.step()
+            check_generations(pieces)
             advance(whole, stops)
     return whole
 

@@ -54,6 +54,7 @@ FIELDS = (
     "least",
     "scored",
     "hits",
+    "failure",
 )
 
 #: The lists of a request that grow: each frame has what was added since the frame before.

@@ -1,6 +1,6 @@
 """A request: the growing text, the scheduler's data about it, and its sampling settings."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from weft.errors import WeftError
 from weft.generate.block_source import Contents
 from weft.generate.grammar import Grammar
 from weft.generate.random_numbers import TokenNumbers
@@ -314,7 +315,10 @@ class Generation(Request):
         if self.finished:  # cancelled meanwhile
             return ()
         siblings, self.siblings = self.siblings, []
-        return (self, *(each for each in siblings if not each.finished))
+        going = [each for each in siblings if not each.finished]
+        for each in going:  # their prompt's scores are those of this text
+            each.failure = self.failure
+        return (self, *going)
 
     def append(
         self, token: int, said: tuple[float, dict[int, float]] | None
@@ -351,6 +355,13 @@ class Generation(Request):
         return sum(p for p, _ in self.log_probabilities) / max(
             1, len(self.log_probabilities)
         )
+
+
+def check_generations(generations: Iterable[Generation]) -> None:
+    """Raise :class:`WeftError` with the error line of the first of ``generations`` that could not go on, if any."""
+    for generation in generations:
+        if generation.failure:
+            raise WeftError(generation.failure)
 
 
 class Written(NamedTuple):

@@ -12,6 +12,7 @@ from weft.generate.beam_search import LENGTH_PENALTY, Search, vote
 from weft.generate.best_answer import RatedAnswer, answer_start, rated_answers
 from weft.generate.engine import Engine
 from weft.generate.joined_texts import Tags, hogwild, multiverse
+from weft.generate.request import check_generations
 from weft.generate.sampling import Sampling
 from weft.layout.layout import Layout
 
@@ -239,9 +240,8 @@ class TextOptions:
         else:
             generations = engine.submit(ids, count, how, tokenizer.stops, self.texts)
             engine.run()
+            check_generations(generations)
             for number, generation in enumerate(generations, 1):
-                if generation.failure:
-                    raise WeftError(generation.failure)
                 yield f"text {number} of {self.texts}", text_of(generation.written)
 
 

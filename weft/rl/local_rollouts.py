@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from weft.data.sample_ledger import VersionSpan
+from weft.errors import WeftError
 from weft.generate.sampling import Sampling
 from weft.rl.generation_turns import FollowingEngine
 from weft.rl.rollout import AnswerGroup, GroupRequest, SentWeights, WrittenAnswer
@@ -14,6 +15,13 @@ from weft.rl.rollout import AnswerGroup, GroupRequest, SentWeights, WrittenAnswe
 if TYPE_CHECKING:
     from weft.generate.engine import Engine
     from weft.generate.request import Generation
+
+
+#: Error line of a policy that cannot write answers any more, by the number of its updates.
+DIVERGED = (
+    "the policy's logits are not finite after {} updates: it has diverged; lower optimizer.lr, or go on from an "
+    "earlier checkpoint"
+)
 
 
 class RolloutInterrupted(Exception):
@@ -46,17 +54,21 @@ class LocalRollouts:
     def finished(self, count: int) -> list[AnswerGroup]:
         """Write the answers of the ``count`` groups that were asked for first, and return them.
 
-        Raises :class:`RolloutInterrupted` if this rank is asked to end the run meanwhile.
+        Raises :class:`RolloutInterrupted` if this rank is asked to end the run meanwhile, and :class:`WeftError` if the
+        policy has diverged, so that an answer could not go on. All texts are then cancelled.
         """
         groups, self.waiting = self.waiting[:count], self.waiting[count:]
         assert not isinstance(self.engine, FollowingEngine), "others write for it"
         texts = [self._submit(group) for group in groups]
         scheduler = self.engine.scheduler
-        while self.engine.step() or scheduler.running or scheduler.waiting:
-            if self.interrupted():
+        while (written := self.engine.step()) or scheduler.running or scheduler.waiting:
+            failed = any(each.request.failure for each in written)
+            if failed or self.interrupted():
                 for generation in (each for answers in texts for each in answers):
                     self.engine.cancel(generation)
-                raise RolloutInterrupted
+                if not failed:
+                    raise RolloutInterrupted
+                raise WeftError(DIVERGED.format(scheduler.version))
         return [
             AnswerGroup(group, tuple(self._answer(each) for each in answers))
             for group, answers in zip(groups, texts, strict=True)

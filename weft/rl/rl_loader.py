@@ -49,12 +49,13 @@ if TYPE_CHECKING:
 
 
 class OwnScores(NamedTuple):
-    """Scored answers that one rank has collected: its ``groups``, and whether it is asked to end the run
-    (``interrupted``).
+    """Scored answers that one rank has collected: its ``groups``, whether it is asked to end the run (``interrupted``),
+    and the error line because of which it has none (``problem``; "" if it has them).
     """
 
     groups: list[ScoredGroup]
     interrupted: bool
+    problem: str = ""
 
 
 @dataclass
@@ -355,7 +356,8 @@ class RlLoader:
     ) -> list[ScoredGroup]:
         """Return the answers of ``source`` to ``questions`` with their rewards.
 
-        ``begun``: whether ``source`` was asked for them already.
+        ``begun``: whether ``source`` was asked for them already. If they cannot be written or scored on one rank, all
+        ranks raise :class:`WeftError`, so that none waits for the others.
         """
         own = [*range(len(questions))]
         if source is self.local:
@@ -363,6 +365,7 @@ class RlLoader:
         elif not self.writes_all:
             own = []
         scored, interrupted = list[ScoredGroup](), False
+        failed: WeftError | None = None
         turn = self.turns.writing() if source is self.local else nullcontext()
         with turn:
             try:
@@ -379,7 +382,16 @@ class RlLoader:
                     )
             except RolloutInterrupted:
                 interrupted = True
-        shares = from_all(OwnScores(scored, interrupted), self.mesh.step_group)
+            except WeftError as error:
+                failed = error
+        own_share = OwnScores(scored, interrupted, str(failed or ""))
+        shares = from_all(own_share, self.mesh.step_group)
+        if failed is not None:
+            raise failed
+        if problem := next((share.problem for share in shares if share.problem), ""):
+            passed_on = WeftError(problem)
+            passed_on.secondary = True
+            raise passed_on
         if any(share.interrupted for share in shares):
             raise RolloutInterrupted
         everyone = {group.number: group for share in shares for group in share.groups}

@@ -9,6 +9,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 from weft.generate.cache_policy import CachePolicy, cache_policy_of
 from weft.generate.engine import Engine
+from weft.generate.request import check_generations
 from weft.generate.sampling import Sampling
 from weft.models.transformer import Transformer
 from weft.planner.thinking_price import Thinking, TriedText
@@ -33,7 +34,8 @@ def time_thinking(
     """Measure the seconds in which a model writes its texts.
 
     ``how``: number of texts, tokens of each text, and share of the keys that attention reads. ``prompt``: number of
-    tokens of the prompt. The time to read the prompt is not included. ``clock``: returns the time in seconds.
+    tokens of the prompt. The time to read the prompt is not included. ``clock``: returns the time in seconds. Raises
+    :class:`weft.errors.WeftError` if a text could not go on.
     """
     engine = Engine(model, cache_policy=sparse_policy(how.share))
     ids = [(7 * i + 3) % model.shape.vocab for i in range(prompt)]
@@ -41,9 +43,12 @@ def time_thinking(
     texts = engine.submit(ids, how.tokens + WARM, sampling, n=how.texts)
     while min(len(text.written) for text in texts) < WARM:
         engine.step()
+        check_generations(texts)
     begun = clock()
     engine.run()
-    return clock() - begun
+    spent = clock() - begun
+    check_generations(texts)
+    return spent
 
 
 def solved_before(task: RewardTask, count: int) -> str:
@@ -71,7 +76,8 @@ def try_questions(
         ``shots``: text to put before each question, such as solved questions; a text then ends with its first line.
         ``temperature``: temperature of sampling.
 
-    Raises :class:`UsageError` for questions that are not plain texts.
+    Raises :class:`UsageError` for questions that are not plain texts, and :class:`weft.errors.WeftError` if a text
+    could not go on.
     """
     engine = Engine(model, cache_policy=sparse_policy(share))
     asked = []
@@ -84,6 +90,7 @@ def try_questions(
         how = Sampling(temperature, seed=number * texts)
         asked.append(engine.submit(ids, most, how, tokenizer.stops, n=texts))
     engine.run()
+    check_generations(text for each in asked for text in each)
     tried = []
     for question, each in zip(questions, asked, strict=True):
         trials = []

@@ -5,6 +5,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
+from math import isnan
 from typing import Any, NamedTuple, cast
 
 from weft.data.detokenizer import TextDecoder
@@ -198,12 +199,14 @@ class Replies:
 
 def spoken(said: tuple[float, dict[int, float]] | None) -> tuple[Any, Any]:
     """Return the log-probability of a token, and those of the likeliest tokens by their ids, as JSON can say them: a
-    token that is impossible has :data:`IMPOSSIBLE`. Both are None if ``said`` is.
+    token that is impossible has :data:`IMPOSSIBLE`. Both are None if ``said`` is. A log-probability that is NaN is
+    None, and is left out among the likeliest tokens.
     """
     if said is None:
         return None, None
     chosen, top = said
-    return max(chosen, IMPOSSIBLE), {i: max(p, IMPOSSIBLE) for i, p in top.items()}
+    likeliest = {i: max(p, IMPOSSIBLE) for i, p in top.items() if not isnan(p)}
+    return None if isnan(chosen) else max(chosen, IMPOSSIBLE), likeliest
 
 
 class TextOffsets:

@@ -131,7 +131,8 @@ class Server(ApiServer):
             raise refused_for(
                 asked,
                 "use_beam_search",
-                "it is for the model itself, on one rank and without guesses; ask without it",
+                "it is for the model itself, on one rank, without guesses and without a cache policy that keeps sums "
+                "(alisa); ask without it",
             )
         penalty = (
             LENGTH_PENALTY if asked.length_penalty is None else asked.length_penalty

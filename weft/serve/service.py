@@ -19,11 +19,11 @@ from weft.generate.backend import (
     TokenEvent,
     failed_text,
 )
+from weft.generate.beam_search import can_search
 from weft.generate.best_answer import text_score
 from weft.generate.embedding import embed
 from weft.generate.engine import Engine
 from weft.generate.engine_thread import EngineThread
-from weft.generate.leader import Leader
 from weft.generate.request import Generation, Written
 from weft.serve.resident_models import ResidentModels
 
@@ -35,7 +35,7 @@ def engine_facts(engine: Engine) -> BackendFacts:
         vocab=shape.vocab,
         embed=shape.embed,
         cache=engine.scheduler.pool.blocks * engine.reader.size,
-        searches=not isinstance(engine.reader, Leader) and engine.drafter is None,
+        searches=can_search(engine),
         scores=shape.output == "score",
     )
 
