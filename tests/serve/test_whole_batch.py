@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from tests.cli.test_mixtures import folder_of
 from tests.conftest import Command
 from tests.generate.test_resting import DRAWN, SHAPES, SMALL, whole
+from weft.errors import WeftError
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
@@ -139,6 +141,31 @@ def test_costs_are_measured_of_what_runs(tmp_path: Path) -> None:
     assert all(layer.shares.sum() == pytest.approx(2) for layer in costs.layers)
     parts = costs.parts(costs.work([1, 8, 8, 8, 100, 100]))
     assert all(seconds >= 0 for seconds in parts.values()) and parts["products"] > 0
+
+
+@pytest.mark.parametrize("often", [1, 1000])
+def test_texts_without_numbers_are_not_waited_for(
+    often: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one pass have no logits: costs are of the others. Those of all passes: there are none to measure."""
+    (model, experts), step = streamed("mixtral", tmp_path, 0.7), Engine.step
+    lost, steps = iter(range(often)), iter(range(200))
+
+    def damage(_: Any, given: Any, logits: torch.Tensor) -> torch.Tensor:
+        gone = logits.numel() > 0 and next(lost, None) is not None
+        return logits * torch.nan if gone else logits
+
+    def stepping(engine: Engine) -> Any:
+        assert next(steps, None) is not None, "it waits for ever"
+        return step(engine)
+
+    model.register_forward_hook(damage)
+    monkeypatch.setattr(Engine, "step", stepping)
+    engine, prompts = Engine(model, 4096), [[1, 2, 3, 4, 5] * 3] * 5
+    with pytest.raises(WeftError, match="not numbers") if often > 1 else nullcontext():
+        costs = measure_costs(engine, experts.ring, prompts)
+        assert costs.parts(costs.work([1, 8, 8, 8, 100, 100]))["products"] > 0
+    assert not engine.scheduler.running and not engine.scheduler.waiting
 
 
 @pytest.mark.slow(2)

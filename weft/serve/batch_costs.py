@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from weft.generate.engine import Engine
-from weft.generate.request import Generation
+from weft.generate.request import Generation, check_generations
 from weft.generate.sampling import GREEDY
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.step_curve import nonnegative_rates
@@ -274,7 +274,7 @@ def measure_costs(
     ``ring``: memory into which the experts of the engine's model are read. ``clock``: function that returns seconds,
     such as ``time.thread_time``, which counts neither other programs nor waiting. First the engine reads some prompts
     and one longer text, in pieces of several sizes. Then it generates tokens for several texts at a time, for fewer and
-    fewer of them, and at last for one alone.
+    fewer of them, and at last for one alone. Raises :class:`weft.errors.WeftError` if no text can go on.
     """
     timer, scheduler = PassTimer(engine.model, ring, clock), engine.scheduler
     before = scheduler.budget, scheduler.limit
@@ -297,8 +297,11 @@ def measure_costs(
             for scheduler.budget in PROBED_BUDGETS:
                 several()
             scheduler.budget = before[0]
-            while any(text.wanted > 1 for text in texts):
+            # a text that has failed is not computed any more
+            while any(text.wanted > 1 and not text.finished for text in texts):
                 passes.append(timer.measure(step))
+            if all(text.finished for text in texts):
+                check_generations(texts)
             # all of them, then the longest with short ones, and at last a short one alone
             for most in PROBED_TEXTS:
                 for text in texts[most - 1 : -1]:
