@@ -17,7 +17,7 @@ from weft.api import start as train
 from weft.errors import UsageError, WeftError
 from weft.recipe import Recipe
 from weft.rl import ray_places
-from weft.rl.ray_places import LOST, RayPlace, close_ray, open_ray_places
+from weft.rl.ray_places import LOST, ProcessHost, RayPlace, close_ray, open_ray_places
 from weft.train.setup import prepare
 
 WITH_RAY = "weft[ray] is not installed: pip install 'weft[ray]'"
@@ -142,3 +142,81 @@ def test_hosts_that_cannot_reach_the_run_are_named(
     monkeypatch.setattr(ray_places, "_joined_ray", Cluster)
     with pytest.raises(UsageError, match="Ray has 2 hosts, and this run listens at 12"):
         open_ray_places("127.0.0.1", 1, "cpu", 1, 1.0)
+
+
+class FullCluster:
+    """A stand-in for the package ray: one actor, and no room for another until ``gives`` says so."""
+
+    class exceptions:
+        class RayError(Exception): ...
+
+        class RayActorError(RayError): ...
+
+        class GetTimeoutError(RayError): ...
+
+    def __init__(self) -> None:
+        self.gives, self.waits = True, list[float]()
+        self.variables = list[dict[str, str]]()
+        ask = SimpleNamespace(remote=lambda *words: self.variables.extend(words[1:]))
+        actor = SimpleNamespace(meeting=ask, start=ask)
+        self._kind = SimpleNamespace(remote=lambda: actor)
+
+    def remote(self, kind: type) -> Any:
+        return SimpleNamespace(options=lambda **options: self._kind)
+
+    def get(self, asked: Any, timeout: float) -> Any:
+        if self.gives:
+            return ("127.0.0.1", 9)
+        self.waits.append(timeout)
+        assert len(self.waits) < 5, "it waits although the run ends"
+        raise self.exceptions.GetTimeoutError
+
+
+def test_a_place_that_is_closed_waits_for_no_other_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = FullCluster()
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    place = RayPlace({"num_gpus": 0}, 600.0)
+    assert place.meeting() == ("127.0.0.1", 9)
+    cluster.gives = False
+    place.close()
+    with pytest.raises(WeftError, match="Ray has found no place"):
+        place._open()
+    assert len(cluster.waits) == 1 and cluster.waits[0] < 1
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_ray_alone_gives_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    cluster = FullCluster()
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    place = RayPlace({"num_gpus": gpus}, 600.0)
+    place.start(["-c", ""], {"CUDA_VISIBLE_DEVICES": "", "WEFT_X": "1"})
+    (variables,) = cluster.variables
+    assert ("CUDA_VISIBLE_DEVICES" in variables) is not bool(gpus)
+    assert variables["WEFT_X"] == "1"
+
+
+def test_a_host_ends_the_process_before_it_starts_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = list[str]()
+
+    class Process:
+        pid = 1
+
+        def __init__(self, *words: Any, **named: Any) -> None:
+            calls.append("start")
+
+        def kill(self) -> None:
+            calls.append("kill")
+
+        def wait(self) -> int:
+            calls.append("wait")
+            return -9
+
+    monkeypatch.setattr(ray_places.subprocess, "Popen", Process)
+    host = ProcessHost()
+    host.start([], {})
+    host.start([], {})
+    assert calls == ["start", "kill", "wait", "start"]

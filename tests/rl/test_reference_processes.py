@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from queue import Queue
+from subprocess import TimeoutExpired
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +21,13 @@ from weft.api import start as train
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.net.endpoint import Endpoint
+from weft.net.wire import SealedConnection
 from weft.recipe import Recipe
-from weft.rl import rl_loader
+from weft.rl import reference_processes, rl_loader, role_process
 from weft.rl.log_probabilities import token_log_probabilities
 from weft.rl.reference_processes import ReferenceProcesses
+from weft.rl.role_process import ROLES, SECRET, run_role_process
 from weft.rl.role_texts import NUMBER_BYTES, TOKEN_BYTES
 from weft.train.setup import build_for_training, prepare
 
@@ -139,3 +147,144 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     rollout["rollout"] |= {"ranks": 1, "device": "cuda:9"}
     assert "no GPU; use 'cpu'" in said(roles=rollout) or torch.cuda.is_available()
     assert given(2).roles.reference.process_layout == Layout(dp=2)
+
+
+class Placed:
+    """A process of the role that the test itself plays, by the ``link`` that it opens; ``code``: its exit code."""
+
+    pid, code = 1, None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.code is None:
+            raise TimeoutExpired("process", timeout or 0)
+        return self.code
+
+    def kill(self) -> None:
+        self.code = self.code or -9
+
+
+class Played:
+    """Reference processes, ``count`` of them, all of which the test plays."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        self.placed = [Placed() for _ in range(count)]
+
+        def start(roles: Any, endpoint: Endpoint, secret: str, wait: float) -> Any:
+            self.address = endpoint.address
+            self.channel = Endpoint("127.0.0.1").join(ROLES, secret)
+            return self.placed
+
+        monkeypatch.setattr(reference_processes, "start_role_processes", start)
+        monkeypatch.setattr(
+            reference_processes, "reference_about", lambda job: {"shape": "small"}
+        )
+        rollout = SimpleNamespace(address=("127.0.0.1", 0))
+        job: Any = SimpleNamespace(
+            recipe=SimpleNamespace(train=SimpleNamespace(timeout=40)),
+            roles=SimpleNamespace(rollout=rollout),
+        )
+        self.run = ReferenceProcesses(job, Mesh.single(), lambda: False)
+
+    def join(self, rank: int) -> SealedConnection:
+        """The link of the process ``rank``, which has learned its model before the run asks it for anything.
+
+        The first request comes after a whole phase of answers.
+        """
+        link = self.channel.dial(self.address, {"rank": rank}, 5.0)
+        assert link.receive(limit=5.0).head == {"shape": "small"}
+        return link
+
+    def said(self) -> str:
+        """What the run says of its reference model, after it has asked."""
+        begun = time.monotonic()
+        self.run.request([([1, 2], [False, True])])
+        with pytest.raises(WeftError) as error:
+            self.run.log_probabilities()
+        # of the limit of 30 s
+        assert time.monotonic() - begun < 15
+        return str(error.value)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    opened = list[Played]()
+
+    def play(count: int) -> Played:
+        opened.append(Played(monkeypatch, count))
+        return opened[-1]
+
+    yield play
+    for each in opened:
+        each.run.close()
+        each.channel.endpoint.close()
+
+
+def test_the_cause_of_a_failure_is_told_at_once(played: Any) -> None:
+    two = played(2)
+    first, second = two.join(0), two.join(1)
+    second.send({"kind": "error", "why": "no memory"})
+    assert two.said() == "the process 1 of roles.reference: no memory"
+    first.close()
+    second.close()
+
+
+def test_a_cause_that_comes_with_the_end_is_told_and_not_the_exit_code(
+    played: Any,
+) -> None:
+    alone = played(1)
+    alone.join(0).send({"kind": "error", "why": "no memory"})
+    alone.placed[0].code = 1
+    assert alone.said() == "the process 0 of roles.reference: no memory"
+
+
+def test_a_process_that_ends_without_a_word_is_named(played: Any) -> None:
+    two = played(2)
+    two.placed[1].code = 0
+    assert "the process 1 of roles.reference has ended with exit code 0" in two.said()
+
+
+def test_a_model_that_is_late_is_named_and_nothing_more_is_awaited(played: Any) -> None:
+    alone = played(1)
+    link = alone.join(0)
+    alone.run.limit = 0.3
+    alone.run.request([([1, 2], [False, True])])
+    link.send({"kind": "ready"})  # too late: it has got no texts
+    with pytest.raises(WeftError, match=r"has not built its model for 0\.3 s"):
+        alone.run.log_probabilities()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no memory"), FileNotFoundError("no memory")], ids=repr
+)
+def test_a_process_tells_why_it_fails_and_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*words: Any) -> None:
+        raise error
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    links = Queue[SealedConnection]()
+
+    def serve(link: SealedConnection) -> None:
+        link.send({"layout": {}, "device": "cpu", "threads": 1})
+        links.put(link)
+
+    monkeypatch.setattr(role_process, "reference_of", fail)
+    monkeypatch.setattr(role_process, "settle_in", lambda *words: None)
+    monkeypatch.setattr(role_process.os, "_exit", leave)
+    monkeypatch.setattr(SealedConnection, "drain", lambda *words: None)
+    monkeypatch.setenv(SECRET, "known")
+    run = Endpoint("127.0.0.1")
+    run.open(ROLES, "known", serve)
+    try:
+        with pytest.raises(SystemExit) as left:
+            run_role_process(run.address)
+        head = links.get(timeout=5).receive(limit=5.0).head
+    finally:
+        run.close()
+    assert left.value.code == 1 and head == {"kind": "error", "why": "no memory"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe
 from weft.recipe.roles_section import RewardRole
+from weft.rl import reward_servers
 from weft.rl.reward_servers import RewardServers, served_folder
 from weft.train.setup import prepare
 
@@ -83,3 +86,33 @@ def test_a_server_that_does_not_start_is_named(tmp_path: Path) -> None:
     nowhere = given(tmp_path / "no", tmp_path, 1).tasks
     with pytest.raises(WeftError, match=r"/no \(roles.reward\) has ended with exit co"):
         RewardServers(nowhere, RewardRole(ranks=1), Mesh.single(), 60.0)
+
+
+def test_a_run_that_is_asked_to_end_waits_for_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, calls = threading.Event(), list[str]()
+
+    class Loading(io.StringIO):
+        """Lines of a server that says nothing before it ends."""
+
+        def __next__(self) -> str:
+            ended.wait(30)
+            raise StopIteration
+
+    class Server:
+        stdout = Loading()
+
+        def terminate(self) -> None:
+            calls.append("terminate")
+            ended.set()
+
+        def wait(self, timeout: float | None = None) -> int:
+            return 0
+
+    monkeypatch.setattr(reward_servers, "_start", lambda *words: Server())
+    tasks = given("judge", tmp_path, 1).tasks
+    role = RewardRole(ranks=1)
+    with pytest.raises(WeftError, match="asked to end before the server of the reward"):
+        RewardServers(tasks, role, Mesh.single(), 20.0, lambda: True)
+    assert calls == ["terminate"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,13 @@ from weft.layout.parts import TORCH_DTYPES, Part
 from weft.prove.equality import Difference, compare_with_one_device, run_layout
 from weft.recipe import Recipe, build_recipe
 from weft.rl.critic_start import start_critic
+from weft.train import own_critic
 from weft.train.build_step import build_step
-from weft.train.own_critic import critic_of
+from weft.train.loop import MOST_SKIPPED
+from weft.train.own_critic import CriticStep, critic_of
 from weft.train.setup import build_for_training, prepare
-from weft.train.step import StepContext
+from weft.train.step import Step, StepContext
+from weft.train.step_values import StepResult
 
 TREE: dict[str, Any] = {
     "model": {"layers": 2, "embed": 16, "heads": 2, "ffn": 24, "tied": True},
@@ -201,3 +205,49 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     settings = given.roles.critic.optimizer_settings(given.optimizer)
     assert (settings.lr, settings.clip, settings.kind) == (3e-2, 0.05, "adamw")
     assert not prepare(given).shape.value_head
+
+
+@pytest.mark.parametrize("critic", ["", "judge"])
+def test_a_named_critic_begins_with_its_weights_under_any_policy(
+    monkeypatch: pytest.MonkeyPatch, critic: str
+) -> None:
+    """Also where model.from is a configuration, so that the policy has no values to begin with."""
+    given = recipe(roles={"critic": {"trunk": "own", "model": critic}})
+    model = given.model.model_copy(update={"origin": "config.json"})
+    given = given.model_copy(update={"model": model})
+    named: Any = lambda *words: "the values of judge"  # noqa: E731
+    monkeypatch.setattr(own_critic, "_first_values", named)
+    monkeypatch.setattr(own_critic, "critic_shape", lambda policy, recipe: policy)
+    monkeypatch.setattr(own_critic, "parallelize", lambda *words, **_: words[3])
+    shape: Any = None
+    begun = own_critic._build_critic(shape, Mesh.single(), given, None)
+    assert begun == ("the values of judge" if critic else None)
+
+
+def test_updates_of_the_critic_that_are_left_out_are_told_and_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skips = [True, False, *[True] * MOST_SKIPPED]
+
+    class Critic:
+        state = SimpleNamespace(updates=0)
+
+        def take(self, *words: Any) -> list[StepResult]:
+            return [StepResult(float("nan"), 1.0, 1, skips.pop(0), False)]
+
+    monkeypatch.setattr(Step, "take", lambda *words: [])
+    state: Any = None
+    step = CriticStep(
+        state, state, state, state, None, [], critic=Critic(),  # type: ignore[arg-type]
+        optimizer=recipe().optimizer, steps=9,
+    )  # fmt: skip
+    batches: Any = [SimpleNamespace(rollout=1)]
+    step.take(batches, 1.0)
+    (line,) = step.news()
+    assert "critic's loss or gradient norm was not finite in step 1" in line
+    step.take(batches, 1.0)
+    for _ in range(MOST_SKIPPED - 1):
+        step.take(batches, 1.0)
+    assert len(step.news()) == MOST_SKIPPED - 1 and not step.news()
+    with pytest.raises(WeftError, match=f"not finite in {MOST_SKIPPED} steps in a row"):
+        step.take(batches, 1.0)

@@ -304,7 +304,7 @@ def _routed(
 ) -> Iterator[_Routed]:
     """Run a router and the engines that it starts itself, which end with the context."""
     from weft.cluster.dispatch_policy import dispatch_policy
-    from weft.cluster.engine_processes import EngineProcesses
+    from weft.cluster.engine_processes import EngineProcesses, visible_gpus
     from weft.cluster.engine_router import EngineRouter, RouterModel
     from weft.cluster.other_router import router_endpoint, router_name
     from weft.generate.fingerprint import open_for_reading, weights_fingerprint
@@ -326,7 +326,7 @@ def _routed(
         own = replace(options, cache_folder=None, cache_folder_size=None) if "cache" in roles else options  # fmt: skip
         named = f"--model-name={name}"
         words = {"": [*own.words(), named], "cache": [*options.words("cache"), named]}
-        ranks, gpus = options.spread.world, _gpus()
+        ranks, gpus = options.spread.world, visible_gpus()
         processes = EngineProcesses(roles, address, words, SHARE, warn, ranks, gpus)
     router = None
     try:
@@ -366,16 +366,6 @@ def _routed(
         if processes is not None:
             processes.close(joined)
         endpoint.close()
-
-
-def _gpus() -> list[str]:
-    """Return the names of the GPUs of this host that this process may use."""
-    import torch
-
-    count = torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return (names or [str(index) for index in range(count)])[:count]
 
 
 def _role_watch(settings: "ClusterSettings") -> "RoleChooser | None":

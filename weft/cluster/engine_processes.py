@@ -169,3 +169,13 @@ def gpus_of_engines(engines: int, ranks: int, gpus: Sequence[str]) -> list[str]:
         ",".join(gpus[(engine * ranks + rank) % len(gpus)] for rank in each)
         for engine in range(engines)
     ]
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of the GPUs of this host that this process may use, as in ``CUDA_VISIBLE_DEVICES``."""
+    import torch
+
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return (names or [str(index) for index in range(count)])[:count]

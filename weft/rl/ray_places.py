@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.errors import UsageError, WeftError
 from weft.rl.role_places import Meeting, PlacedProcess, entry_words, weft_variables
 
-#: Seconds that an actor may take to answer, and bytes of Ray's own store of objects, which stays empty.
-ANSWER_S, STORE = 30.0, 80 << 20
+#: Seconds that an actor may take to answer, seconds between two looks whether there is a place, and bytes of Ray's own
+#: store of objects, which stays empty.
+ANSWER_S, LOOK_S, STORE = 30.0, 0.2, 80 << 20
 #: Exit code of a process whose host is lost.
 LOST = -9
 
@@ -39,6 +42,8 @@ class ProcessHost:
 
     def start(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
         """Start a process, and return its number. ``variables``: environment variables beside those of this host."""
+        if self.process is not None:  # which its run no longer knows of
+            self.kill()
         self.process = subprocess.Popen(
             entry_words(command),
             env={**os.environ, **variables},
@@ -79,8 +84,6 @@ class RayProcess:
             self._code = self._ask(self._actor.kill)
 
     def wait(self, timeout: float | None = None) -> int:
-        import time
-
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() >= deadline:
@@ -104,6 +107,7 @@ class RayPlace:
     def __init__(self, options: Mapping[str, Any], wait: float) -> None:
         self._options, self._wait = options, wait
         self._actor: Any = None
+        self._closed = threading.Event()
         self._open()
 
     def _open(self) -> None:
@@ -111,9 +115,7 @@ class RayPlace:
 
         self._actor = ray.remote(ProcessHost).options(**self._options).remote()
         try:
-            self._meeting = Meeting(
-                *ray.get(self._actor.meeting.remote(), timeout=self._wait)
-            )
+            self._meeting = Meeting(*self._awaited(self._actor.meeting.remote()))
         except ray.exceptions.GetTimeoutError:
             raise WeftError(
                 f"Ray has found no place within {self._wait:g} s for a process with {self._options}; roles.placement = "
@@ -122,8 +124,24 @@ class RayPlace:
         except ray.exceptions.RayError as error:
             raise self._refused(error) from None
 
+    def _awaited(self, asked: Any) -> tuple[str, int]:
+        """Wait for what an actor has been asked, until this place is closed."""
+        import ray
+
+        deadline = time.monotonic() + self._wait
+        while True:
+            try:
+                answer: tuple[str, int] = ray.get(asked, timeout=LOOK_S)
+                return answer
+            except ray.exceptions.GetTimeoutError:
+                if self._closed.is_set() or time.monotonic() >= deadline:
+                    raise
+
     def meeting(self) -> Meeting:
         return self._meeting
+
+    def close(self) -> None:
+        self._closed.set()
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str]
@@ -134,6 +152,8 @@ class RayPlace:
         import ray
 
         variables = weft_variables(environment)
+        if self._options.get("num_gpus"):  # Ray says which
+            variables.pop("CUDA_VISIBLE_DEVICES", None)
         try:
             try:
                 pid = self._started(command, variables)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from queue import Empty, Queue
+from queue import Queue
+from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from weft.recipe.roles_section import Roles
     from weft.rl.rl_phases import RlPhases
 
-#: Seconds between two looks at the processes.
-LOOK_S = 0.2
+#: Seconds between two looks at the processes, and seconds that one may take to end after its connection.
+LOOK_S, END_S = 0.2, 2.0
 #: Share of ``train.timeout`` for which the first rank waits for a process.
 WAIT = 0.75
 
@@ -97,6 +98,9 @@ class ReferenceProcesses:
         self._texts: Sequence[MarkedText] = ()
         self._processes: list[PlacedProcess] = []
         self._links: dict[int, SealedConnection] = {}
+        self._ready = set[int]()
+        self._numbers: Frame | None = None
+        self._failure: Exception | None = None
         group = mesh.step_group
         self.leads = group is None or group.rank() == 0
         if self.leads:
@@ -105,27 +109,28 @@ class ReferenceProcesses:
             host = listens[0] if listens else own_address()
             self._endpoint = process_endpoint(host)
             secret = secrets.token_hex(32)
-            self._channel = self._endpoint.open(ROLES, secret, self._joined.put)
             self._about = reference_about(job)
-            self._processes = start_role_processes(
-                job.roles, self._endpoint, secret, self.limit
-            )
+            self._channel = self._endpoint.open(ROLES, secret, self._welcome)
+            try:
+                for process in start_role_processes(
+                    job.roles, self._endpoint, secret, self.limit
+                ):
+                    self._processes.append(process)
+            except BaseException:
+                self.close()
+                raise
 
     def request(self, texts: Sequence[MarkedText]) -> None:
         """Send ``texts`` to the processes, which begin to compute their log-probabilities."""
         self._texts = texts
         if not self.leads or not texts:
             return
+        self._numbers = None
         try:
             self._await_ready()
-            lengths = [len(ids) for ids, _ in texts]
-            payload = packed_texts(texts)
-            for rank, link in self._links.items():
-                link.send({"lengths": lengths}, payload if rank == 0 else [])
-        except (OSError, WeftError, RolloutInterrupted):
-            return  # the reply says why there is none
-        sent = self.travelled.sent + sum(len(part) for part in payload)
-        self.travelled = self.travelled._replace(sent=sent)
+            self._send(texts)
+        except (WeftError, RolloutInterrupted) as error:
+            self._failure = error  # all ranks hear of it with the reply
 
     def log_probabilities(self) -> list[np.ndarray]:
         """Wait for the log-probabilities of the requested texts, and return for each text float64 ``[n]``, with 0 at
@@ -163,10 +168,28 @@ class ReferenceProcesses:
 
     # --- the first rank ---
 
+    def _welcome(self, link: SealedConnection) -> None:
+        """Tell a process that has connected what to build; called in a thread of the channel."""
+        self._joined.put(link)
+        with suppress(OSError):  # the next look at the processes finds out
+            link.send(self._about)
+
+    def _send(self, texts: Sequence[MarkedText]) -> None:
+        lengths, payload = [len(ids) for ids, _ in texts], packed_texts(texts)
+        for rank, link in self._links.items():
+            try:
+                link.send({"lengths": lengths}, payload if rank == 0 else [])
+            except OSError:
+                self._look()  # for the cause, which another may have told
+                raise self._ended(rank) from None
+        sent = self.travelled.sent + sum(len(part) for part in payload)
+        self.travelled = self.travelled._replace(sent=sent)
+
     def _own_reply(self) -> _Reply:
         try:
-            self._await_ready()
-            frame = self._received(0)
+            if self._failure is not None:
+                raise self._failure
+            frame = self._received()
             numbers = unpacked_numbers(frame.payload, self._texts)
         except RolloutInterrupted:
             return _Reply(None, interrupted=True)
@@ -182,43 +205,72 @@ class ReferenceProcesses:
     def _await_ready(self) -> None:
         """Wait until all processes have connected and built their model."""
         deadline = time.monotonic() + self.limit
-        while len(self._links) < len(self._processes):
-            missing = min({*range(len(self._processes))} - self._links.keys())
-            self._look(missing, deadline, "has not connected")
-            with suppress(Empty):
-                link = self._joined.get(timeout=LOOK_S)
-                link.send(self._about)
-                rank = link.hello["rank"]
-                self._links[rank] = link
-                if len(self._links) == len(self._processes):
-                    for each in self._links:
-                        self._received(each)
+        self._look()
+        while missing := {*range(len(self._processes))} - self._ready:
+            late = min(missing)
+            built = late in self._links
+            what = "has not built its model" if built else "has not connected"
+            self._check_time(late, deadline, what)
+            time.sleep(LOOK_S)
+            self._look()
 
-    def _received(self, rank: int) -> Frame:
-        """Wait for a message of the process with the number ``rank``."""
+    def _received(self) -> Frame:
+        """Wait for the log-probabilities, which the process 0 sends."""
         deadline = time.monotonic() + self.limit
-        link = self._links[rank]
-        while not link.poll(LOOK_S):
-            self._look(rank, deadline, "does not answer")
+        while self._numbers is None:
+            self._links[0].poll(LOOK_S)
+            self._look()
+            if self._numbers is None:
+                self._check_time(0, deadline, "does not answer")
+        return self._numbers
+
+    def _look(self) -> None:
+        """Take what the processes have sent. Raise an error if the run is asked to end, or a process has failed or
+        ended.
+        """
+        if self.interrupted():
+            raise RolloutInterrupted
+        # before their last words are read, so that these are not missed
+        codes = [each.poll() for each in self._processes]
+        ended = [rank for rank, code in enumerate(codes) if code is not None]
+        if killed := [rank for rank in ended if (codes[rank] or 0) < 0]:
+            raise self._ended(killed[0])  # the others only tell that they miss it
+        while not self._joined.empty():
+            link = self._joined.get()
+            self._links[link.hello["rank"]] = link
+        for rank, link in self._links.items():
+            while link.poll():
+                self._take(rank, link)
+        if ended:
+            raise self._ended(ended[0])
+
+    def _take(self, rank: int, link: SealedConnection) -> None:
+        """Take a message of the process with the number ``rank``. Raise an error if it says that it has failed."""
         try:
             frame = link.receive(limit=self.limit)
         except OSError:
-            self._look(rank, deadline, "does not answer")
-            raise WeftError(
-                f"{process_name(rank)} has ended; its own lines say why"
-            ) from None
-        if frame.head["kind"] == "error":
+            raise self._ended(rank) from None
+        kind = frame.head["kind"]
+        if kind == "error":
             raise WeftError(f"{process_name(rank)}: {frame.head['why']}")
-        return frame
+        if kind == "ready":
+            self._ready.add(rank)
+        else:
+            self._numbers = frame
 
-    def _look(self, rank: int, deadline: float, what: str) -> None:
-        """Raise an error if the run is asked to end, a process has ended, or the time is over."""
-        if self.interrupted():
-            raise RolloutInterrupted
-        for number, process in enumerate(self._processes):
-            if (code := process.poll()) not in (None, 0):
-                how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                raise WeftError(f"{process_name(number)} has ended with {how}")
+    def _ended(self, rank: int) -> WeftError:
+        """Return the error that says how the process with the number ``rank`` has ended."""
+        try:
+            code = self._processes[rank].wait(END_S)
+        except TimeoutExpired:
+            return WeftError(f"{process_name(rank)} has closed its connection")
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return WeftError(
+            f"{process_name(rank)} has ended with {how}; its own lines say why"
+        )
+
+    def _check_time(self, rank: int, deadline: float, what: str) -> None:
+        """Raise an error if ``deadline`` is over. ``what``: what the process with the number ``rank`` does."""
         if time.monotonic() >= deadline:
             raise WeftError(
                 f"{process_name(rank)} {what} for {self.limit:g} s, {WAIT:.0%} of train.timeout"
@@ -232,8 +284,8 @@ def process_name(rank: int) -> str:
 
 def start_role_processes(
     roles: Roles, endpoint: Endpoint, secret: str, wait: float
-) -> list[PlacedProcess]:
-    """Start the processes of ``[roles.reference]``.
+) -> Iterator[PlacedProcess]:
+    """Start the processes of ``[roles.reference]``, and yield each as it runs.
 
     ``endpoint``: endpoint of the run, with which they connect. ``secret``: secret of the channel. ``wait``: seconds to
     wait until there is a place for each.
@@ -246,7 +298,6 @@ def start_role_processes(
     if role.threads:
         shared["OMP_NUM_THREADS"] = str(role.threads)
     places = open_places(roles, host, role.ranks, role.device, role.threads, wait)
-    processes = []
     meeting = places[0].meeting()
     for rank, place in enumerate(places):
         own = {
@@ -259,5 +310,4 @@ def start_role_processes(
             "LOCAL_RANK": str(rank if roles.placement == "local" else 0),
         }
         variables = shared | (own if role.ranks > 1 else {})
-        processes.append(place.start(command, variables))
-    return processes
+        yield place.start(command, variables)

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from typing import TYPE_CHECKING
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from weft.recipe import Task
     from weft.recipe.roles_section import RewardRole
 
-#: Seconds that a server gets to end by itself.
-END_S = 5.0
+#: Seconds that a server gets to end by itself, and seconds between two looks at one that starts.
+END_S, LOOK_S = 5.0, 0.2
 
 
 class RewardServers:
@@ -39,15 +39,21 @@ class RewardServers:
 
     ``tasks``: the tables ``[[tasks]]`` with a reward; those with reward = 'reward-model' and a folder get a server.
     ``role``: the section ``[roles.reward]``. ``timeout``: seconds to wait until the servers have loaded their models.
+    ``interrupted``: returns whether this rank is asked to end the run.
 
     Attributes:
         ``tasks``: the tables, which name the addresses of servers in place of folders.
 
-    Raises :class:`WeftError` if a server does not start.
+    Raises :class:`WeftError` if a server does not start, or the run is asked to end meanwhile.
     """
 
     def __init__(
-        self, tasks: Sequence[Task], role: RewardRole, mesh: Mesh, timeout: float
+        self,
+        tasks: Sequence[Task],
+        role: RewardRole,
+        mesh: Mesh,
+        timeout: float,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="weft-reward-")
         self._processes: dict[str, subprocess.Popen[str]] = {}
@@ -59,9 +65,14 @@ class RewardServers:
                 for name in dict.fromkeys(filter(None, map(served_folder, tasks))):
                     self._processes[name] = _start(name, role, path)
                 for name, process in self._processes.items():
-                    addresses[name] = _await_address(name, process, timeout)
+                    addresses[name] = _await_address(
+                        name, process, timeout, interrupted
+                    )
             except WeftError as error:
                 why = str(error)
+            except BaseException:
+                self.close()
+                raise
         (shared, *_) = from_all((key, addresses, why), group)
         key, addresses, why = shared
         if why:
@@ -124,7 +135,12 @@ def _start(name: str, role: RewardRole, key: Path) -> subprocess.Popen[str]:
     )
 
 
-def _await_address(name: str, process: subprocess.Popen[str], limit: float) -> str:
+def _await_address(
+    name: str,
+    process: subprocess.Popen[str],
+    limit: float,
+    interrupted: Callable[[], bool],
+) -> str:
     """Return the address at which the server ``process`` of the model ``name`` listens, once it says so."""
     lines: Queue[str] = Queue()
     output = process.stdout
@@ -136,15 +152,25 @@ def _await_address(name: str, process: subprocess.Popen[str], limit: float) -> s
         lines.put("")
 
     threading.Thread(target=read, name="weft-reward-server", daemon=True).start()
-    try:
-        while line := lines.get(timeout=limit):
-            if where := re.search(r"at (http://\S+)/v1", line):
-                return where.group(1)
-    except Empty:
-        raise WeftError(
-            f"the server of the reward model {name} (roles.reward) has not started within {limit:g} s"
-        ) from None
+    deadline, line = time.monotonic() + limit, "\n"
+    while line:
+        try:
+            line = lines.get(timeout=LOOK_S)
+        except Empty:
+            _check_wait(name, limit, deadline, interrupted())
+            continue
+        if where := re.search(r"at (http://\S+)/v1", line):
+            return where.group(1)
     raise WeftError(
         f"the server of the reward model {name} (roles.reward) has ended with exit code {process.wait()}; its own "
         "lines say why"
     )
+
+
+def _check_wait(name: str, limit: float, deadline: float, interrupted: bool) -> None:
+    """Raise :class:`WeftError` if the server of the model ``name`` is not to be waited for any longer."""
+    server = f"the server of the reward model {name} (roles.reward)"
+    if interrupted:
+        raise WeftError(f"the run was asked to end before {server} has started")
+    if time.monotonic() >= deadline:
+        raise WeftError(f"{server} has not started within {limit:g} s")

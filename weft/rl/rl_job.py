@@ -79,6 +79,8 @@ class RlJob(RlPhases):
         )
         lines = deque[str]()
         role = self.roles.rollout
+        # each is closed as soon as it exists, also where a later one cannot be opened
+        stack.callback(local.close)
         stack.callback(close_places, self.roles)
         if not role.elsewhere:
             rollouts: RolloutSource = local
@@ -102,6 +104,7 @@ class RlJob(RlPhases):
                 "" if by_ray and role.device != "cpu" else role.device,
                 partial(self._rollout_places, role),
             )
+            stack.callback(rollouts.close)
             while lines:  # where others can join
                 recorder.event(lines.popleft())
         rewarded: Sequence[Task] = self.rewarded
@@ -109,25 +112,26 @@ class RlJob(RlPhases):
             from weft.rl.reward_servers import RewardServers
 
             servers = RewardServers(
-                rewarded, self.roles.reward, mesh, recipe.train.timeout
+                rewarded, self.roles.reward, mesh, recipe.train.timeout, interrupted
             )
             stack.callback(servers.close)
             rewarded = servers.tasks
-        workers = [
-            reward_workers(task, recipe.train.seed, recipe.plugins) for task in rewarded
-        ]
+        workers = []
+        for task in rewarded:
+            scoring = reward_workers(task, recipe.train.seed, recipe.plugins)
+            stack.callback(scoring.close)
+            workers.append(scoring)
         reference = None
         if self.loss.needs_reference and self.roles.reference.elsewhere:
             from weft.rl.reference_processes import ReferenceProcesses
 
             reference = ReferenceProcesses(self, mesh, interrupted)
-        loader = RlLoader(
+            stack.callback(reference.close)
+        return RlLoader(
             self, mesh, built, recorder, turns, local, rollouts, workers, interrupted,
             lambda: built.state.updates, PhaseCurricula.of_job(self, kept), lines,
             reference,
         )  # fmt: skip
-        stack.callback(loader.close)
-        return loader
 
     def _rollout_places(self, role: RolloutRole, host: str) -> list[RolePlace]:
         """Return the places of processes that write answers, from which the run is reached at ``host``; none: here."""

@@ -167,16 +167,6 @@ class RlLoader:
         ]
         return row_batches(self.job, self.mesh, rows, position)
 
-    def close(self) -> None:
-        """End the processes that write answers and those that score them."""
-        self.rollouts.close()
-        if self.remote:
-            self.local.close()
-        for workers in self.rewards:
-            workers.close()
-        if self.reference is not None:
-            self.reference.close()
-
     # --- rollouts ---
 
     def _begin(self, phase: int) -> None:

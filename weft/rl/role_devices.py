@@ -8,12 +8,16 @@ from weft.errors import UsageError
 def device_environment(device: str) -> dict[str, str]:
     """Return the environment variables with which a process computes on ``device``: "cpu", "cuda" or "cuda:N".
 
-    Returns {} for "" and "cuda", with which a process sees all devices.
+    Returns {} for "" and "cuda", with which a process sees all devices. N counts the GPUs that this process may use.
     """
     kind, _, number = device.partition(":")
     if kind == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
-    return {"CUDA_VISIBLE_DEVICES": number} if number else {}
+    if not number:
+        return {}
+    from weft.cluster.engine_processes import visible_gpus
+
+    return {"CUDA_VISIBLE_DEVICES": visible_gpus()[int(number)]}
 
 
 def check_device(setting: str, device: str, ranks: int) -> None:
@@ -31,6 +35,11 @@ def check_device(setting: str, device: str, ranks: int) -> None:
         here = f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else "no GPU"
         raise UsageError(
             f"{setting} = {device!r}, and this machine has {here}; use 'cpu', or another host"
+        )
+    if ranks > gpus:
+        raise UsageError(
+            f"{setting} = {device!r}, and {ranks} processes each need a GPU of this machine, which has {gpus}; use "
+            f"'cpu', or ranks = {gpus}"
         )
     if number and ranks > 1:
         raise UsageError(

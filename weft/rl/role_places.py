@@ -59,6 +59,9 @@ class RolePlace(Protocol):
         on another host, those that are Weft's are added to the variables of that host.
         """
 
+    def close(self) -> None:
+        """Let a call of :meth:`start` in another thread wait for nothing any longer."""
+
 
 class LocalPlace:
     """A place on this host."""
@@ -79,15 +82,22 @@ class LocalPlace:
             start_new_session=True,
         )
 
+    def close(self) -> None:
+        pass
+
 
 def weft_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return those variables of ``environment`` that a process of Weft on another host gets from the run."""
+    """Return those variables of ``environment`` that a process of Weft on another host gets from the run.
+
+    They may hide all GPUs, but not choose some, whose names are those of this host.
+    """
     return {
         name: value
         for name, value in environment.items()
         if name.startswith(("WEFT_", "OMP_"))
         or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        or name in ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+        or name in ("MASTER_ADDR", "MASTER_PORT")
+        or (name == "CUDA_VISIBLE_DEVICES" and not value)
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -35,14 +35,20 @@ ROLES, SECRET, DIAL_S = "role-processes", "WEFT_ROLE_SECRET", 30.0
 def run_role_process(run: Address) -> None:
     """Serve the training run whose endpoint is at ``run`` as a process with its reference model, until the run ends.
 
-    An error is told to the run, which ends with it.
+    An error is told to the run, which ends with it, and is exit code 1 of the process.
     """
     rank = int(os.environ.get("RANK", "0"))
     endpoint = process_endpoint(own_address(run[0]))
     channel = endpoint.join(ROLES, os.environ.get(SECRET, ""))
-    connection = channel.dial(run, {"rank": rank}, DIAL_S)
     try:
-        about = connection.receive(limit=DIAL_S).head
+        connection = channel.dial(run, {"rank": rank}, DIAL_S)
+    except OSError as error:
+        print(f"weft: the run at {run} is not reached: {error}", file=sys.stderr)
+        sys.exit(1)
+    code = 0
+    try:
+        # without a limit, as the connection ends with the run
+        about = connection.receive().head
         layout, device = Layout(**about["layout"]), about["device"]
         with ExitStack() as stack:
             if layout.world > 1:
@@ -55,13 +61,16 @@ def run_role_process(run: Address) -> None:
             built = reference_of(about, mesh)
             connection.send({"kind": "ready"})
             _answer(connection, built, mesh, about)
-    except (WeftError, ValueError) as error:
-        connection.send({"kind": "error", "why": str(error)})
-        connection.drain(1.0)
-    except OSError:
+    except ConnectionError:
         pass  # the run has ended
+    except (WeftError, ValueError, RuntimeError, OSError) as error:
+        code = 1
+        with suppress(OSError):
+            connection.send({"kind": "error", "why": str(error)})
+            # longer than the run waits between two looks, so that it learns the cause before its effect on others
+            connection.drain(1.0)
     # others may wait for ranks that have gone already
-    os._exit(0)
+    os._exit(code)
 
 
 def reference_of(about: dict[str, Any], mesh: Mesh) -> Built:

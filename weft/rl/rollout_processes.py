@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from weft.cluster.engine_processes import EngineProcesses
+from weft.cluster.engine_processes import EngineProcesses, visible_gpus
 from weft.cluster.engine_router import EngineRouter
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh, from_all
@@ -79,6 +79,7 @@ def start_rollout_engines(
         words,
         0.4,
         say,
+        gpus=visible_gpus() if device == "cuda" and not places else (),
         environment=environment,
         start=start if places else None,
     )
@@ -127,6 +128,7 @@ def open_remote_rollouts(
     if not secret:
         say(f"rollouts: weft engine --checkpoint policy: --join {host}:{port}")
     processes = None
+    places: Sequence[RolePlace] = ()
     if engines:
         places = open_places(host)
         processes = start_rollout_engines(
@@ -139,6 +141,8 @@ def open_remote_rollouts(
         await_engine(router, wait)
 
     def ended(names: Sequence[str]) -> None:
+        for place in places:
+            place.close()
         if processes is not None:
             processes.close(names)
 

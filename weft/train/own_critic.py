@@ -7,7 +7,7 @@ al. 2017, 1707.06347). It learns from the batches of the policy, with an optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -109,8 +109,11 @@ def _build_critic(
     policy: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None
 ) -> Built:
     assert recipe.rl is not None
+    assert recipe.roles is not None
     shape = critic_shape(policy, recipe)
-    if values is not None or recipe.model.origin is None:
+    # a named critic has weights also where model.from is a configuration without any
+    named = bool(recipe.roles.critic.model)
+    if named or values is not None or recipe.model.origin is None:
         values = _first_values(shape, recipe)
     objective = PolicyObjective(recipe.rl.policy_loss, recipe.rl.temperature)
     return parallelize(
@@ -144,6 +147,8 @@ class CriticStep(Step):
         ``begun``: number of steps of the run that were taken before.
         ``start``: number of steps at the beginning of the run in which the critic does not learn.
         ``steps``: number of steps after these.
+        ``skipped_in_a_row``: number of the critic's updates that were left out since the last one that was not.
+        ``lines``: lines about them that were not printed yet.
     """
 
     critic: Step = None  # type: ignore[assignment]
@@ -151,6 +156,8 @@ class CriticStep(Step):
     begun: int = 0
     start: int = 0
     steps: int = 0
+    skipped_in_a_row: int = 0
+    lines: list[str] = field(default_factory=list)
 
     def take(
         self, batches: Sequence[Batch], lr: float, stop: bool = False
@@ -160,9 +167,35 @@ class CriticStep(Step):
             step = max(0, self.begun - self.start)
             # which resuming counts again in the same way
             self.critic.state.updates = step
-            self.critic.take(batches, learning_rate(self.optimizer, step, self.steps))
+            rate = learning_rate(self.optimizer, step, self.steps)
+            for result in self.critic.take(batches, rate):
+                self._count(result)
         self.begun += 1
         return super().take(batches, lr, stop)
+
+    def news(self) -> list[str]:
+        lines, self.lines = self.lines, []
+        return [*super().news(), *lines]
+
+    def _count(self, result: StepResult) -> None:
+        """Count an update of the critic that was left out.
+
+        Raises :class:`WeftError` after as many in a row as end a run when the policy's are left out.
+        """
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        if not result.skipped:
+            return
+        from weft.train.loop import MOST_SKIPPED
+
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            raise WeftError(
+                f"the critic's loss or gradient norm were not finite in {self.skipped_in_a_row} steps in a row, which "
+                f"changed nothing in it; ended at step {self.begun}: lower lr in roles.critic.optimizer, or look at "
+                "the rewards and the weights it began with"
+            )
+        self.lines.append(
+            f"the critic's loss or gradient norm was not finite in step {self.begun + 1}: it has not learned from it"
+        )
 
 
 def with_critic(step: Step, context: StepContext, recipe: Recipe) -> Step:
