@@ -65,8 +65,10 @@ def run_role_process(run: Address) -> None:
         pass  # the run has ended
     except (WeftError, ValueError, RuntimeError, OSError) as error:
         code = 1
+        # PyTorch's own may have many lines
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         with suppress(OSError):
-            connection.send({"kind": "error", "why": str(error)})
+            connection.send({"kind": "error", "why": why})
             # longer than the run waits between two looks, so that it learns the cause before its effect on others
             connection.drain(1.0)
     # others may wait for ranks that have gone already
