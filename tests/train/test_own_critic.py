@@ -22,11 +22,10 @@ from weft.recipe import Recipe, build_recipe
 from weft.rl.critic_start import start_critic
 from weft.train import own_critic
 from weft.train.build_step import build_step
-from weft.train.loop import MOST_SKIPPED
 from weft.train.own_critic import CriticStep, critic_of
 from weft.train.setup import build_for_training, prepare
 from weft.train.step import Step, StepContext
-from weft.train.step_values import StepResult
+from weft.train.step_values import MOST_SKIPPED, StepResult
 
 TREE: dict[str, Any] = {
     "model": {"layers": 2, "embed": 16, "heads": 2, "ffn": 24, "tied": True},

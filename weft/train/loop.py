@@ -15,6 +15,7 @@ from weft.layout.mesh import Mesh, from_all
 from weft.train.evaluation import Evaluation
 from weft.train.guard import Guard, Regroup
 from weft.train.setup import Job
+from weft.train.step_values import MOST_SKIPPED
 
 if TYPE_CHECKING:
     from weft.checkpoint.lease import Lease
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from weft.train.step import Step
     from weft.train.step_loader import StepLoader
     from weft.train.step_values import StepResult
-
-#: A run ends when so many steps in a row were skipped, because loss or gradient norm were not finite.
-MOST_SKIPPED = 5
 
 
 @dataclass

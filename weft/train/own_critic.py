@@ -19,6 +19,7 @@ from weft.models.policy_loss import PolicyObjective
 from weft.parallel.build import Built, parallelize
 from weft.train.rule_optimizer import RuleOptimizer, learning_rate
 from weft.train.step import Step, StepContext, plain_step
+from weft.train.step_values import MOST_SKIPPED
 
 if TYPE_CHECKING:
     from weft.checkpoint.weights import Pretrained
@@ -185,8 +186,6 @@ class CriticStep(Step):
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         if not result.skipped:
             return
-        from weft.train.loop import MOST_SKIPPED
-
         if self.skipped_in_a_row >= MOST_SKIPPED:
             raise WeftError(
                 f"the critic's loss or gradient norm were not finite in {self.skipped_in_a_row} steps in a row, which "

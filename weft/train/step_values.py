@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
     from weft.data.batch import Batch
 
+#: A run ends when so many steps in a row were skipped, because loss or gradient norm were not finite.
+MOST_SKIPPED = 5
+
 
 class StepResult(NamedTuple):
     """The result of a step, summed over all ranks that took it.
