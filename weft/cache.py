@@ -66,7 +66,12 @@ def locked(path: Path) -> Iterator[None]:
     """
     while True:
         with open(path, "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                from weft.lock_wait import wait_for_lock
+
+                wait_for_lock(lock, path)
             try:
                 unchanged = os.path.samestat(os.fstat(lock.fileno()), path.stat())
             except FileNotFoundError:

@@ -254,6 +254,15 @@ def test_secrets_of_an_address_are_not_shown(web: str) -> None:
     assert not {"word", "hidden"} & set(str(error.value).replace("/", " ").split())
 
 
+def test_a_renewed_password_leaves_files_and_fingerprint(web: str) -> None:
+    Web.files["/data/a.txt"] = b"some text"
+    read = [
+        Source(kind="text", path=web.replace("//", f"//me:{word}@") + "/a.txt")
+        for word in ("old", "new")
+    ]
+    assert source_fingerprint(read[0]) == source_fingerprint(read[1])
+
+
 def test_records_and_checkpoints_of_a_run_keep_no_secret_of_an_address(
     web: str, tmp_path: Path
 ) -> None:

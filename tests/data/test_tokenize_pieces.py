@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,27 @@ def test_parts_cover_each_file_once(tmp_path: Path, in_pieces: None) -> None:
     ]
     assert b"".join(text[part.start : part.end] for part in cut) == text
     assert all(text[: part.start].count(b"\n") + 1 == part.first for part in cut)
+
+
+def test_what_is_done_stays_when_an_address_is_signed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks = list[str]()
+
+    def noted(path: Path) -> None:
+        locks.append(path.name)
+        raise InterruptedError
+
+    monkeypatch.setattr(tokenize_pieces, "locked", noted)
+    monkeypatch.setattr(
+        tokenize_pieces, "documents_of", lambda source: SimpleNamespace(read=[])
+    )
+    for path in ("https://h/x.txt?sig=1", "https://h/x.txt?sig=2", "https://h/y.txt"):
+        with pytest.raises(InterruptedError):
+            tokenize_pieces.tokenize_pieces(
+                tmp_path, Source(kind="text", path=path), load_tokenizer("bytes"), [], "x"
+            )  # fmt: skip
+    assert locks[0] == locks[1] != locks[2]
 
 
 class Killed(BaseException):

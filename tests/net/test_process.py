@@ -46,6 +46,14 @@ def test_work_is_processor_time_since_the_last_look() -> None:
     child.wait()
 
 
+def test_a_call_that_hangs_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it idle: whether it ends depends on the disk. The first look cannot tell."""
+    monkeypatch.setattr(process, "_states", lambda pid: {"S", "D"})
+    monkeypatch.setattr(process, "_stat", lambda pid: process._Stat("S", 7, 1.0))
+    seen = [process.look_at(os.getpid(), ticks=ticks).state for ticks in (-1, 6, 7)]
+    assert seen == ["works", "works", "blocked"]
+
+
 def test_processes_of_one_machine_have_its_name() -> None:
     code = "from weft.net.process import machine_id; print(machine_id('pid', 'net'))"
     said = subprocess.run(

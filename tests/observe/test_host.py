@@ -18,13 +18,23 @@ def test_the_environment_names_host_versions_and_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        sys, "argv", ["/x/weft", "train", "a b.toml", "--layout", "tp=2"]
+        sys,
+        "argv",
+        [
+            "/x/weft",
+            "train",
+            "a b.toml",
+            "--set",
+            "data.path=https://me:word@h/x?sig=1",
+        ],
     )
     monkeypatch.chdir(tmp_path)
     found = describe_machine()
-    assert found["command"] == "weft train 'a b.toml' --layout tp=2" and found[
-        "folder"
-    ] == str(tmp_path)
+    assert found[
+        "command"
+    ] == "weft train 'a b.toml' --set data.path=https://h/x" and found["folder"] == str(
+        tmp_path
+    )
     assert (
         f"PyTorch {torch.__version__}" in found["versions"]
         and " cores, " in found["host"]

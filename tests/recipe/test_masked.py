@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from weft.recipe.masked import masked_address, masked_values
+from weft.recipe.masked import (
+    masked_address,
+    masked_values,
+    masked_word,
+    unmasked_values,
+)
 
 
 @pytest.mark.parametrize(("address", "shown"), [
     ("https://me:word@host/a@b.txt?sig=hidden#part", "https://host/a@b.txt"),
     ("http://host:80/a?token=hidden", "http://host:80/a"),
+    ("HTTPS://host/a?sig=hidden", "HTTPS://host/a"),
     ("s3://key:word@bucket/a-?.txt", "s3://bucket/a-?.txt"),
     ("s3://bucket/data/*.jsonl", "s3://bucket/data/*.jsonl"),
     ("a text that asks: https://me:word@host", "a text that asks: https://me:word@host"),
@@ -20,3 +26,23 @@ def test_what_may_be_secret_is_not_shown(address: str, shown: str) -> None:
     assert masked_values({"sources": [{"path": address, "weight": 2}]}) == {
         "sources": [{"path": shown, "weight": 2}]
     }
+
+
+@pytest.mark.parametrize(("word", "shown"), [
+    ("https://me:word@host/a?sig=hidden", "https://host/a"),
+    ("data.path=HTTPS://host/a?sig=hid,den'x", "data.path=HTTPS://host/a"),
+    ("a=https://u:p@host/x?s=1,b=https://u:p@host/y?t=2", "a=https://host/x,b=https://host/y"),
+    ('s=[{path="https://host/a?sig=1", name="b?"}, {path=\'s3://k:w@c/d?\'}]',
+     's=[{path="https://host/a", name="b?"}, {path=\'s3://c/d?\'}]'),
+    ('s=[{path="https://host/a", name="b?"}]', 's=[{path="https://host/a", name="b?"}]'),
+    ("folder/a@b.txt?c", "folder/a@b.txt?c"),
+])  # fmt: skip
+def test_every_address_in_a_word_of_a_command_is_masked(word: str, shown: str) -> None:
+    assert masked_word(word) == shown
+
+
+def test_a_record_gets_its_addresses_back() -> None:
+    full = [f"https://me:word@host/a?part={i}" for i in range(2)]
+    recorded = {"sources": [{"path": "https://host/a"}, {"path": "https://host/a"}, {"path": "b"}]}  # fmt: skip
+    back = unmasked_values(recorded, {"sources": [{"path": path} for path in full]})
+    assert back == {"sources": [{"path": full[0]}, {"path": full[1]}, {"path": "b"}]}

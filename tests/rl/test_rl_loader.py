@@ -311,6 +311,15 @@ def test_what_a_pretrained_model_brings_is_refused(
         train(recipe(), out=tmp_path / "run")
 
 
+def test_questions_are_the_same_when_an_address_is_signed_anew() -> None:
+    task = {"reward": "reward-model", "path": "q.jsonl", "every": 0}
+    seen = [
+        rl_setup._corpus(recipe(tasks=[task | {"model": f"http://{where}"}]), None).fingerprint
+        for where in ("h/v1?key=1", "me:word@h/v1?key=2", "other/v1")
+    ]  # fmt: skip
+    assert seen[0] == seen[1] != seen[2]
+
+
 def scored(rewards: list[float], lags: tuple[int, ...] = (0,)) -> ScoredGroup:
     request = GroupRequest(0, RewardQuestion("?"), (1,), len(rewards), 0)
     answers = tuple(

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases import write_corpus
+from tests.cases import recipe, write_corpus
 from weft.cli.train import train_command
 from weft.errors import UsageError, WeftError
 from weft.observe.run_metrics import read_metrics
@@ -144,6 +144,19 @@ def test_results_of_another_recipe_are_not_shown(
         == 0
     )
     assert re.search(r"^1e-3\t4\t", capsys.readouterr().out, re.M)
+
+
+def test_an_address_that_is_signed_anew_is_the_same_recipe(tmp_path: Path) -> None:
+    (trial,) = trials_of(["optimizer.lr=1e-3"], tmp_path)
+    said = list[str]()
+    with (
+        mock.patch.object(sweep, "start", return_value=mock.Mock(interrupted=0)),
+        mock.patch.object(sweep, "committed_checkpoints", return_value=[1]),
+    ):
+        for signed in "ab":
+            source = {"kind": "text", "path": f"https://h/x.txt?sig={signed}"}
+            sweep.run_sweep([(trial, recipe("", data__sources=(source,)))], tmp_path, said.append)  # fmt: skip
+    assert "done before" in said[-1], said
 
 
 def test_a_run_that_fails_does_not_stop_the_others(

@@ -7,6 +7,7 @@ import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from weft.data.batch import Batch
 from weft.data.loader import Loader
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
+from weft.train import document_use
 from weft.train.document_use import RunDocuments
 from weft.train.setup import prepare
 from weft.train.training import train_job
@@ -180,6 +182,22 @@ def test_data_that_has_changed_is_refused(run: dict[str, Any], tmp_path: Path) -
     heads = [json.loads(line) for line in text.splitlines() if '"kind": "run"' in line]
     (copy / "metrics.jsonl").write_text(text.replace(heads[0]["data"], "0" * 24))
     with pytest.raises(WeftError, match="have changed since step 0"):
+        RunDocuments(copy).find("a.jsonl:1")
+
+
+def test_an_address_gets_its_secret_from_a_recipe(
+    run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, full = tmp_path / "run", "https://me:word@h/x.txt?sig=hidden"
+    shutil.copytree(run["folder"], copy)
+    text = (copy / "metrics.jsonl").read_text()
+    (copy / "metrics.jsonl").write_text(text.replace(str(run["second"]), "https://h/x.txt"))  # fmt: skip
+    source = {"kind": "text", "path": full}
+    known = RunDocuments(copy, recipe("", data__sources=(source,)))
+    assert [a.recipe.data.sources[1].path for a in known.attempts] == [full, full]
+    assert known.attempts[0].recipe.data.sources[0].path == str(run["first"])
+    monkeypatch.setattr(document_use, "open_data", mock.Mock(side_effect=WeftError("401")))  # fmt: skip
+    with pytest.raises(WeftError, match=r"401 \(https://h/x\.txt is .*--recipe FILE\)"):
         RunDocuments(copy).find("a.jsonl:1")
 
 

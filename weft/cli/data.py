@@ -203,17 +203,25 @@ def who_command(
         ),
     ] = None,
     most: Annotated[int, typer.Option(min=1, help="Number of lines to show.")] = 50,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The run's recipe, if its sources have addresses with passwords or signatures, which no run records.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Show in which steps of a run a document was trained on, or which documents a step had."""
     from weft.errors import UsageError
+    from weft.recipe import load_recipe
     from weft.train.document_use import RunDocuments, format_uses
 
     if len(names) != (2 if step is None else 1):
         raise UsageError(
             "give DOCUMENT and RUN, or RUN with --step N: weft data who docs/a.txt runs/small"
         )
-    run = RunDocuments(Path(names[-1]))
+    run = RunDocuments(Path(names[-1]), recipe and load_recipe(recipe))
     if step is not None:
         held = run.of_step(step)
         if as_json:

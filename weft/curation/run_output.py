@@ -20,6 +20,7 @@ from weft.curation.work_folder import (
     write_json_file,
 )
 from weft.curation.written_documents import Schema, WrittenFile, shard_tokens
+from weft.recipe.masked import masked_values
 
 if TYPE_CHECKING:
     import numpy as np
@@ -299,7 +300,7 @@ def run_manifest(
             name, result = next(files)
             entry["output"] = {"file": name, "digest": result["digest"]}
         shards.append(entry)
-    pipeline = setting.pipeline.model_dump(mode="json", by_alias=True)
+    pipeline = masked_values(setting.pipeline.model_dump(mode="json", by_alias=True))
     steps = [
         {"operator": outcome.operator, "digest": digest}
         for outcome, digest in zip(parts.steps, parts.digests, strict=True)

@@ -27,6 +27,7 @@ from typing import NamedTuple, TypeVar
 from weft.cache import DOWNLOADS, cache_root, digest, locked
 from weft.data.remote_store import RemoteFile, RemoteProblem, RemoteStore
 from weft.errors import UsageError, WeftError
+from weft.recipe.masked import masked_address
 from weft.registry import find
 
 T = TypeVar("T")
@@ -86,7 +87,7 @@ def list_remote(address: str) -> RemoteListing:
     file matches.
     """
     base, pattern = _split(address)
-    key = digest(base)
+    key = digest(masked_address(base))  # the same files with a renewed password
     folder = cache_root() / DOWNLOADS / key
     with_braces = tuple(_expanded(pattern))
     fresh = int(time.monotonic() / FRESH_S)
@@ -182,9 +183,7 @@ def _local(name: str) -> str:
 
 def _shown(address: str) -> str:
     """Return an address for an error line, without what may be secret."""
-    from weft.net.http_ranges import shown_address
-
-    return shown_address(address) if address.startswith("http") else address
+    return masked_address(address)
 
 
 def open_store(base: str) -> RemoteStore:

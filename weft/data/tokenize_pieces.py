@@ -37,6 +37,7 @@ from weft.data.token_writing import (
 )
 from weft.data.tokenize_progress import TokenizeProgress
 from weft.errors import WeftError
+from weft.recipe.masked import masked_values
 
 if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
@@ -74,9 +75,9 @@ def tokenize_pieces(
     files = [stamp_of(file) for file in documents_of(source).read]
     size = sum(stamp.size for stamp in files)
     processes = processes or tokenize_process_count(size)
-    # not the state of the files, so that what is done stays when one of them is replaced
+    # not the state of the files, so that what is done stays when one of them is replaced, nor secrets of an address
     key = digest(
-        source.model_dump(mode="json", exclude={"weight"}),
+        masked_values(source.model_dump(mode="json", exclude={"weight"})),
         tokenizer.fingerprint,
         *opening,
     )

@@ -24,14 +24,15 @@ def machine_id(*namespaces: str) -> str:
     return "/".join(parts)
 
 
-Sight = Literal["gone", "stopped", "works", "idle"]
+Sight = Literal["gone", "stopped", "works", "blocked", "idle"]
 
 
 class ProcessSight(NamedTuple):
     """State of a process at one moment.
 
-    ``state``: "gone", "stopped", "works" (the process has used a processor since the last look, or waits for one) or
-    "idle". ``ticks``: processor time of the process so far, in clock ticks.
+    ``state``: "gone", "stopped", "works" (the process has used a processor since the last look, or waits for one),
+    "blocked" (it has not, and is in a call that no signal ends, as to a file system) or "idle". ``ticks``: processor
+    time of the process so far, in clock ticks.
     """
 
     state: Sight
@@ -61,8 +62,10 @@ def look_at(pid: int, started: float | None = None, ticks: int = -1) -> ProcessS
             return ProcessSight("gone", now.ticks)
         if now.state in "Tt":
             return ProcessSight("stopped", now.ticks)
-        works = now.ticks != ticks or not {"R", "D"}.isdisjoint(_states(pid))
-        return ProcessSight("works" if works else "idle", now.ticks)
+        states = _states(pid)
+        if now.ticks != ticks or "R" in states:
+            return ProcessSight("works", now.ticks)
+        return ProcessSight("blocked" if "D" in states else "idle", now.ticks)
     except OSError:
         return ProcessSight("gone", ticks)
 

@@ -34,9 +34,18 @@ def describe_machine() -> dict[str, str]:
             f"{name} {version}" for name, version in versions.items()
         ),
         "git": git_state(),
-        "command": shlex.join(["weft", *sys.argv[1:]]),
+        "command": _command(),
         "folder": os.getcwd(),
     }
+
+
+def _command() -> str:
+    words = ["weft", *sys.argv[1:]]
+    if "://" in str(words):
+        from weft.recipe.masked import masked_word
+
+        words = [*map(masked_word, words)]
+    return shlex.join(words)
 
 
 def git_state() -> str:

@@ -1,9 +1,18 @@
 """Addresses and recipes without the parts that are secret."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 _ADDRESS = re.compile(r"^(\w[\w+.-]*://)(?:[^/?#]*@)?(.*)", re.DOTALL)
+#: Anywhere in a text: a user's name and password, and the query and fragment of a web address, to the quote that ends
+#: the address if it begins with one, and else to the next address or the end.
+_USER = re.compile(r"(\w[\w+.-]*://)[^/?#]*@")
+_QUERY = re.compile(
+    r"""(["'])(https?://(?:(?!\1)[^?#])*)[?#].*?(?=\1|$)|"""
+    r"""(?<!["'])(https?://[^?#]*)[?#].*?(?=[\s,;|](?:[\w.-]+=)?["']?\w[\w+.-]*://|$)""",
+    re.DOTALL | re.IGNORECASE,
+)
 
 
 def masked_address(address: str) -> str:
@@ -14,9 +23,17 @@ def masked_address(address: str) -> str:
     if match is None:
         return address
     scheme, rest = match.groups()
-    if scheme in ("http://", "https://"):
+    if scheme.lower() in ("http://", "https://"):
         rest = re.split("[?#]", rest, maxsplit=1)[0]
     return f"{scheme}{rest}"
+
+
+def masked_word(word: str) -> str:
+    """Return ``word``, a word of a command line such as ``data.path="https://..."``, with every address in it as
+    :func:`masked_address` returns them. Where an address has no clear end, more is left out rather than less.
+    """
+    word = _USER.sub(r"\1", word)
+    return _QUERY.sub(lambda match: f"{match[1] or ''}{match[2] or match[3]}", word)
 
 
 def masked_values(value: Any) -> Any:
@@ -30,3 +47,33 @@ def masked_values(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [masked_values(item) for item in value]
     return value
+
+
+def unmasked_values(value: Any, given: Any) -> Any:
+    """Return ``value``, JSON values from a record, with the addresses as they stand in ``given``, where these have
+    secret parts.
+
+    ``given``: JSON values with the full addresses, in the same order where several differ in their secrets alone.
+    """
+    known: dict[str, list[str]] = {}
+    for address in _addresses(given):
+        known.setdefault(masked_address(address), []).append(address)
+    return _replaced(value, known)
+
+
+def _replaced(value: Any, known: dict[str, list[str]]) -> Any:
+    if isinstance(value, str) and (full := known.get(masked_address(value))):
+        return full.pop(0) if len(full) > 1 else full[0]
+    if isinstance(value, dict):
+        return {key: _replaced(item, known) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, known) for item in value]
+    return value
+
+
+def _addresses(value: Any) -> Iterator[str]:
+    if isinstance(value, str) and _ADDRESS.match(value):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _addresses(item)

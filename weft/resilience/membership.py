@@ -539,7 +539,7 @@ class Membership:
             if sight in ("gone", "stopped"):
                 self._lose(link, GONE if sight == "gone" else STOPPED, proved=True)
                 return
-            limit *= PATIENCE if sight == "works" else 1
+            limit *= PATIENCE if sight in ("works", "blocked") else 1
         if now - link.heard > limit:
             self._lose(
                 link, f"has not answered for {now - link.heard:.1f} s", proved=False

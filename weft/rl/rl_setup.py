@@ -12,6 +12,7 @@ from weft.data.order import Order
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
 from weft.recipe.conflicts import AskedRecipe
+from weft.recipe.masked import masked_values
 from weft.refusal import refuse
 from weft.registry import find
 from weft.rl.build_task import reward_task
@@ -72,11 +73,12 @@ def _corpus(recipe: Recipe, own: Tokenizer | None) -> Corpus:
     )
     tokenizer = with_bos(tokenizer, data.bos)
     tasks = [task.model_dump(mode="json") for task in recipe.tasks if task.reward]
+    # a renewed password or signature changes no sample
     identity = digest(
-        tasks,
+        masked_values(tasks),
         tokenizer.fingerprint,
         recipe.train.seed,
-        recipe.rl and recipe.rl.model_dump(mode="json", exclude=_APART),
+        recipe.rl and masked_values(recipe.rl.model_dump(mode="json", exclude=_APART)),
     )
     said = ", ".join(str(task["reward"]) for task in tasks)
     return Corpus(

@@ -175,7 +175,7 @@ def run_sweep(
             )
     problems, interrupted = dict[Path, str](), 0
     for number, (trial, recipe) in enumerate(recipes, 1):
-        words, key = " ".join(trial.overrides), digest(recipe.model_dump(mode="json"))
+        words, key = " ".join(trial.overrides), digest(recipe.recorded())
         if done.get(trial.folder.name) == key:
             say(
                 f"run {number} of {len(recipes)}: {words}: done before, in {trial.folder}"
@@ -245,8 +245,8 @@ def sweep_report(results: Sequence[TrialResult], folder: Path) -> Path | None:
 
 
 def _compared(recipe: Recipe) -> str:
-    """Return a digest of the settings that determine the results of a run."""
-    tree = recipe.model_dump(mode="json")
+    """Return a digest of the settings that determine the results of a run; not of secrets, which may be renewed."""
+    tree = recipe.recorded()
     data = {
         key: value
         for key, value in tree["data"].items()

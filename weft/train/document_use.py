@@ -26,6 +26,7 @@ from weft.layout.layout import Layout
 from weft.layout.placement import Place
 from weft.observe.run_metrics import Record, read_metrics
 from weft.recipe import Recipe, build_recipe
+from weft.recipe.masked import unmasked_values
 from weft.train.mix_run import kept_mix, recalled_mix
 from weft.train.setup import recipe_tokenizer
 
@@ -133,9 +134,10 @@ class Attempt:
         return range(self.position, min(end, total or sys.maxsize))
 
 
-def attempts_of(run: Path) -> list[Attempt]:
+def attempts_of(run: Path, given: Recipe | None = None) -> list[Attempt]:
     """Return the attempts of the run in the folder ``run``, oldest first.
 
+    ``given``: a recipe that has the secrets of addresses, which the records lack; None if there are none.
     An attempt ends where the next one begins, because a resumed run repeats the steps that came after its checkpoint.
     Raises :class:`UsageError` for a run of reinforcement learning, whose samples are not documents.
     """
@@ -146,7 +148,7 @@ def attempts_of(run: Path) -> list[Attempt]:
     position = 0
     for number, head in enumerate(heads):
         end = min([last, *(later["step"] for later in heads[number + 1 :])])
-        recipe = _recipe_of(head)
+        recipe = _recipe_of(head, given)
         if recipe.rl is not None:
             raise UsageError(
                 f"{run} is a run of reinforcement learning: its samples come from its model, and are no documents"
@@ -168,9 +170,14 @@ def attempts_of(run: Path) -> list[Attempt]:
     return [attempt for attempt in attempts if attempt.steps]
 
 
-def _recipe_of(head: Record) -> Recipe:
-    """Return the recipe of an attempt, whose relative paths are those of its working folder."""
+def _recipe_of(head: Record, given: Recipe | None) -> Recipe:
+    """Return the recipe of an attempt, whose relative paths are those of its working folder, with the addresses of
+    ``given``.
+    """
     values: dict[str, Any] = json.loads(json.dumps(head["recipe"]))
+    if given is not None:
+        full = given.data.model_dump(mode="json")
+        values["data"] = unmasked_values(values.get("data", {}), full)
     folder = head.get("folder")
     data = values.get("data", {})
     places = [(source, "path") for source in data.get("sources", [])]
@@ -188,15 +195,17 @@ def _recipe_of(head: Record) -> Recipe:
 class RunDocuments:
     """Finds which documents the steps of a run used, and which steps used a document.
 
-    ``run``: the run's folder.
+    ``run``: the run's folder. ``given``: a recipe that has the secrets of addresses, such as the run's own; None: the
+    records have none.
     """
 
     run: Path
+    given: Recipe | None = None
 
     @cached_property
     def attempts(self) -> list[Attempt]:
         """The attempts of the run (steps taken with one recipe each), oldest first."""
-        return attempts_of(self.run)
+        return attempts_of(self.run, self.given)
 
     def corpus(self, attempt: Attempt) -> Corpus:
         """Open the data of an attempt, in the order in which the attempt read them.
@@ -205,16 +214,33 @@ class RunDocuments:
         """
         key = attempt.recipe.data.model_dump_json() + json.dumps(attempt.mix)
         if key not in self._corpora:
-            opened = open_data(attempt.recipe.data, recipe_tokenizer(attempt.recipe))
+            hint = self._address_hint(attempt.recipe)
+            try:
+                opened = open_data(
+                    attempt.recipe.data, recipe_tokenizer(attempt.recipe)
+                )
+            except WeftError as error:
+                usage = isinstance(error, UsageError)
+                raise (UsageError if usage else WeftError)(f"{error}{hint}") from None
             if opened.fingerprint != attempt.fingerprint:
                 raise WeftError(
                     f"the data of {self.run} have changed since step {attempt.steps.start}, so that nobody can tell "
-                    "which documents its steps had; bring the old files back"
+                    f"which documents its steps had; bring the old files back{hint}"
                 )
             self._corpora[key] = (
                 kept_mix(opened, attempt.mix) if attempt.mix else opened
             )
         return self._corpora[key]
+
+    def _address_hint(self, recipe: Recipe) -> str:
+        """Return what to do if an address of ``recipe``, which the records have without its secrets, needs them."""
+        sources = [s.path for s in recipe.data.sources if s.path and "://" in s.path]
+        if self.given is not None or not sources:
+            return ""
+        return (
+            f" ({sources[0]} is recorded without password and query; if it has any, give the run's recipe: "
+            "weft data who --recipe FILE)"
+        )
 
     @cached_property
     def _corpora(self) -> dict[str, Corpus]:
@@ -314,7 +340,7 @@ class RunDocuments:
         ]
         return UsedDocument(
             names.name(document),
-            str(section.path or section.kind),
+            section.shown,
             last - first,
             state,
             tuple(sorted(uses)),
@@ -384,7 +410,7 @@ class RunDocuments:
             document = int(np.searchsorted(tokens.offsets, start, "right")) - 1
             names = self.names(corpus, source)
             section = corpus.opened[source][0]
-            name = f"document {document} of {section.path or section.kind}"
+            name = f"document {document} of {section.shown}"
             use = self._use(attempt, corpus, sample, epoch, held.first, held.last)
             yield StepDocument(names.name(document) if names else name, use)
 

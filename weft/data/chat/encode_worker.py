@@ -1,10 +1,7 @@
-"""Encode conversations, a batch for each line of standard input: ``python -m weft.data.chat.encode_worker TASK``."""
+"""Encode conversations, a batch for each line of standard input: ``python -m weft.data.chat.encode_worker``."""
 
 import base64
-import json
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,34 +13,24 @@ from weft.data.chat.encode import ChatEncoder
 from weft.data.chat.recipe_encoder import chat_encoder, recipe_template
 from weft.data.chat.record_tokens import RecordTokens, record_tokens
 from weft.data.chat.samples import PlacedRecords, RecordLocation
+from weft.data.line_worker import answer_lines
 from weft.data.source_report import SourceReport
 from weft.data.tokenizer import load_tokenizer
-from weft.errors import UsageError, WeftError
 from weft.recipe import Chat, Source
 
 
-def encode_lines(task: str) -> None:
-    """Run a worker process: encode the records of each line of standard input, and answer it with a line.
+def begin_encoding(task: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
+    """Return a function that encodes the records of a line, and returns its answer as :func:`encode_batch` does.
 
-    ``task``: JSON of the folder with the tokenizer, the source, the recipe's section ``data.chat``, and the date and
-    time that the chat template takes for the present ones. The worker ends when its input ends, at the latest after one
-    more batch, so it does not outlive its parent.
+    ``task``: the folder with the tokenizer, the source, the recipe's section ``data.chat``, and the date and time that
+    the chat template takes for the present ones.
     """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
-    given = json.loads(task)
-    source = Source.model_validate(given["source"])
-    settings = Chat.model_validate(given["chat"])
-    tokenizer = load_tokenizer(given["tokenizer"])
-    now = datetime.fromisoformat(given["now"])
+    source = Source.model_validate(task["source"])
+    settings = Chat.model_validate(task["chat"])
+    tokenizer = load_tokenizer(task["tokenizer"])
+    now = datetime.fromisoformat(task["now"])
     encoder = chat_encoder(settings, recipe_template(settings, tokenizer, now))
-    for line in sys.stdin:
-        try:
-            answer = encode_batch(json.loads(line), source, encoder)
-        except WeftError as error:
-            answer = {"error": str(error), "usage": isinstance(error, UsageError)}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    return lambda line: encode_batch(line, source, encoder)
 
 
 def encode_batch(
@@ -96,4 +83,4 @@ def _text(numbers: np.ndarray) -> str:
 
 
 if __name__ == "__main__":
-    encode_lines(sys.argv[1])
+    answer_lines(begin_encoding)
