@@ -221,7 +221,7 @@ def who_command(
         raise UsageError(
             "give DOCUMENT and RUN, or RUN with --step N: weft data who docs/a.txt runs/small"
         )
-    run = RunDocuments(Path(names[-1]), recipe and load_recipe(recipe))
+    run = RunDocuments(Path(names[-1]), load_recipe(recipe) if recipe else None)
     if step is not None:
         held = run.of_step(step)
         if as_json:

@@ -40,7 +40,7 @@ class LineProcess:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                command, stdin=theirs, stdout=theirs, env=environment
+                command, stdin=theirs.fileno(), stdout=theirs.fileno(), env=environment
             )
         self.answers = self._socket.makefile(encoding="utf-8")
         self._unsent = f"{first}\n"
