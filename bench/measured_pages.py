@@ -28,6 +28,7 @@ ASIDE = {"machine", "command", "script", "date", "torch", "cpu", "cores", "load_
          "settings", "source", "paper", "about", "note", "load", "took_s", "quick", "weights are random"}  # fmt: skip
 #: Scripts that wrote a result of another name.
 SCRIPTS = {
+    "dadao_long": "dadao",
     "compositions": "tests/soak",
     "experts_placed": "experts",
     "faults_replicas": "faults",

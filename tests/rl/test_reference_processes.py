@@ -93,6 +93,7 @@ def test_processes_give_what_the_policys_ranks_would(
         assert (own != 0).sum() == (other != 0).sum() > 0
 
 
+@pytest.mark.soak
 @pytest.mark.slow(8)
 def test_a_run_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
     """Without the reference model beside the policy, and with the bytes of every phase in its records."""
