@@ -35,6 +35,7 @@ SCRIPTS = {
     "faults_whole": "faults",
     "rl_plan": "rl_plan",
     "serve_cpu": "serve",
+    "service_long_prompts": "service_placements",
     "weak_sums": "weak_hosts",
 }
 

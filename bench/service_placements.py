@@ -86,7 +86,7 @@ Figures = dict[str, Any]
 class Placement(NamedTuple):
     """Engines of a service: ``mixed`` ones, and those with roles. ``dispatch`` and ``policy``: words of the options;
     ``speeds``: of engines by their names, where it is not 1; ``caches``: cache engines beside them; ``room``: tokens of
-    an engine's cache.
+    an engine's cache; ``answers``: that an engine writes at a time.
     """
 
     mixed: int = 0
@@ -97,6 +97,7 @@ class Placement(NamedTuple):
     speeds: Mapping[str, float] = {}
     caches: int = 0
     room: int = CACHE
+    answers: int = LIMIT
 
     def __str__(self) -> str:
         parts = [f"{self.mixed} mixed"] * (self.mixed > 0)
@@ -150,7 +151,9 @@ LOADS = {
     "long answers": Lengths(5.0, 60, 80),
 }
 #: Of the run with injected long prompts. Answers are so long that the gap of a move is less than one in a hundred.
-INJECTED = Lengths(2.5, 64, 160, long=2000, every=3)
+INJECTED = Lengths(2.0, 64, 160, long=2000, every=3)
+#: Its placements. Engines write as many answers at a time as by default, so that none has to stay where prompts are.
+FOR_INJECTED = tuple(each._replace(answers=64) for each in (THREE, Placement(0, 1, 2)))
 
 
 def requests_of(lengths: Lengths, seconds: float, seed: int) -> list[ClusterRequest]:
@@ -190,7 +193,7 @@ async def service(folder: Path, placement: Placement) -> AsyncIterator[int]:
     processes, port = Processes(folder), free_port()
     processes.start(
         "service", "serve", "--checkpoint", str(folder / "tiny"), "--cluster", str(file), "--port", str(port),
-        "--name", "tiny", f"--requests={LIMIT}", f"--budget={BUDGET}", f"--cache={placement.room}",
+        "--name", "tiny", f"--requests={placement.answers}", f"--budget={BUDGET}", f"--cache={placement.room}",
         f"--policy={placement.policy}", f"--plugin={PLUGIN}", "--drain=1",
     )  # fmt: skip
 
@@ -273,7 +276,7 @@ class Costs:
         engines = []
         for name, role in placement.engines.items():
             pool, policy = BlockPool(placement.room // BLOCK, BLOCK), policy_of(placement.policy)  # fmt: skip
-            scheduler = Scheduler(pool, BUDGET, LIMIT, policy)
+            scheduler = Scheduler(pool, BUDGET, placement.answers, policy)
             curve = self._curve(placement.speeds.get(name, 1.0))
             engines.append(SimulatedEngine(name, scheduler, curve, role))
         chosen = dispatch_policy(placement.dispatch)
@@ -470,27 +473,28 @@ class Trial:
         loads |= {name: requests_of(each, short, 100 + i) for i, (name, each) in enumerate(LOADS.items())}  # fmt: skip
         loads["injected"] = requests_of(INJECTED, 2 * main, 5)
         loads = {name: [r._replace(time=r.time * self.slow) for r in load] for name, load in loads.items()}  # fmt: skip
+        injected = loads.pop("injected")
         for placement in placements:
             wanted = ["placements"] if self.only in ("", "loads", "placements") else []
             if placement in POLICIES and self.only in ("", "loads", "regret"):
                 wanted += LOADS if not self.quick else []
-            if placement in (THREE, Placement(0, 1, 2)) and self.only in (
-                "",
-                "loads",
-                "long",
-            ):
-                wanted.append("injected")
-            if not wanted:
-                continue
-            async with service(self.folder, placement) as port:
-                for name in wanted:
-                    real = await play(port, loads[name])
-                    row = compared(self.costs, placement, loads[name], real)
-                    self.runs[name][str(placement)] = row
-                    self._conclude()
-                    said = row["real over simulated"].items()
-                    ratios = ", ".join(f"{key} {value:.2f}" for key, value in said)
-                    self.say(f"{placement} on {name}: {row['real']['within']:.0%} within limits, {ratios}")  # fmt: skip
+            await self._play(placement, {name: loads[name] for name in wanted})
+        if self.only in ("", "loads", "long"):
+            for placement in FOR_INJECTED:
+                await self._play(placement, {"injected": injected})
+
+    async def _play(self, placement: Placement, loads: Mapping[str, list[ClusterRequest]]) -> None:  # fmt: skip
+        """Play ``loads`` one after the other on a service of ``placement``."""
+        if not loads:
+            return
+        async with service(self.folder, placement) as port:
+            for name, load in loads.items():
+                row = compared(self.costs, placement, load, await play(port, load))
+                self.runs[name][str(placement)] = row
+                self._conclude()
+                said = row["real over simulated"].items()
+                ratios = ", ".join(f"{key} {value:.2f}" for key, value in said)
+                self.say(f"{placement} on {name}: {row['real']['within']:.0%} within limits, {ratios}")  # fmt: skip
 
     def _conclude(self) -> None:
         """Write what follows from the runs so far."""
