@@ -21,7 +21,7 @@ from weft.generate.sampling import GREEDY
 from weft.layout.dims import Box, Logical
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.memory import neuron_slots
+from weft.memory import neuron_slots, resting_neurons
 from weft.memory.kept_records import keep_records
 from weft.memory.nameless_file import TierError
 from weft.memory.neuron_predictor import gate_hashes, write_predictor
@@ -89,6 +89,8 @@ def test_gates_in_memory_give_the_resident_models_logits(
     expected = logits(built())
     for share, staged in ((0.6, 8 << 20), (0.9, 7 * PAGE), (1.0, PAGE)):
         monkeypatch.setattr(neuron_slots, "STAGED", staged)
+        if share == 0.9:  # as on a machine without a compiler
+            monkeypatch.setattr(resting_neurons, "kernel_for", lambda x, stored: None)
         neurons = RestingNeurons(tmp_path, share)
         close(logits(built(neurons)), expected)
         staged_neurons = neurons.staged
@@ -103,7 +105,7 @@ def test_gates_in_memory_give_the_resident_models_logits(
 
 
 def test_a_predictor_that_names_all_neurons_is_exact(
-    tmp_path: Path, predictor: Any
+    tmp_path: Path, predictor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = predictor(4)
     all_of_them = {
@@ -112,9 +114,14 @@ def test_a_predictor_that_names_all_neurons_is_exact(
     }
     model = built()
     write_predictor(tmp_path / "all", all_of_them, gate_hashes(model, DRAWN))
-    neurons = RestingNeurons(tmp_path, 0.5, tmp_path / "all")
-    close(logits(built(neurons)), logits(model))
+    expected = logits(model)
+    for _ in range(2):
+        neurons = RestingNeurons(tmp_path, 0.5, tmp_path / "all")
+        close(logits(built(neurons)), expected)
+        # then as on a machine without a compiler
+        monkeypatch.setattr(resting_neurons, "kernel_for", lambda x, stored: None)
     assert neurons.staged.counts["used"] == 3 * 6 * 96
+    assert neurons.staged.counts["ahead"] > 0, "the next layer's are read before"
 
 
 @pytest.mark.soak
@@ -241,6 +248,45 @@ def test_slots_hold_what_was_used_last(tmp_path: Path) -> None:
                 assert {*wanted.tolist()} <= {*slots._neuron.tolist()}
         if count == 40:
             assert staged.counts["read"] == len({*recent})
+
+
+def test_what_is_read_ahead_comes_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right and wrong guesses, for layers in any order, also while another layer uses what was guessed."""
+
+    def fill(index: int, record: torch.Tensor) -> None:
+        record.view(torch.int32).fill_(index)
+
+    monkeypatch.setattr(neuron_slots, "TRIED", 1000)
+    cpu, drawn = torch.device("cpu"), random.Random(4)
+    kept = keep_records(
+        tmp_path, "--neurons-in", "neurons-y", 3 * 40, PAGE, fill, cpu, compared=False
+    )
+    staged = StagedNeurons(kept)
+    layers = [NeuronSlots(staged, 40 * i, 40, 9, cpu) for i in range(3)]
+
+    def some(near: int) -> np.ndarray:
+        return np.array(sorted(drawn.sample(range(near, near + 15), 6)), int)
+
+    for step in range(80):
+        layer = drawn.choice(layers)
+        wanted = some(step % 25)
+        got = list[int]()
+        for neurons, memory, records in layer.using(wanted):
+            for other in drawn.sample(layers, drawn.randint(0, 2)):
+                other.expect(some(step % 25))
+            numbers = memory[torch.from_numpy(records)].view(torch.int32)
+            expected = torch.from_numpy(neurons + layer.first)[:, None]
+            assert (numbers == expected).all()
+            got += neurons.tolist()
+        assert sorted(got) == wanted.tolist()
+    assert staged.counts["ahead"] > 20
+    monkeypatch.setattr(neuron_slots, "TRIED", 5)
+    slots = NeuronSlots(staged, 0, 40, 9, cpu)
+    assert slots.guessing
+    slots.expect(np.arange(6))
+    assert [*slots.using(np.arange(30, 36))] and not slots.guessing, "all were wrong"
 
 
 def test_a_model_starts_as_a_relu_model_from_one_that_is_not() -> None:

@@ -3,7 +3,8 @@
 A neuron is a row of ``up`` (and of ``gate``) and a column of ``down``. These lie together in the file, so that one
 read fetches all of them (Alizadeh et al. 2023, 2312.11514). Texts use many of the neurons that their last tokens used,
 and so memory keeps the neurons of as many of the last steps as it has room for. Only others are read, by several
-threads, runs of neighbours at once, past the page cache.
+threads, runs of neighbours at once, past the page cache. What a layer will probably use can be read while the layer
+before it computes.
 """
 
 import errno
@@ -11,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -25,18 +27,42 @@ T = torch.Tensor
 #: Threads that read: small reads are mostly waiting.
 READERS = 8
 
-#: Bytes of neurons on their way from the file to the memory of their layer.
-STAGED = 8 << 20
+#: Bytes of neurons on their way from the file to the memory of their layer, in each of four buffers.
+STAGED = 4 << 20
+
+#: Neurons of a layer that are read ahead before it is judged whether that helps.
+TRIED = 256
+
+
+@dataclass(eq=False)
+class NeuronsAhead:
+    """Neurons that are read before it is known that they are used.
+
+    Attributes:
+        ``records``: ascending indices of their records.
+        ``memory``: where their weights are once ``transfer`` is complete, uint8 ``[neurons, size]``.
+        ``transfer``: the read.
+        ``valid``: whether the memory has not been given to other neurons since.
+        ``held``: whether the memory is in use, so that it cannot be given to others.
+    """
+
+    records: np.ndarray
+    memory: T
+    transfer: Transfer
+    valid: bool = True
+    held: bool = False
 
 
 class StagedNeurons:
-    """Reads neurons' weights from a file into two alternating buffers, for all layers of a model.
+    """Reads neurons' weights from a file into alternating buffers, for all layers of a model: two for neurons that are
+    used at once, two for those that are read ahead.
 
     The weights of a neuron are one record. What is read is compared with its checksum. ``kept``: the records of all
     layers, and their checksums.
 
     Attributes:
-        ``counts``: how many neurons tokens have used, and how many were read.
+        ``counts``: how many neurons tokens have used, how many were read, and how many of these were used and read
+            ahead.
         ``room``: largest number of neurons in one read.
     """
 
@@ -45,8 +71,10 @@ class StagedNeurons:
         self.counts: Counter[str] = Counter()
         self.room = max(1, STAGED // self.size)
         self._threads = ThreadPoolExecutor(READERS, "weft-neurons")
-        buffers = page_buffer(2 * self.room * self.size).view(2, self.room, self.size)
+        buffers = page_buffer(4 * self.room * self.size).view(4, self.room, self.size)
         self._buffers = [*buffers]
+        self._ahead: list[NeuronsAhead | None] = [None, None]
+        self._turn = 0
         assert kept.records.region is not None
         self._start = kept.records.region.offset
 
@@ -57,7 +85,28 @@ class StagedNeurons:
         records, uint8 ``[records, size]``, and the transfer to wait for. Waiting raises an error if the data are
         damaged.
         """
-        memory, file = self._buffers[turn % 2][: len(records)], self.kept.file
+        return self._read(records, self._buffers[turn % 2][: len(records)])
+
+    def read_ahead(self, records: np.ndarray) -> NeuronsAhead | None:
+        """Start to read the records with the ascending indices ``records``, at most :attr:`room` of them, into the
+        buffer for reads ahead that was used longest ago. What it held is not valid any more. Return None if that is
+        still in use.
+        """
+        before = self._ahead[0]
+        if before is not None:
+            if before.held:
+                return None
+            before.valid = False
+            before.transfer.wait()
+        memory, transfer = self._read(records, self._buffers[2 + self._turn][: len(records)])  # fmt: skip
+        self._turn = 1 - self._turn
+        ahead = NeuronsAhead(records, memory, transfer)
+        self._ahead = [self._ahead[1], ahead]
+        return ahead
+
+    def _read(self, records: np.ndarray, memory: T) -> tuple[T, Transfer]:
+        """Start to read records into ``memory``, uint8 ``[records, size]``."""
+        file = self.kept.file
         self.counts["read"] += len(records)
         file.bytes["read"] += len(records) * self.size
         shares = np.array_split(np.arange(len(records)), min(READERS, len(records)))
@@ -117,6 +166,21 @@ class NeuronSlots:
         self._neuron = np.full(slots, -1)  # of each slot
         self._used = np.full(slots, -1)  # the step that used it last
         self._step = 0
+        self._ahead: NeuronsAhead | None = None
+        self._guessed = self._right = 0
+
+    @property
+    def guessing(self) -> bool:
+        """Whether it helps to read ahead: half of what was read so has been used, or little was read so yet."""
+        return self._guessed < TRIED or 2 * self._right >= self._guessed
+
+    def expect(self, neurons: np.ndarray) -> None:
+        """Begin to read those of the neurons with the ascending indices ``neurons`` that are in the file alone, because
+        the next call of :meth:`using` will probably ask for them.
+        """
+        missing = neurons[self._slot[neurons] < 0][: self.staged.room]
+        if len(missing) and not (self._ahead and self._ahead.valid):
+            self._ahead = self.staged.read_ahead(self.first + missing)
 
     def using(self, neurons: np.ndarray) -> Iterator[NeuronGroup]:
         """Yield the neurons with the ascending indices ``neurons`` in groups, with their weights.
@@ -128,6 +192,8 @@ class NeuronSlots:
         self.staged.counts["used"] += len(neurons)
         slots = self._slot[neurons]
         here, missing = neurons[slots >= 0], neurons[slots < 0]
+        ahead, early = self._foreseen(missing)
+        missing = np.setdiff1d(missing, early, assume_unique=True)
         parts = [
             missing[i : i + self.staged.room]
             for i in range(0, len(missing), self.staged.room)
@@ -137,14 +203,34 @@ class NeuronSlots:
             at = slots[slots >= 0]
             self._used[at] = self._step
             yield NeuronGroup(here, self.memory, at)
+        if ahead is not None:
+            ahead.transfer.wait()
+            memory = ahead.memory.to(self.device)
+            places = np.searchsorted(ahead.records, self.first + early)
+            yield NeuronGroup(early, memory, places)
+            self._keep(early, memory, places)
+            ahead.held = False
         for turn, part in enumerate(parts):
             assert coming is not None
             memory, transfer = coming
             transfer.wait()
             coming = self._begin(parts, turn + 1)
             memory = memory.to(self.device)
-            yield NeuronGroup(part, memory, np.arange(len(part)))
-            self._keep(part, memory)
+            every = np.arange(len(part))
+            yield NeuronGroup(part, memory, every)
+            self._keep(part, memory, every)
+
+    def _foreseen(self, missing: np.ndarray) -> tuple[NeuronsAhead | None, np.ndarray]:
+        """Return which of the neurons ``missing`` are read ahead, with that read; None if none of them is."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or not ahead.valid:
+            return None, missing[:0]
+        early = np.intersect1d(ahead.records - self.first, missing, assume_unique=True)
+        self._guessed += len(ahead.records)
+        self._right += len(early)
+        self.staged.counts["ahead"] += len(early)
+        ahead.held = len(early) > 0
+        return (ahead if ahead.held else None), early
 
     def _begin(self, parts: list[np.ndarray], turn: int) -> tuple[T, Transfer] | None:
         """Begin to read a part, if there is one."""
@@ -152,15 +238,23 @@ class NeuronSlots:
             return None
         return self.staged.read(self.first + parts[turn], turn)
 
-    def _keep(self, neurons: np.ndarray, memory: T) -> None:
-        """Keep neurons that were read in the slots that were used longest ago."""
+    def _keep(self, neurons: np.ndarray, memory: T, records: np.ndarray) -> None:
+        """Keep neurons that were read in the slots that were used longest ago. ``memory``, ``records``: where their
+        weights are, as in :class:`NeuronGroup`.
+        """
         count = min(len(neurons), len(self._used))
         if not count:
             return
-        neurons, memory = neurons[-count:], memory[-count:]
+        neurons = neurons[-count:]
         oldest = np.argpartition(self._used, count - 1)[:count]
         left = self._neuron[oldest]
         self._slot[left[left >= 0]] = -1
         self._slot[neurons], self._neuron[oldest] = oldest, neurons
         self._used[oldest] = self._step
-        self.memory[torch.from_numpy(oldest).to(self.device)] = memory
+        rows, places = (
+            torch.from_numpy(each).to(self.device)
+            for each in (records[-count:], oldest)
+        )
+        # by words, as elements are copied one by one
+        kept = memory.view(torch.int64).index_select(0, rows)
+        self.memory.view(torch.int64).index_copy_(0, places, kept)

@@ -6,16 +6,19 @@ output depends on its own neurons alone, whatever other tokens need and whatever
 """
 
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from weft.errors import UsageError
 from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.memory.kept_records import keep_records
+from weft.memory.neuron_kernel import FEW, gate_values, kernel_for, neuron_sums
 from weft.memory.neuron_predictor import LayerPredictor, gate_hashes, read_predictor
-from weft.memory.neuron_slots import NeuronSlots, StagedNeurons
+from weft.memory.neuron_slots import NeuronGroup, NeuronSlots, StagedNeurons
 from weft.memory.tier_file import whole_pages
 from weft.models.feed_forward import FeedForward
 from weft.models.fused import times
@@ -33,8 +36,8 @@ PARTS = ("gate", "up", "down")
 #: Weights of gates that are widened at a time.
 TILE = 1 << 20
 
-#: Bytes of records that are gathered and widened at a time, so that products find them in the processor's cache.
-GATHERED = 1 << 20
+#: Weights of neurons that are gathered and widened at a time, so that products find them in the processor's cache.
+GATHERED = 1 << 18
 
 
 class RestingFeedForward(Module):
@@ -48,12 +51,15 @@ class RestingFeedForward(Module):
         ``stored``: data type of the weights in the file.
         ``gate``: this rank's gate weight ``[neurons, embed]``, in the type of the file, if there is no predictor.
         ``elsewhere``: True, as the weights are not in memory.
+        ``following``: the next layer of this kind on this rank, whose neurons are read ahead, if there is one. In a
+            list, as it is no submodule.
     """
 
     slots: NeuronSlots
     stored: torch.dtype
     gate: T
     elsewhere = True
+    following: "list[RestingFeedForward]"
 
     def __init__(self, ffn: FeedForward, predictor: LayerPredictor | None) -> None:
         super().__init__(ffn.mesh, ffn.described, ffn.path)
@@ -61,6 +67,7 @@ class RestingFeedForward(Module):
         self.shapes = {name: ffn.logical[name] for name in PARTS}
         self.neurons, self.embed = ffn.logical["gate"].local_shape
         self.predictor = predictor
+        self.following = []
 
     def early(self, x: T, whole: T, seen: object) -> None:
         """Do nothing and return None. A feed-forward may begin work before attention, but only a mixture of experts
@@ -76,50 +83,76 @@ class RestingFeedForward(Module):
     def share(self, whole: T) -> T:
         """Map ``whole`` ``[batch, seq, embed]`` to this rank's part of the output, of the same shape."""
         x = whole.flatten(0, 1)
+        gates: T | None = None
         if self.predictor is None:
-            gates = self._gates(x).relu_()  # [tokens, neurons]
+            gates = self._gates(x)  # [tokens, neurons]
             active = gates > 0
         else:
             active = self.predictor.active(x.float())
-        chosen = active.any(0).nonzero().flatten().cpu().numpy()
         out = torch.zeros_like(x)
-        for group in self.slots.using(chosen):
-            weights = self._weights(group.memory)
-            size = max(1, GATHERED // group.memory.shape[1])
-            records = torch.from_numpy(group.records).to(x.device).split(size)
-            neurons = torch.from_numpy(group.neurons).to(x.device).split(size)
-            for places, at in zip(records, neurons, strict=True):
-                gated = None if self.predictor else gates[:, at]
-                self._add(out, x, weights[places], active[:, at], gated)
+        for turn, group in enumerate(self.slots.using(_any_of(active))):
+            # this layer's own reads are under way, and come first
+            for layer in () if turn else self.following:
+                layer.expect(x)
+            self._add(out, x, group, active, gates)
         return out.view_as(whole)
 
-    def _add(self, out: T, x: T, weights: T, active: T, gated: T | None) -> None:
-        """Add to ``out`` ``[tokens, embed]`` what some neurons give for ``x``, of the same shape.
-
-        ``weights``: weights of the neurons, ``[neurons, parts, embed]``. ``active``: which neurons each token uses,
-        ``[tokens, neurons]``; ``gated``: values of their gates, if these are known already.
+    def expect(self, x: T) -> None:
+        """Begin to read the neurons that this layer would use for ``x`` ``[tokens, embed]``, the input of the layer
+        before, which differs little from its own. Nothing is read without a predictor, nor for many tokens, which
+        together use nearly all neurons.
         """
-        if gated is None:
-            gate = weights[:, 0].to(x.dtype)
-            gated = (x @ gate.t()).relu_().mul_(active)
+        if self.predictor is not None and len(x) <= FEW and self.slots.guessing:
+            self.slots.expect(_any_of(self.predictor.active(x.float())))
+
+    def _add(self, out: T, x: T, group: NeuronGroup, active: T, gates: T | None) -> None:  # fmt: skip
+        """Add to ``out`` ``[tokens, embed]`` what the neurons of a group give for ``x``, of the same shape.
+
+        ``active``: which neurons each token uses, ``[tokens, neurons]``; ``gates``: values of the gates, of the same
+        shape, if they are known already.
+        """
+        places = torch.from_numpy(group.records).to(x.device)
+        at = torch.from_numpy(group.neurons).to(x.device)
+        kernel = kernel_for(x, self.stored)
+        if kernel is not None:
+            out += neuron_sums(kernel, x, group.memory, places, at, active, gates)
+            return
+        # [records, numbers]
+        records = group.memory.view(self.stored)
+        if gates is not None:
+            gated = gates[:, at]
+        else:
+            weights = records[:, : self.embed]
+            tiles = places.split(max(1, GATHERED // self.embed))
+            values = [x @ weights.index_select(0, tile).to(x.dtype).t() for tile in tiles]  # fmt: skip
+            gated = torch.cat(values, 1).relu_().mul_(active[:, at])
             # a predictor names more neurons than are active
             used = (gated > 0).any(0).nonzero().flatten()
-            gated, weights = gated[:, used], weights[used, 1:]
-        up, down = weights.to(x.dtype).unbind(1)  # [neurons, embed]
-        out.addmm_(gated * (x @ up.t()), down)
+            gated, places = gated[:, used], places[used]
+        first = (len(self.parts) - 2) * self.embed
+        weights = records[:, first : first + 2 * self.embed]
+        size = max(1, GATHERED // (2 * self.embed))
+        for tile, factors in zip(places.split(size), gated.split(size, 1), strict=True):
+            gathered = weights.index_select(0, tile).to(x.dtype)
+            up, down = gathered.unflatten(1, (2, self.embed)).unbind(1)
+            out.addmm_(factors * (x @ up.t()), down)
 
     def _gates(self, x: T) -> T:
-        """Return the gates of the tokens ``x``, of which some are widened at a time if they are stored in few bits."""
+        """Return the positive parts of the gates of the tokens ``x``, of which some are widened at a time if they are
+        stored in few bits.
+        """
         if self.gate.dtype == x.dtype:
-            return times(x, self.gate)
+            return times(x, self.gate).relu_()
+        kernel = kernel_for(x, self.stored)
+        if kernel is not None:
+            return gate_values(kernel, x, self.gate)
         tiles = self.gate.split(max(64, TILE // self.embed))
-        return torch.cat([x @ tile.to(x.dtype).t() for tile in tiles], 1)
+        return torch.cat([x @ tile.to(x.dtype).t() for tile in tiles], 1).relu_()
 
-    def _weights(self, records: T) -> T:
-        """Return the weights in records: ``[neurons, parts, embed]``."""
-        numbers = len(self.parts) * self.embed
-        rows = records.view(self.stored)[:, :numbers]
-        return rows.unflatten(1, (len(self.parts), self.embed))
+
+def _any_of(active: T) -> np.ndarray:
+    """Return the ascending indices of the neurons that any token uses. ``active``: ``[tokens, neurons]``."""
+    return active.any(0).nonzero().flatten().cpu().numpy()
 
 
 class RestingNeurons:
@@ -224,6 +257,8 @@ class RestingNeurons:
         for number, module in enumerate(modules):
             first = number * module.neurons
             module.slots = NeuronSlots(self.staged, first, module.neurons, count, model.mesh.device)  # fmt: skip
+        for module, following in pairwise(modules):
+            module.following.append(following)
         self.lines.append(
             f"{min(count, some.neurons):,} of {some.neurons:,} neurons of each layer have room in memory"
         )
@@ -244,9 +279,10 @@ class RestingNeurons:
         """
         counts, size = self.staged.counts, self.staged.size
         share = counts["read"] / max(1, counts["used"])
+        ahead = f", {counts['ahead']:,} of them ahead" if counts["ahead"] else ""
         return (
             f"{counts['used']:,} neurons were used, and {counts['read']:,} ({share:.0%}) read from {self.folder}, "
-            f"{counts['read'] * size / 1e6:,.1f} MB"
+            f"{counts['read'] * size / 1e6:,.1f} MB{ahead}"
         )
 
 
