@@ -55,10 +55,10 @@ class Host:
         """Put the cable in, or pull it: packets are then lost without an error."""
         _run("ip", "-n", self.switch, "link", "set", self.port, "up" if up else "down")
 
-    def limit(self, rate: str) -> None:
-        """Let no more than ``rate`` ("100mbit") go out, or come in."""
+    def limit(self, rate: str, burst: str = "256kb") -> None:
+        """Let no more than ``rate`` ("100mbit") go out, or come in; after a rest, so much at once: ``burst``."""
         for space, device in ((self.name, "eth0"), (self.switch, self.port)):
-            bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+            bucket = ("tbf", "rate", rate, "burst", burst, "latency", "50ms")
             _run(
                 "ip",
                 "netns",
@@ -107,12 +107,17 @@ LONG_FRAME = 9000
 
 @contextmanager
 def hosts(
-    count: int, name: str = "", rate: str = "", delay_s: float = 0.0
+    count: int,
+    name: str = "",
+    rate: str = "",
+    delay_s: float = 0.0,
+    burst: str = "256kb",
 ) -> Iterator[tuple[Host, ...]]:
     """``count`` hosts, each with a cable of ``rate`` (else as fast as the machine) to a switch.
 
     At the end they are gone, and so is everything that still runs on them. ``name`` is what their names begin with.
-    ``delay_s``: how long a frame takes from any host to any other.
+    ``delay_s``: how long a frame takes from any host to any other. ``burst``: bytes that a cable which has rested
+    carries at once, before its rate counts.
     """
     name = name or f"weft-{os.getpid()}"
     switch = f"{name}-switch"
@@ -129,7 +134,7 @@ def hosts(
             _space(host.name, stack)
             _wire(host)
             if rate:
-                host.limit(rate)
+                host.limit(rate, burst)
         if delay_s:
             stack.enter_context(_delayed(made, delay_s))
         yield made
@@ -154,22 +159,21 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _delayed(made: Sequence[Host], delay_s: float) -> Iterator[None]:
-    """Cut every cable behind its port at the switch, and hold frames there for half of the delay."""
+    """Put a process in the switch's place that holds every frame for ``delay_s``, and then brings it to its host."""
     switch = made[0].switch
     words = ("ip", "netns", "exec", switch, sys.executable, __file__)
     relay = subprocess.Popen(
-        [*words, str(delay_s / 2), str(len(made))], stdout=subprocess.PIPE
+        [*words, str(delay_s), str(len(made))], stdout=subprocess.PIPE
     )
     try:
         assert relay.stdout is not None
         if not relay.stdout.readline():
             raise WeftError("cables with a delay need TAP devices (/dev/net/tun)")
         for number, host in enumerate(made):
-            cut = f"cut{number}"
+            cut, long = f"cut{number}", ("mtu", str(LONG_FRAME))
             _run("ip", "-n", switch, "link", "add", cut, "type", "bridge")
-            for device, bridge in ((host.port, cut), (f"far{number}", cut), (f"near{number}", "bridge")):  # fmt: skip
-                long = ("mtu", str(LONG_FRAME))
-                _run("ip", "-n", switch, "link", "set", device, *long, "master", bridge, "up")  # fmt: skip
+            for device in (host.port, f"far{number}"):
+                _run("ip", "-n", switch, "link", "set", device, *long, "master", cut, "up")  # fmt: skip
             _run("ip", "-n", switch, "link", "set", cut, "up")
             _run("ip", "-n", host.name, "link", "set", "eth0", "mtu", str(LONG_FRAME))
         yield
@@ -179,30 +183,35 @@ def _delayed(made: Sequence[Host], delay_s: float) -> Iterator[None]:
 
 
 def hold_frames(delay_s: float, count: int) -> None:
-    """Move every frame from a TAP device "near..." to its "far...", or back, so much later."""
-    ends, other = list[int](), dict[int, int]()
+    """Be a switch of ``count`` TAP devices "far...", which hands every frame on so much later.
+
+    A cable is no program: the process goes before all others, so that hosts which compute do not slow frames down.
+    """
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    ends = list[int]()
     for number in range(count):
-        for side in ("near", "far"):
-            end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            # TUNSETIFF: a TAP device, frames alone
-            ioctl(end, 0x400454CA, pack("16sH", f"{side}{number}".encode(), 0x1002))
-            ends.append(end)
-        other |= {ends[-1]: ends[-2], ends[-2]: ends[-1]}
+        end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        # TUNSETIFF: a TAP device, frames alone
+        ioctl(end, 0x400454CA, pack("16sH", f"far{number}".encode(), 0x1002))
+        ends.append(end)
     print("there", flush=True)
     held: deque[tuple[float, int, bytes]] = deque()
+    behind = dict[bytes, int]()  # by a host's address on its card
     while True:
         left = max(0.0, held[0][0] - time.monotonic()) if held else 1.0
         for end in select.select(ends, [], [], left)[0]:
             with suppress(BlockingIOError):
                 while True:
                     frame = os.read(end, 65536)
-                    held.append((time.monotonic() + delay_s, other[end], frame))
+                    behind[frame[6:12]] = end
+                    held.append((time.monotonic() + delay_s, end, frame))
         while held and held[0][0] <= time.monotonic():
             _, end, frame = held.popleft()
-            try:
-                os.write(end, frame)
-            except OSError:  # a full queue loses a frame, as any does
-                continue
+            to = behind.get(frame[:6])
+            for other in [e for e in ends if e != end] if to is None else [to]:
+                with suppress(OSError):  # a full queue loses a frame, as any does
+                    os.write(other, frame)
 
 
 def _space(name: str, stack: ExitStack) -> None:

@@ -1,12 +1,16 @@
 """Work under communication: training steps and long prompts under tp over slow links, without and with each overlap.
 
-    sudo python bench/overlap.py [--ranks 2 4] [--rounds 5] [--quick] [--json bench/results/overlap.json]
+    sudo python bench/overlap.py [--ranks 2 4] [--rounds 4] [--quick] [--json bench/results/overlap.json]
 
 Every rank is on a host of its own, a network namespace; a cable lets 200 Mbit/s through and a frame takes 2 ms from any
 host to any other. All kinds of layout.overlap take turns in one run, on the same weights and data. A step is
 measured from barrier to barrier. The share of communication that is hidden is that of profiled steps, in which the
 threads of gloo mark what is under way (weft/observe/time_split.py). nano searches before anything is measured; what it
 chose is compared with every candidate of its space.
+
+Two sides do not overlap: "none" is a run without layout.overlap, whose reduce-scatter is gloo's and sends twice the
+bytes that are needed; "in turn" is the same with the exchange that overlaps use, waited for at once. What a kind is
+faster than "in turn" it owes to what it hides alone.
 """
 
 from __future__ import annotations
@@ -20,17 +24,23 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
 RATE, DELAY_S, PORT = "200mbit", 0.002, 29571
-PLAIN, KINDS = "none", ("domino", "tokens", "chunks", "nano")
-#: Passes until a search of nano has ended.
-SEARCH = 22
+#: Bytes that a cable which has rested carries at once: as little as its clock allows, or rests would be paid back.
+BURST = "64kb"
+PLAIN, IN_TURN, KINDS = "none", "in turn", ("domino", "tokens", "chunks", "nano")
+#: More passes than a search of nano takes.
+SEARCH = 60
+#: Candidates of nano's space that are measured again, and how often, after each was measured once.
+AGAIN, TIMES = 5, 4
 #: Seconds that a set of ranks may take.
 LIMIT = 3000
 
@@ -47,8 +57,27 @@ class Sizes(NamedTuple):
 
 
 #: By the number of ranks, which share two cores.
-SIZES = {2: Sizes(2048, 6144, 2, 2, 256, 1024), 4: Sizes(2048, 6144, 2, 2, 192, 768)}
+SIZES = {2: Sizes(1536, 4608, 4, 2, 192, 512), 4: Sizes(1536, 4608, 4, 2, 192, 512)}
 SMALL = Sizes(64, 128, 2, 4, 32, 64)
+
+
+@contextmanager
+def waiting_at_once() -> Iterator[None]:
+    """Let a pass in one part send what overlaps send, and wait for each transfer where it starts it."""
+    from weft.layout.pending import start_gather, start_scatter
+    from weft.models import feed_forward, transformer
+
+    with ExitStack() as stack:
+        for module in (feed_forward, transformer):
+            for name, start in (("gather", start_gather), ("scatter", start_scatter)):
+
+                def at_once(x: Any, mesh: Any, start: Any = start) -> Any:
+                    return start(x, mesh).wait()
+
+                stack.enter_context(
+                    mock.patch.object(module, f"{name}_tokens", at_once)
+                )
+        yield
 
 
 def be_rank(given: dict[str, Any]) -> None:
@@ -78,7 +107,7 @@ def be_rank(given: dict[str, Any]) -> None:
     )  # fmt: skip
     mesh = Mesh.create(Layout(tp=ranks), "cpu")
     model = parallelize(shape, mesh, Train(dtype="float32", seed=1))[0]
-    woven = {PLAIN: None} | {
+    woven: dict[str, Any] = {PLAIN: None, IN_TURN: None} | {
         kind: WovenLayers(find("overlap", kind).implementation(), 0, 0, False)
         for kind in given["kinds"]
     }
@@ -86,12 +115,19 @@ def be_rank(given: dict[str, Any]) -> None:
     tokens = torch.randint(0, 512, (sizes.rows, sizes.length))
     batch = packed_batch(tokens)
 
+    @contextmanager
+    def side(kind: str) -> Iterator[None]:
+        model.woven = woven[kind]
+        with waiting_at_once() if kind == IN_TURN else ExitStack():
+            yield
+
     def train() -> float:
+        model.zero_grad()
         loss = pass_loss(model, batch, torch.tensor(float(tokens.numel())), mesh)
         loss.backward()
         return float(loss.detach())
 
-    prompts = torch.randint(0, 512, (64, sizes.prompt)).tolist()
+    prompt = torch.randint(0, 512, (sizes.prompt,)).tolist()
 
     def read() -> float:
         """Seconds of a prompt's one pass, from the engine that a user's would be."""
@@ -99,7 +135,7 @@ def be_rank(given: dict[str, Any]) -> None:
             follow_leader(model)
             return 0.0
         engine = Engine(model, budget=sizes.prompt, ranks=True, tokens=4 * sizes.prompt)
-        engine.submit(prompts.pop(), 1)
+        engine.submit(prompt, 1)
         begun = time.perf_counter()
         engine.run()
         spent = time.perf_counter() - begun
@@ -113,38 +149,55 @@ def be_rank(given: dict[str, Any]) -> None:
         dist.barrier()
         return time.perf_counter() - begun
 
+    def search(work: Callable[[], Any]) -> None:
+        """Repeat ``work`` until every search of nano that it is part of has ended."""
+        searches = woven["nano"].overlap.searches
+        for _ in range(SEARCH):
+            work()
+            if not any(each.trying for each in searches.values()):
+                return
+        raise SystemExit("nano still searches")
+
     seconds = defaultdict[str, list[float]](list)
-    hidden = defaultdict[str, list[list[float]]](list)
     losses: dict[str, float] = {}
-    for round_ in range(-1, given["rounds"]):
-        for kind, layers in woven.items():
-            model.woven = layers
-            model.zero_grad()
-            if round_ < 0:
-                losses[kind] = train()
-                for _ in range(SEARCH if kind == "nano" else 0):
-                    train()
-                    read()
-                continue
-            seconds[f"train {kind}"].append(timed(train))
-            spent = read()
-            seconds[f"prompt {kind}"].append(spent)
-    space: dict[str, float] = {}
+    for kind in woven:
+        with side(kind):
+            losses[kind] = train()
+            read()
+            if kind == "nano":
+                # each ends with a pass that hears of the time of the one before
+                search(train)
+                search(read)
+    for _ in range(given["rounds"]):
+        for kind in woven:
+            with side(kind):
+                seconds[f"train {kind}"].append(timed(train))
+                seconds[f"prompt {kind}"].append(read())
+    space = defaultdict[str, list[float]](list)
     if given["space"]:
         whole = PassTokens(sizes.rows, sizes.length, ranks, learns=True)
-        searched = woven["nano"].overlap(whole)
-        for _ in range(given["space"]):
-            for choice in (None, *every_choice(whole)):
-                weave = choice.weave(whole) if choice else searched
-                model.woven = WovenLayers(Fixed(weave), 0, 0, False)
-                model.zero_grad()
-                name = str(tuple(choice)) if choice else "searched"
-                space[name] = min(space.get(name, 1e9), timed(train))
-    for kind, layers in woven.items():
-        model.woven = layers
-        dist.barrier()
-        _, split = profile_step(train)
-        hidden[kind].append([split.communication, split.hidden, split.total])
+        # few rows are cut alike by several choices
+        named = {each.weave(whole): str(tuple(each)) for each in every_choice(whole)}
+        weaves = {name: weave for weave, name in named.items()}
+        searched = named[woven["nano"].overlap(whole)]
+
+        def measure(name: str) -> float:
+            model.woven = WovenLayers(Fixed(weaves[name]), 0, 0, False)
+            return timed(train)
+
+        once = agreed({name: measure(name) for name in weaves})
+        best = sorted(once, key=once.__getitem__)[:AGAIN]
+        for _ in range(TIMES if given["space"] > 1 else 1):
+            for name in {searched: 0} | dict.fromkeys(best):
+                space[name].append(measure(name))
+    hidden: dict[str, dict[str, list[float]]] = {"train": {}, "prompt": {}}
+    for kind in woven:
+        for name, work in (("train", train), ("prompt", read)):
+            with side(kind):
+                dist.barrier()
+                _, split = profile_step(work)
+                shares = [split.communication, split.hidden, split.total]
+                hidden[name][kind] = shares
     if dist.get_rank() == 0:
         print(
             json.dumps(
@@ -152,6 +205,15 @@ def be_rank(given: dict[str, Any]) -> None:
             )
         )
     dist.destroy_process_group()
+
+
+def agreed(seconds: dict[str, float]) -> dict[str, float]:
+    """The first rank's seconds, on all ranks."""
+    import torch.distributed as dist
+
+    box = [seconds]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
 class Fixed:
@@ -184,7 +246,7 @@ def measure(ranks: int, given: dict[str, Any]) -> dict[str, Any]:
     from hosts import hosts
 
     with (
-        hosts(ranks, rate=RATE, delay_s=DELAY_S) as places,
+        hosts(ranks, rate=RATE, delay_s=DELAY_S, burst=BURST) as places,
         tempfile.TemporaryDirectory() as folder,
     ):
         processes = []
@@ -217,30 +279,51 @@ def measure(ranks: int, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratios(result: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
-    """Medians in seconds, by how much each kind is faster than none, and the share of communication that it hides."""
+    """Medians in seconds, by how much each kind is faster than sides without overlap, and the share of communication
+    that it hides.
+    """
     rows: dict[str, Any] = {}
     for work in ("train", "prompt"):
         middle = {
             kind: statistics.median(result["seconds"][f"{work} {kind}"])
-            for kind in (PLAIN, *kinds)
+            for kind in (PLAIN, IN_TURN, *kinds)
         }
         rows[work] = {
-            kind: {"seconds": round(s, 4), "ratio": round(middle[PLAIN] / s, 3)}
+            kind: {
+                "seconds": round(s, 4),
+                "ratio": round(middle[PLAIN] / s, 3),
+                "of in turn": round(middle[IN_TURN] / s, 3),
+            }
             for kind, s in middle.items()
         }
-    for kind, ((exposed, hidden, total),) in result["hidden"].items():
-        rows["train"][kind] |= {
-            "communication": round((exposed + hidden) / total, 3),
-            "hidden": round(hidden / ((exposed + hidden) or 1), 3),
-        }
+        for kind, (exposed, hidden, total) in result["hidden"][work].items():
+            rows[work][kind] |= {
+                "communication": round((exposed + hidden) / total, 3),
+                "hidden": round(hidden / ((exposed + hidden) or 1), 3),
+            }
     return rows
+
+
+def search_row(space: dict[str, list[float]]) -> dict[str, Any]:
+    """What nano's search has chosen, the first of ``space``, beside the fastest of the candidates."""
+    middle = {name: statistics.median(each) for name, each in space.items()}
+    searched, best = next(iter(middle)), min(middle, key=middle.__getitem__)
+    return {
+        "searched": searched,
+        "searched_s": round(middle[searched], 4),
+        "best": best,
+        "best_s": round(middle[best], 4),
+        "over_best": round(middle[searched] / middle[best], 3),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
+    parser.add_argument("--sizes", type=int, nargs=6, help="as in Sizes, for all ranks")
+    parser.add_argument("--no-space", action="store_true", help="not nano's candidates")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
@@ -258,38 +341,29 @@ def main() -> None:
         "when": datetime.now().isoformat(timespec="seconds"),
     }
     for ranks in asked.ranks:
-        sizes = SMALL if asked.quick else SIZES[ranks]
+        sizes = Sizes(*asked.sizes) if asked.sizes else SIZES[ranks]
+        sizes = SMALL if asked.quick else sizes
+        measured = "nano" in asked.kinds and not asked.no_space
         given = {
             "sizes": sizes,
             "rounds": 2 if asked.quick else asked.rounds,
             "kinds": asked.kinds,
-            "space": 0 if "nano" not in asked.kinds else 1 if asked.quick else 3,
+            "space": measured * (1 if asked.quick else 2),
         }
+        begun = time.monotonic()
         result = measure(ranks, given)
         assert max(result["losses"].values()) - min(result["losses"].values()) < 1e-4
-        written[f"{ranks} ranks"] = {
-            "sizes": sizes._asdict(),
-            **ratios(result, asked.kinds),
-        }
-        if space := result["space"]:
-            best = min(space, key=space.__getitem__)
-            found = {
-                "searched_s": space["searched"],
-                "best_s": space[best],
-                "best": best,
-            }
-            written[f"{ranks} ranks"]["search"] = found | {
-                "over_best": round(space["searched"] / space[best], 3)
-            }
-            print(
-                f"{ranks} ranks, search: {written[f'{ranks} ranks']['search']}",
-                flush=True,
-            )
+        row = {"sizes": sizes._asdict(), **ratios(result, asked.kinds)}
+        if result["space"]:
+            row["search"] = search_row(result["space"])
+        row["minutes"] = round((time.monotonic() - begun) / 60, 1)
+        written[f"{ranks} ranks"] = row
         for work in ("train", "prompt"):
-            for kind, row in written[f"{ranks} ranks"][work].items():
-                print(f"{ranks} ranks, {work}, {kind}: {row}", flush=True)
-    if not asked.quick:
-        asked.json.write_text(json.dumps(written, indent=1) + "\n")
+            for kind, each in row[work].items():
+                print(f"{ranks} ranks, {work}, {kind}: {each}")
+        print(f"{ranks} ranks, search: {row.get('search')}; {row['minutes']} min", flush=True)  # fmt: skip
+        if not asked.quick:
+            asked.json.write_text(json.dumps(written, indent=1) + "\n")
 
 
 if __name__ == "__main__":

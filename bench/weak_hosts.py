@@ -1,18 +1,19 @@
 """Four weak hosts generate together: all-reduces over links of 1, 10 and 50 ms, and an uneven cut with one slow host.
 
-    sudo python bench/weak_hosts.py [--quick] [--sums] [--delays 1 10 50] [--rate 200mbit] [--json FILE]
+    sudo python bench/weak_hosts.py [--quick] [--only sums|tokens|uneven] [--delays 1 10 50] [--json FILE]
 
 Hosts are network namespaces (bench/hosts.py): a frame takes the delay from any host to any other, and a host sends and
 receives at ``--rate``. The ranks are those of ``weft generate --layout tp=4``: the same connections, reader, engine.
 
-``--sums`` measures the first of these alone:
+``--only`` measures one of these alone, and leaves the figures of the others in FILE as they are:
 
 1. Sums: every all-reduce for one token and for a prompt of 512 tokens, measured in turn after ``layout.sum = "auto"``
    has measured and chosen; then again for two ranks on each of two hosts. The choice is right where it is the fastest,
    or not worse by more than the noise: not slower than the fastest in all but one of the rounds or more.
 2. Tokens: seconds a token of a model of SmolLM2-135M's shape with a third of its layers (weights are random, which no
    time depends on).
-3. One host at half the speed: an even cut beside ``tp_shares = "auto"``, of a model with wide layers.
+3. One host at half the speed: an even cut beside ``tp_shares = "auto"``, of two layers of Llama-3-8B's shape. What
+   a rank does for a token beside products is not cut, and narrow layers would be little else.
    Four hosts share two cores here, so a host's
    processor is emulated: after what a rank has computed between two exchanges it sleeps, as long as makes it a
    processor of ``SPEED`` of a core (half of that on the last host). What is computed and sent is real; a host that
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import datetime
 from functools import partial
@@ -47,9 +48,9 @@ RANKS = 4
 SHAPE = {
     "vocab": 49152, "layers": 10, "embed": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "tied": True,
 }  # fmt: skip
-#: A model of wide layers, whose products take most of a token's time: what every rank does alike is not cut.
+#: Layers of Llama-3-8B's shape: their products take most of a token's time.
 WIDE = {
-    "vocab": 4096, "layers": 3, "embed": 3072, "heads": 24, "kv_heads": 8, "ffn": 12288, "tied": True,
+    "vocab": 4096, "layers": 2, "embed": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "tied": True,
 }  # fmt: skip
 #: Part of a core that a host's processor is, where hosts differ; the last host has half of it.
 SPEED = 0.1
@@ -58,8 +59,8 @@ LONGEST_S = 5.0
 #: Rounds in which sums are measured in turn, and sums of a round, of which the first is not measured. A choice that is
 #: slower than the fastest in all but one of the rounds is worse by more than the noise (sign test, 3.5 %).
 SUM_ROUNDS, BURST = 8, 4
-#: Times that every side is measured, in turn.
-ROUNDS = 2
+#: Times that every side is measured, in turn, and tokens that it writes each time.
+ROUNDS, NEW = 2, 5
 #: Tokens of the two sums, and of the prompt of a long text.
 SIZES = (1, 512)
 
@@ -67,7 +68,7 @@ SIZES = (1, 512)
 # --- a rank ---
 
 
-def be_rank(out: Path, quick: bool, only_sums: bool) -> None:
+def be_rank(out: Path, quick: bool, only: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -76,10 +77,13 @@ def be_rank(out: Path, quick: bool, only_sums: bool) -> None:
     torch.set_num_threads(1)
     init_ranks("cpu", 300)
     shape = SHAPE | ({"layers": 4, "vocab": 4096} if quick else {})
-    answer = {"sums": sums_of_rank(quick)}
-    if not only_sums:
+    answer: dict[str, Any] = {}
+    if only in ("", "sums"):
+        answer |= {"sums": sums_of_rank(quick)}
+    if only in ("", "tokens"):
         answer |= {"tokens": tokens_of_rank(shape, quick)}
-        wide = WIDE | ({"embed": 768, "ffn": 2048} if quick else {})
+    if only in ("", "uneven"):
+        wide = WIDE | ({"embed": 1024, "ffn": 2048} if quick else {})
         answer |= {"cuts": cuts_of_rank(wide, quick)}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(answer))
@@ -195,18 +199,21 @@ def tokens_of_rank(shape: dict[str, Any], quick: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def weak_processors(speed: float) -> Iterator[None]:
-    """Make this rank's processor one of ``speed`` of a core for what it computes between two sums."""
+def weak_processors(speed: float) -> Iterator[list[float]]:
+    """Make this rank's processor one of ``speed`` of a core for what it computes between two sums; the yielded list
+    gets the seconds of each time.
+    """
     from unittest import mock
 
     from weft.layout import rank_power
     from weft.layout.sums import TokenSums
 
-    since = [time.process_time()]
+    since, times = [time.process_time()], list[float]()
 
     def sleeping(exchange: Callable[..., Any]) -> Callable[..., Any]:
         def after_a_sleep(*arguments: Any) -> Any:
             computed = time.process_time() - since[0]
+            times.append(computed)
             # not what came before the first sum, such as the weights' initialisation
             time.sleep(min(LONGEST_S, computed * (1 / speed - 1)))
             result = exchange(*arguments)
@@ -223,7 +230,7 @@ def weak_processors(speed: float) -> Iterator[None]:
         mock.patch.object(TokenSums, "gather", sleeping(TokenSums.gather)),
         mock.patch.object(rank_power, "_rate", rate),
     ):
-        yield
+        yield times
 
 
 def cuts_of_rank(shape: dict[str, Any], quick: bool) -> dict[str, Any]:
@@ -234,7 +241,7 @@ def cuts_of_rank(shape: dict[str, Any], quick: bool) -> dict[str, Any]:
 
     speed = SPEED / (2 if dist.get_rank() == RANKS - 1 else 1)
     rows: dict[str, Any] = {"even": {}, "auto": {}}
-    with weak_processors(speed):
+    with weak_processors(speed) as times:
         models = {
             "even": model_of(shape, "", "auto"), "auto": model_of(shape, "auto", "auto"),
         }  # fmt: skip
@@ -244,28 +251,41 @@ def cuts_of_rank(shape: dict[str, Any], quick: bool) -> dict[str, Any]:
             rows[name]["shares"] = list(layout.tp_shares)
             rows[name]["line"] = power_line(layout, powers, heads)
         tokens: dict[str, list[float]] = {name: [] for name in models}
+        computed: dict[str, list[float]] = {name: [] for name in models}
         firsts: dict[str, list[float]] = {name: [] for name in models}
         texts = {}
         for _ in range(1 if quick else ROUNDS):
             for name, model in models.items():
-                first, each, texts[name] = written(model, 64, 4)
+                times.clear()
+                first, each, texts[name] = written(model, 64, NEW)
                 firsts[name].append(first)
                 tokens[name].append(each)
+                computed[name].append(of_a_token(times))
     for name, model in models.items():
         rows[name]["token_s"] = statistics.median(tokens[name])
         rows[name]["first_s"] = statistics.median(firsts[name])
+        of_ranks = [0.0] * RANKS
+        dist.all_gather_object(of_ranks, statistics.median(computed[name]))
+        rows[name]["computed_ms"] = [round(1e3 * each, 2) for each in of_ranks]
         model.mesh.sums.close()
     rows["equal"] = texts["even"] == texts["auto"]
     return rows
 
 
+def of_a_token(times: Sequence[float]) -> float:
+    """Processor seconds of the last tokens of a text, each; ``times``: those between the exchanges of all passes."""
+    # one pass before the text, and the one for its prompt, have as many exchanges as that of a further token
+    each = len(times) // (NEW + 1)
+    return statistics.median(sum(times[-each * (i + 1) :][:each]) for i in range(NEW - 1))  # fmt: skip
+
+
 # --- all of them ---
 
 
-def on_hosts(
-    made: tuple[Host, ...], quick: bool, port: int, only_sums: bool = False
-) -> Any:
-    """Start a rank on every host of ``made``, which may be there twice, and return what rank 0 wrote."""
+def on_hosts(made: tuple[Host, ...], quick: bool, port: int, only: str = "") -> Any:
+    """Start a rank on every host of ``made``, which may be there twice, and return what rank 0 wrote of the part
+    ``only``, or of all parts.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out, ranks = Path(folder) / "answer", list[subprocess.Popen[bytes]]()
         try:
@@ -278,7 +298,7 @@ def on_hosts(
                 }  # fmt: skip
                 words = ["env", *(f"{name}={value}" for name, value in env.items())]
                 words += [sys.executable, __file__, "--rank", "--json", str(out)]
-                words += ["--quick"] * quick + ["--sums"] * only_sums
+                words += ["--quick"] * quick + (["--only", only] if only else [])
                 ranks.append(subprocess.Popen(host.command(words)))
             codes = [rank.wait(timeout=1800) for rank in ranks]
         finally:
@@ -297,23 +317,27 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--sums", action="store_true", help="sums alone")
+    parser.add_argument("--only", choices=("sums", "tokens", "uneven"), default="")
+    parser.add_argument("--sums", dest="only", action="store_const", const="sums", help="as --only sums")  # fmt: skip
     options = parser.parse_args()
     if options.rank:
-        return be_rank(options.json, options.quick, options.sums)
+        return be_rank(options.json, options.quick, options.only)
     if why := unavailable():
         raise SystemExit(why)
     # what ends with the hosts ends on SIGTERM, too
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    rows = {}
+    rows: dict[str, Any] = {}
+    if options.only and options.json.exists():
+        rows = json.loads(options.json.read_text())["rows"]
     for i, delay in enumerate(options.delays):
         name = f"weft-weak-{os.getpid()}"
         with hosts(RANKS, name, options.rate, delay / 1e3) as made:
-            row = on_hosts(made, options.quick, 29700 + 2 * i, options.sums)
-            rows[f"{delay:g}"] = row
-            pairs = (*made[:2], *made[:2])
-            row["pairs"] = on_hosts(pairs, options.quick, 29701 + 2 * i, True)["sums"]
+            row = on_hosts(made, options.quick, 29700 + 2 * i, options.only)
+            if "sums" in row:
+                pairs, port = (*made[:2], *made[:2]), 29701 + 2 * i
+                row["pairs"] = on_hosts(pairs, options.quick, port, "sums")["sums"]
         print_row(delay, row)
+        rows[f"{delay:g}"] = rows.get(f"{delay:g}", {}) | row
         record(options, rows)
     print(json.dumps(summary(rows)))
 
@@ -329,20 +353,24 @@ def record(options: argparse.Namespace, rows: dict[str, Any]) -> None:
 
 def print_row(delay: float, row: dict[str, Any]) -> None:
     print(f"--- links of {delay:g} ms")
-    for where, sums in (("4 hosts", row["sums"]), ("2 ranks on 2 hosts", row["pairs"])):
+    both = ("4 hosts", row.get("sums", {})), ("2 ranks on 2 hosts", row.get("pairs", {}))  # fmt: skip
+    for where, sums in both:
         for tokens, each in sums.items():
             order = sorted(each["ms"].items(), key=lambda item: float(item[1]))
             times = ", ".join(f"{name} {ms:.4g}" for name, ms in order)
             print(f"{where}, {tokens} tokens, ms: {times}; auto takes {each['chosen']}")
-    if "tokens" not in row:
+    if "tokens" in row:
+        order = sorted(row["tokens"]["s"].items(), key=lambda item: float(item[1]))
+        times = ", ".join(f"{name} {seconds:.3g}" for name, seconds in order)
+        print(f"a token, s: {times}; equal texts: {row['tokens']['equal']}")
+    if "cuts" not in row:
         return
-    order = sorted(row["tokens"]["s"].items(), key=lambda item: float(item[1]))
-    times = ", ".join(f"{name} {seconds:.3g}" for name, seconds in order)
-    print(f"a token, s: {times}; equal texts: {row['tokens']['equal']}")
     even, auto = row["cuts"]["even"], row["cuts"]["auto"]
     for name in ("token_s", "first_s"):
         ratio = even[name] / auto[name]
         print(f"{name}: even {even[name]:.3g}, uneven {auto[name]:.3g}: {ratio:.2f}x")
+    print(f"computed for a token, ms: even {even['computed_ms']}, uneven {auto['computed_ms']}; "
+          f"equal texts: {row['cuts']['equal']}")  # fmt: skip
     print(auto["line"], flush=True)
 
 
@@ -350,31 +378,33 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
     """The figures of the claims, by delay."""
     found: dict[str, Any] = {}
     for delay, row in rows.items():
-        every = (*row["sums"].values(), *row["pairs"].values())
-        worst = max(
-            each["ms"][each["chosen"]] / min(each["ms"].values()) for each in every
-        )
-        slower = [[*map(int, each["slower_rounds"].split(" of "))] for each in every]
-        ms = row["sums"]["1"]["ms"]
-        found[delay] = {
-            "chosen_over_fastest": round(worst, 3),
-            "chosen_is_fastest": all(count < rounds - 1 for count, rounds in slower),
-            "ring_over_star": round(ms["ring"] / ms["star"], 2),
-            "ring_over_direct": round(ms["ring"] / ms["direct"], 2),
-        }
-        if "tokens" not in row:
-            continue
-        taken, cuts = row["tokens"]["s"], row["cuts"]
-        found[delay] |= {
-            "token_ring_over_star": round(taken["ring"] / taken["star"], 2),
-            "token_plain_over_auto": round(taken["plain"] / taken["auto"], 2),
-            "even_over_uneven": round(
-                cuts["even"]["token_s"] / cuts["auto"]["token_s"], 2
-            ),
-            "prompt_even_over_uneven": round(
-                cuts["even"]["first_s"] / cuts["auto"]["first_s"], 2
-            ),
-        }
+        of_delay: dict[str, Any] = {}
+        found[delay] = of_delay
+        if "sums" in row:
+            every = (*row["sums"].values(), *row["pairs"].values())
+            worst = max(
+                each["ms"][each["chosen"]] / min(each["ms"].values()) for each in every
+            )
+            of_delay["chosen_over_fastest"] = round(worst, 3)
+            if all("slower_rounds" in each for each in every):
+                slower = [
+                    [*map(int, each["slower_rounds"].split(" of "))] for each in every
+                ]
+                of_delay["chosen_is_fastest"] = all(
+                    count < rounds - 1 for count, rounds in slower
+                )
+            ms = row["sums"]["1"]["ms"]
+            of_delay["ring_over_star"] = round(ms["ring"] / ms["star"], 2)
+            of_delay["ring_over_direct"] = round(ms["ring"] / ms["direct"], 2)
+        if "tokens" in row:
+            taken = row["tokens"]["s"]
+            of_delay["token_ring_over_star"] = round(taken["ring"] / taken["star"], 2)
+            of_delay["token_plain_over_auto"] = round(taken["plain"] / taken["auto"], 2)
+        if "cuts" in row:
+            even, auto = row["cuts"]["even"], row["cuts"]["auto"]
+            for name, what in (("", "token_s"), ("prompt_", "first_s")):
+                ratio = round(even[what] / auto[what], 2)
+                of_delay[f"{name}even_over_uneven"] = ratio
     return found
 
 

@@ -9,7 +9,9 @@ import torch
 
 from tests.parallel.test_context import bounds, one_device, whole
 from weft.layout.token_order import moves
+from weft.models.fused import project
 from weft.models.part_attention import PartKeys
+from weft.models.part_products import PartProducts
 from weft.models.token_parts import PassTokens, TokenPart, by_phase, even, weaving
 
 DOCUMENTS = [[24], [3, 13, 8]]
@@ -43,7 +45,29 @@ def test_cuts_are_whole_over_tp_and_leave_no_part_empty() -> None:
 def test_turns() -> None:
     parts = [TokenPart(0, 1, 0, 1)] * 2
     assert [*islice(weaving(parts), 7)] == [0, 0, 1, 0, 1, 0, 1]
-    assert [*islice(by_phase(parts), 6)] == [0, 1, 0, 0, 1, 1]
+    assert [*islice(by_phase(parts), 10)] == [0, 1, 0, 0, 1, 1, 0, 0, 0, 1]
+    four = [TokenPart(0, 1, 0, 1)] * 4
+    # half of the other parts compute between a part's products and its next entry
+    turns = [0, 1, 2, 3, 0, 0, 1, 1, 2, 2, 0, 3, 3, 1, 0, 0, 2, 1, 1, 3]
+    assert [*islice(by_phase(four), 20)] == turns
+
+
+def test_weight_gradients_of_parts_are_those_of_the_whole() -> None:
+    torch.manual_seed(1)
+    x = torch.randn(2, 6, 5, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(n, 5, dtype=torch.float64) for n in (3, 4, 2)]
+    leaves = [w.requires_grad_(n < 2) for n, w in enumerate(weights)]
+    scaled = (
+        leaves[0] * 2
+    )  # computed from a leaf, as a rank's rows of a whole weight are
+    expected = project(x, scaled, *leaves[1:])
+    loss = sum(y.sin().sum() for y in expected)
+    wanted = torch.autograd.grad(loss, [x, *leaves[:2]])
+    products = PartProducts([leaves[0] * 2, *leaves[1:]])
+    parts = [products(part) for part in x.split([1, 3, 2], 1)]
+    loss = sum(y.sin().sum() for part in parts for y in part)
+    torch.testing.assert_close(torch.autograd.grad(loss, [x, *leaves[:2]]), wanted)
+    assert all(each.total is None for each in products.gradients)
 
 
 @pytest.mark.parametrize("back", [False, True])

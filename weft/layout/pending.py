@@ -63,6 +63,11 @@ def scatter_flight(x: T, group: Any) -> StartedCollective:
     ranks = dist.get_world_size(group)
     # [batch, seq, ...] -> [tp, batch, seq/tp, ...]
     parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+    if x.device.type == "cpu":
+        # gloo's reduce-scatter is an all-reduce, which sends twice the bytes
+        came = torch.empty_like(parts)
+        work = dist.all_to_all_single(came, parts, group=group, async_op=True)
+        return StartedCollective(came, work, lambda came: came.sum(0))
     own = torch.empty_like(parts[0])
     work = reduce_scatter(own, parts.flatten(0, 1), group=group, async_op=True)
     return StartedCollective(own, work)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any, NamedTuple, Protocol
 
 from weft.refusal import Rule
@@ -144,9 +144,9 @@ def _cut(count: int, shares: Sequence[float]) -> list[tuple[int, int]]:
     return [(a, b) for a, b in pairwise(ends) if b > a]
 
 
-def even(count: int) -> tuple[float, ...]:
-    """Return ``count`` shares of equal size: each is 1, and only the ratios between shares count."""
-    return (1.0,) * count
+def even(number: int) -> tuple[float, ...]:
+    """Return ``number`` shares of equal size: each is 1, and only the ratios between shares count."""
+    return (1.0,) * number
 
 
 def weaving(parts: Sequence[TokenPart]) -> Iterator[int]:
@@ -161,14 +161,16 @@ def weaving(parts: Sequence[TokenPart]) -> Iterator[int]:
 
 
 def by_phase(parts: Sequence[TokenPart]) -> Iterator[int]:
-    """Yield the index of the part whose turn it is, turn after turn. First all parts enter attention or a feed-forward,
-    one after the other. Then each part computes its products (T3). A part's reduction travels while the later parts
-    compute, and its gather while the earlier parts do.
+    """Yield the index of the part whose turn it is, turn after turn. Each part computes all products of attention or of
+    a feed-forward at once (T3), and enters the next of the two after half of the other parts have computed. A part's
+    reduction travels while that half computes, and its gather while the other half does.
     """
-    while True:
-        yield from range(len(parts))
-        for number in range(len(parts)):
-            yield from [number] * (HALF - 1)
+    number, behind = len(parts), max(1, len(parts) // 2)
+    yield from range(number)
+    for slot in count():
+        yield from [slot % number] * (HALF - 1)
+        if slot >= behind:
+            yield (slot - behind) % number
 
 
 class LayerRunner(Protocol):

@@ -24,6 +24,7 @@ from weft.models.feed_forward import FeedForward
 from weft.models.fused import project
 from weft.models.graph_parts import Steps
 from weft.models.part_attention import PartKeys
+from weft.models.part_products import adding_in_place
 from weft.models.pass_clock import PassClock
 from weft.models.projections import Projections
 from weft.models.token_parts import Enter, Overlap, PassTokens, TokenPart, Weave
@@ -219,7 +220,9 @@ class WovenPass:
 
         running = [layers(number) for number in range(len(parts))]
         turns = [0] * len(parts)
-        with self._attending(blocks) as enter:
+        summed = [each for block in blocks for each in (block.attention, block.ffn)]
+        summed = summed if len(parts) > 1 else []
+        with self._attending(blocks) as enter, adding_in_place(summed, xs[0]):
             for number in self.weave.order(parts):
                 if number in results:
                     continue
