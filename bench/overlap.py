@@ -176,10 +176,9 @@ def be_rank(given: dict[str, Any]) -> None:
     space = defaultdict[str, list[float]](list)
     if given["space"]:
         whole = PassTokens(sizes.rows, sizes.length, ranks, learns=True)
-        # few rows are cut alike by several choices
-        named = {each.weave(whole): str(tuple(each)) for each in every_choice(whole)}
-        weaves = {name: weave for weave, name in named.items()}
-        searched = named[woven["nano"].overlap(whole)]
+        weaves = {str(tuple(each)): each.weave(whole) for each in every_choice(whole)}
+        found = woven["nano"].overlap(whole)
+        searched = next(name for name, weave in weaves.items() if weave == found)
 
         def measure(name: str) -> float:
             model.woven = WovenLayers(Fixed(weaves[name]), 0, 0, False)

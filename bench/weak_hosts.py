@@ -55,7 +55,7 @@ WIDE = {
 #: Part of a core that a host's processor is, where hosts differ; the last host has half of it.
 SPEED = 0.1
 #: No processor computes so many seconds between two sums.
-LONGEST_S = 5.0
+LONGEST_S = 8.0
 #: Rounds in which sums are measured in turn, and sums of a round, of which the first is not measured. A choice that is
 #: slower than the fastest in all but one of the rounds is worse by more than the noise (sign test, 3.5 %).
 SUM_ROUNDS, BURST = 8, 4

@@ -11,6 +11,8 @@ from weft.models.token_parts import PassTokens, TurnOrder, Weave, by_phase, weav
 
 #: Passes with each choice, of which the fastest counts: the first one of a shape is slow.
 TRIALS = 2
+#: Of the fastest numbers of parts in turns, how many are tried in another order.
+ORDERED = 2
 #: Numbers of parts that are tried, and by how much each part is larger than the part before.
 NUMBERS, GROWTHS = (2, 3, 4), (1.0, 1.5, 1 / 1.5)
 
@@ -34,11 +36,15 @@ class NanoChoice(NamedTuple):
 
 
 def every_choice(tokens: PassTokens) -> list[NanoChoice]:
-    """Return all choices that are possible for a pass over ``tokens``. A search tries only a few of them."""
+    """Return all choices that cut a pass over ``tokens`` differently. A search tries only a few of them."""
     numbers = (tokens.asked,) if tokens.asked else NUMBERS
     cuts = [False] * tokens.cuts_tokens + [True] * (tokens.rows > 1)
     ways = product(numbers, cuts, NanoSearch.ORDERS, GROWTHS)
-    return [NanoChoice(1), *(NanoChoice(*way) for way in ways)]
+    different = dict[Weave, NanoChoice]()
+    # few rows are cut alike by several numbers and growths
+    for choice in (NanoChoice(1), *(NanoChoice(*way) for way in ways)):
+        different.setdefault(choice.weave(tokens), choice)
+    return [*different.values()]
 
 
 class NanoSearch:
@@ -77,7 +83,10 @@ class NanoSearch:
             self.choice, self.trying = self._fastest(), False
 
     def _fastest(self) -> NanoChoice:
-        return min(self.seconds, key=self.seconds.__getitem__)
+        return self._by_time()[0]
+
+    def _by_time(self) -> list[NanoChoice]:
+        return sorted(self.seconds, key=self.seconds.__getitem__)
 
     def _search(self, tokens: PassTokens) -> Generator[NanoChoice]:
         """Yield the choices to try: all numbers of equal parts in turns, then the best of them in other ways."""
@@ -85,10 +94,12 @@ class NanoSearch:
         equal = [c for c in choices if c.order == "turns" and c.growth == 1.0]
         # a whole pass last, so that tokens travel under work from the first pass on
         yield from sorted(equal, key=lambda choice: choice.number == 1)
-        best = self._fastest()
-        if best.number == 1:
+        if self._fastest().number == 1:
             return
-        yield best._replace(order="phases")
+        # another order may suit another number of parts
+        cut = [choice for choice in self._by_time() if choice.number > 1]
+        ordered = [choice._replace(order="phases") for choice in cut[:ORDERED]]
+        yield from (choice for choice in ordered if choice in choices)
         best = self._fastest()
-        for growth in GROWTHS[1:]:
-            yield best._replace(growth=growth)
+        grown = [best._replace(growth=growth) for growth in GROWTHS[1:]]
+        yield from (choice for choice in grown if choice in choices)
