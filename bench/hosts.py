@@ -102,7 +102,7 @@ def unavailable() -> str:
 
 
 #: Bytes of a frame on cables with a delay: few frames, as a process handles each of them.
-LONG_FRAME = 9000
+LONG_FRAME = 16000
 
 
 @contextmanager

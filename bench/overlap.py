@@ -57,26 +57,20 @@ class Sizes(NamedTuple):
 
 
 #: By the number of ranks, which share two cores.
-SIZES = {2: Sizes(1536, 4608, 4, 2, 192, 512), 4: Sizes(1536, 4608, 4, 2, 192, 512)}
+SIZES = {2: Sizes(1536, 4608, 4, 2, 192, 512), 4: Sizes(2048, 6144, 4, 2, 128, 384)}
 SMALL = Sizes(64, 128, 2, 4, 32, 64)
 
 
 @contextmanager
 def waiting_at_once() -> Iterator[None]:
-    """Let a pass in one part send what overlaps send, and wait for each transfer where it starts it."""
-    from weft.layout.pending import start_gather, start_scatter
+    """Let layers in one part send what overlaps send, and wait for each transfer where they start it."""
     from weft.models import feed_forward, transformer
+    from weft.models.weave import gathered, scattered
 
     with ExitStack() as stack:
         for module in (feed_forward, transformer):
-            for name, start in (("gather", start_gather), ("scatter", start_scatter)):
-
-                def at_once(x: Any, mesh: Any, start: Any = start) -> Any:
-                    return start(x, mesh).wait()
-
-                stack.enter_context(
-                    mock.patch.object(module, f"{name}_tokens", at_once)
-                )
+            for name, at_once in (("gather_tokens", gathered), ("scatter_tokens", scattered)):  # fmt: skip
+                stack.enter_context(mock.patch.object(module, name, at_once))
         yield
 
 
@@ -87,10 +81,11 @@ def be_rank(given: dict[str, Any]) -> None:
 
     from weft.generate.engine import Engine
     from weft.generate.leader import follow_leader
+    from weft.layout.boundary import gather_tokens, scatter_tokens
     from weft.layout.layout import Layout
     from weft.layout.mesh import Mesh
     from weft.models.token_parts import PassTokens
-    from weft.models.weave import WovenLayers
+    from weft.models.weave import WovenLayers, gathered, scattered
     from weft.observe.time_split import profile_step
     from weft.parallel.build import parallelize
     from weft.recipe import ModelShape, Train
@@ -118,6 +113,8 @@ def be_rank(given: dict[str, Any]) -> None:
     @contextmanager
     def side(kind: str) -> Iterator[None]:
         model.woven = woven[kind]
+        model.gather = gather_tokens if kind == PLAIN else gathered
+        model.embedding.scatter = scatter_tokens if kind == PLAIN else scattered
         with waiting_at_once() if kind == IN_TURN else ExitStack():
             yield
 
@@ -177,8 +174,8 @@ def be_rank(given: dict[str, Any]) -> None:
     if given["space"]:
         whole = PassTokens(sizes.rows, sizes.length, ranks, learns=True)
         weaves = {str(tuple(each)): each.weave(whole) for each in every_choice(whole)}
-        found = woven["nano"].overlap(whole)
-        searched = next(name for name, weave in weaves.items() if weave == found)
+        chosen = woven["nano"].overlap(whole)
+        searched = next(name for name, weave in weaves.items() if weave == chosen)
 
         def measure(name: str) -> float:
             model.woven = WovenLayers(Fixed(weaves[name]), 0, 0, False)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tests.test_counts import Recorder
 from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -41,10 +42,12 @@ def passes(layout: dict[str, int]) -> dict[str, Any]:
             other = product.cos()
             out = scattered.wait()
             order.clear()
-        (out.square().sum() + other.sum()).backward()
+        with Recorder() as seen:
+            (out.square().sum() + other.sum()).backward()
         results[name] = [out.detach(), leaf.grad, weight.grad]
     StartedCollective.land = land  # type: ignore[method-assign]
-    return {**results, "order": order}
+    sent = {name: count for name, count in seen.elements.items() if "c10d" in name}
+    return {**results, "order": order, "sent": sent}
 
 
 def test_halves_equal_the_whole_and_gradients_travel_beside_work(pool: Any) -> None:
@@ -53,6 +56,10 @@ def test_halves_equal_the_whole_and_gradients_travel_beside_work(pool: Any) -> N
             torch.testing.assert_close(halves, whole, rtol=0, atol=1e-12)
         # the gradient of the product between them is there before anybody waits
         assert seen["order"] == ["beside", "land", "land"]
+        # gloo sums by an exchange of 2 x 6 x 4 elements, of which half stay, in place of an all-reduce of all of them
+        assert seen["sent"] == {
+            "c10d._allgather_base_": 2 * 6 * 4, "c10d.alltoall_base_": 2 * 6 * 4,
+        }  # fmt: skip
 
 
 def test_over_a_single_rank_nothing_is_started() -> None:

@@ -68,6 +68,7 @@ class Embedding(Module):
         self.adapters = token_rows(shape, "embed_tokens", logical, mesh, table)
         # what finds rows of the table, [..., embed], by ids and table
         self.lookup: Callable[[T, T], T] = F.embedding
+        self.scatter = scatter_tokens
 
     @property
     def rows(self) -> Any:
@@ -99,7 +100,7 @@ class Embedding(Module):
         inside = (tokens >= self.first) & (tokens < self.last)
         x = self.lookup(torch.where(inside, tokens - self.first, 0), self.table)
         x = x if self.rows is None else self.rows.looked_up(tokens, x)
-        x = scatter_tokens(x * inside[..., None], self.mesh)
+        x = self.scatter(x * inside[..., None], self.mesh)
         return x * self.scale if self.scale != 1 else x
 
 
@@ -374,6 +375,7 @@ class Transformer(Module):
         self.logits: Callable[[T], T] | None = None
         # runs layers whose tokens compute in parts
         self.woven: LayerRunner | None = None
+        self.gather = gather_tokens
         self.freq = frequencies(shape)
         self.loads: Loads | None = None
         if shape.mixtures:
@@ -440,7 +442,7 @@ class Transformer(Module):
 
         ``only``: positions of each row whose logits are computed; None: all.
         """
-        hidden = gather_tokens(hidden, self.mesh)  # [batch, seq, embed]
+        hidden = self.gather(hidden, self.mesh)  # [batch, seq, embed]
         if only is not None:
             hidden = hidden[:, only]
         if self.shape.output == "score":
@@ -627,7 +629,7 @@ class Transformer(Module):
     def _text_loss(self, normed: T, batch: Batch, hooks: Hooks) -> T:
         """Return the loss of what the output layer says; the arguments are those of :meth:`loss`."""
         objective = hooks.objective
-        hidden = gather_tokens(normed, self.mesh).flatten(0, 1)  # [batch * seq, embed]
+        hidden = self.gather(normed, self.mesh).flatten(0, 1)  # [batch * seq, embed]
         first = (
             self.logical["head"].box[0][0]
             if not self.shape.tied

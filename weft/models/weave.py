@@ -57,6 +57,22 @@ def weave_layers(model: Transformer, whole_blocks: bool) -> None:
     layout = model.mesh.layout
     overlap = find("overlap", layout.overlap).implementation()
     model.woven = WovenLayers(overlap, layout.parts, layout.overlap_least, whole_blocks)
+    if layout.parts == 1:
+        return
+    # the same exchanges as between parts, though nothing computes meanwhile
+    model.gather = gathered
+    if embedding := getattr(model, "embedding", None):
+        embedding.scatter = scattered
+
+
+def gathered(x: T, mesh: Mesh) -> T:
+    """Return the result of :func:`weft.layout.boundary.gather_tokens`, by the exchanges of :func:`start_gather`."""
+    return start_gather(x, mesh).wait()
+
+
+def scattered(x: T, mesh: Mesh) -> T:
+    """Return the result of :func:`weft.layout.boundary.scatter_tokens`, by the exchange of :func:`start_scatter`."""
+    return start_scatter(x, mesh).wait()
 
 
 class WovenLayers:
