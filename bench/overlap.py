@@ -65,11 +65,11 @@ SMALL = Sizes(64, 128, 2, 4, 32, 64)
 def waiting_at_once() -> Iterator[None]:
     """Let layers in one part send what overlaps send, and wait for each transfer where they start it."""
     from weft.models import feed_forward, transformer
-    from weft.models.weave import gathered, scattered
+    from weft.models.weave import gather_at_once, scatter_at_once
 
     with ExitStack() as stack:
         for module in (feed_forward, transformer):
-            for name, at_once in (("gather_tokens", gathered), ("scatter_tokens", scattered)):  # fmt: skip
+            for name, at_once in (("gather_tokens", gather_at_once), ("scatter_tokens", scatter_at_once)):  # fmt: skip
                 stack.enter_context(mock.patch.object(module, name, at_once))
         yield
 
@@ -85,7 +85,7 @@ def be_rank(given: dict[str, Any]) -> None:
     from weft.layout.layout import Layout
     from weft.layout.mesh import Mesh
     from weft.models.token_parts import PassTokens
-    from weft.models.weave import WovenLayers, gathered, scattered
+    from weft.models.weave import WovenLayers, gather_at_once, scatter_at_once
     from weft.observe.time_split import profile_step
     from weft.parallel.build import parallelize
     from weft.recipe import ModelShape, Train
@@ -113,8 +113,8 @@ def be_rank(given: dict[str, Any]) -> None:
     @contextmanager
     def side(kind: str) -> Iterator[None]:
         model.woven = woven[kind]
-        model.gather = gather_tokens if kind == PLAIN else gathered
-        model.embedding.scatter = scatter_tokens if kind == PLAIN else scattered
+        model.gather = gather_tokens if kind == PLAIN else gather_at_once
+        model.embedding.scatter = scatter_tokens if kind == PLAIN else scatter_at_once
         with waiting_at_once() if kind == IN_TURN else ExitStack():
             yield
 
@@ -146,12 +146,14 @@ def be_rank(given: dict[str, Any]) -> None:
         dist.barrier()
         return time.perf_counter() - begun
 
-    def search(work: Callable[[], Any]) -> None:
-        """Repeat ``work`` until every search of nano that it is part of has ended."""
+    def search(work: Callable[[], Any], learns: bool) -> None:
+        """Repeat ``work`` until nano's searches for passes that learn, or for those that do not, have ended."""
         searches = woven["nano"].overlap.searches
         for _ in range(SEARCH):
             work()
-            if not any(each.trying for each in searches.values()):
+            if not any(
+                each.trying for key, each in searches.items() if key[-1] == learns
+            ):
                 return
         raise SystemExit("nano still searches")
 
@@ -163,8 +165,8 @@ def be_rank(given: dict[str, Any]) -> None:
             read()
             if kind == "nano":
                 # each ends with a pass that hears of the time of the one before
-                search(train)
-                search(read)
+                search(train, True)
+                search(read, False)
     for _ in range(given["rounds"]):
         for kind in woven:
             with side(kind):

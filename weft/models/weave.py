@@ -60,17 +60,17 @@ def weave_layers(model: Transformer, whole_blocks: bool) -> None:
     if layout.parts == 1:
         return
     # the same exchanges as between parts, though nothing computes meanwhile
-    model.gather = gathered
+    model.gather = gather_at_once
     if embedding := getattr(model, "embedding", None):
-        embedding.scatter = scattered
+        embedding.scatter = scatter_at_once
 
 
-def gathered(x: T, mesh: Mesh) -> T:
+def gather_at_once(x: T, mesh: Mesh) -> T:
     """Return the result of :func:`weft.layout.boundary.gather_tokens`, by the exchanges of :func:`start_gather`."""
     return start_gather(x, mesh).wait()
 
 
-def scattered(x: T, mesh: Mesh) -> T:
+def scatter_at_once(x: T, mesh: Mesh) -> T:
     """Return the result of :func:`weft.layout.boundary.scatter_tokens`, by the exchange of :func:`start_scatter`."""
     return start_scatter(x, mesh).wait()
 
