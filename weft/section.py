@@ -175,6 +175,10 @@ def _shown(value: object) -> str:
     if isinstance(value, BaseModel):
         return f"{type(value).__name__}(...)"
     text = repr(value)
+    if "://" in text:
+        from weft.recipe.masked import masked_text
+
+        text = masked_text(text)
     return text if len(text) <= LONG else f"{text[:LONG]}..."
 
 

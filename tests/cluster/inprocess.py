@@ -75,7 +75,7 @@ class InThread:
         name: str,
         about: dict[str, Any] | None = None,
         secret: str = SECRET,
-        redial: float = 5.0,
+        redial: float = 60.0,
         grammars: Any = None,
         most: int = 64,
         slow: float = 0.0,

@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from tests.cluster.inprocess import Cluster, alone, asked, until, written_by
+from tests.cluster.inprocess import Cluster, InThread, alone, asked, until, written_by
 from weft.cluster.kept_answers import kept_key
 from weft.generate.backend import AnswerRequest, TokenEvent
+from weft.generate.request import Written
 from weft.generate.sampling import Sampling
 from weft.serve.api_server import seed_for_key
 
 KEY = "chosen by the client"
+
+
+@contextmanager
+def held_back(cluster: Cluster, steps: float) -> Iterator[None]:
+    """Let each engine write so many tokens of a text until the context ends, however late others get their core."""
+    over = threading.Event()
+
+    def hold(engine: InThread) -> None:
+        step, taken = engine.engine.step, 0
+
+        def held() -> list[Written]:
+            nonlocal taken
+            if taken >= steps and not over.is_set():
+                time.sleep(0.005)
+                return []
+            written = step()
+            taken += bool(written)
+            return written
+
+        engine.engine.step = held  # type: ignore[method-assign]
+
+    for engine in cluster.engines:
+        hold(engine)
+    try:
+        yield
+    finally:
+        over.set()
 
 
 async def leave_router(
@@ -22,16 +54,20 @@ async def leave_router(
     key: str,
     events: int,
     meanwhile: Callable[[], None] = lambda: None,
+    steps: float = 8,
 ) -> None:
-    """Ask for answers, and have the router die after so many ``events`` and what happens ``meanwhile``."""
-    async with cluster.router.answers(requests, key=key) as answers:
-        for _ in range(events):
-            await answers.next()
-        meanwhile()
-        old, names = cluster.router, {*cluster.router.links}
-        await asyncio.to_thread(cluster.restart)
-        until(lambda: {*cluster.router.links} == names)
-        answers.router = old
+    """Ask for answers, and have the router die after so many ``events`` and what happens ``meanwhile``; no text gets
+    more tokens than ``steps`` before that.
+    """
+    with held_back(cluster, steps):
+        async with cluster.router.answers(requests, key=key) as answers:
+            for _ in range(events):
+                await answers.next()
+            meanwhile()
+            old, names = cluster.router, {*cluster.router.links}
+            await asyncio.to_thread(cluster.restart)
+            until(lambda: {*cluster.router.links} == names)
+            answers.router = old
 
 
 def writing(cluster: Cluster) -> int:
@@ -141,7 +177,8 @@ def test_an_answer_that_has_moved_is_kept_where_it_is() -> None:
                 router._move(flight, router.links[other], after_first=False)
             until(lambda: router.moved)
 
-        asyncio.run(leave_router(cluster, [request], KEY, 3, move))
+        # a move may need steps
+        asyncio.run(leave_router(cluster, [request], KEY, 3, move, math.inf))
         links = cluster.router.links.values()
         until(lambda: sum(len(link.kept) for link in links) == 1)
         assert asyncio.run(written_by(cluster.router, [request], key=KEY)) == [plain]

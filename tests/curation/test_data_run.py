@@ -389,6 +389,8 @@ def test_labels_of_sources_are_different() -> None:
     sources = [Source(kind="text", path=path) for path in paths]
     labels = source_labels(sources)
     assert labels == ["x~v", "x~v~2", "x~2", "x", "x~3", "text", "text~2"]
+    signed = [Source(kind="text", path=f"{at}://me:word@x") for at in ("s3", "https")]
+    assert source_labels(signed) == ["x", "x~2"]
 
 
 def test_a_file_that_is_no_text_is_skipped_on_demand_and_files_not_read_are_named(

@@ -21,6 +21,8 @@ from tests.cases import recipe
 from weft.cache import DOWNLOADS
 from weft.checkpoint.resume_check import other_differences
 from weft.checkpoint.run_state import Progress
+from weft.curation.data_pipeline import DataPipeline
+from weft.curation.data_run import run_pipeline
 from weft.data import corpora, remote_files, tokenize_pieces
 from weft.data.corpora import read_documents, source_fingerprint
 from weft.data.files import select_files
@@ -249,18 +251,32 @@ def test_secrets_of_an_address_are_not_shown(web: str) -> None:
     with pytest.raises(WeftError) as error:
         texts(Source(kind="text", path=address))
     assert "the server answered 404" in str(error.value)
+    with pytest.raises(WeftError, match="lists no files") as other:
+        texts(Source(kind="text", path=address.replace("a.txt", "*.txt")))
+    assert not any("hidden" in str(each.value) for each in (error, other))
     title = Source(kind="text", path=address).title  # as in the line of a mixture
     assert title == web + "/a.txt"
     assert not {"word", "hidden"} & set(str(error.value).replace("/", " ").split())
 
 
-def test_a_renewed_password_leaves_files_and_fingerprint(web: str) -> None:
+def test_a_renewed_password_leaves_files_fingerprint_and_curation(
+    web: str, tmp_path: Path
+) -> None:
     Web.files["/data/a.txt"] = b"some text"
     read = [
         Source(kind="text", path=web.replace("//", f"//me:{word}@") + "/a.txt")
         for word in ("old", "new")
     ]
     assert source_fingerprint(read[0]) == source_fingerprint(read[1])
+    runs = [
+        run_pipeline(DataPipeline(sources=(each,)), tmp_path / "out") for each in read
+    ]
+    assert runs[0].reused == 0 and runs[1].reused == runs[1].tasks
+    (listing,) = (tmp_path / "cache" / DOWNLOADS).rglob(remote_files.LISTING)
+    # downloads need the password: for this user alone
+    assert "me:new" in listing.read_text() and listing.stat().st_mode & 0o77 == 0
+    for file in (tmp_path / "out").rglob("*"):
+        assert not file.is_file() or b"me:" not in file.read_bytes(), file
 
 
 def test_records_and_checkpoints_of_a_run_keep_no_secret_of_an_address(

@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -178,12 +179,16 @@ def test_wandb_offline_takes_the_records(
 ) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sys, "argv", ["weft", "--data", "https://me:word@h/x?sig=1"])
     resumed_run(tmp_path, "wandb")
+    assert sys.argv[2] == "https://me:word@h/x?sig=1"
     found = list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
     ids = {path.stem.removeprefix("run-") for path in found}
     assert len(found) == 2 and len(ids) == 1
     # Another process writes these, which may not have come to it yet.
     eventually(lambda: all(b"train/loss" in path.read_bytes() for path in found))
+    for path in (tmp_path / "run").rglob("*"):  # W&B records the command
+        assert not path.is_file() or b"me:word" not in path.read_bytes(), path
 
 
 def test_a_full_disk_is_told_once_and_costs_no_record(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from tests.measured import eventually
 from weft.peers.invitation import Invitation, invite
 from weft.peers.quic_peer import Peer
 from weft.peers.relay import Relay
@@ -73,7 +74,10 @@ def joined(relay: RunningRelay) -> Iterator[Callable[..., Peer]]:
             Peer(invitation or relay.invitation, name, share, say=said.append, **more)
         )  # type: ignore[arg-type]
         made[-1].said = said  # type: ignore[attr-defined]
-        return made[-1].__enter__()
+        made[-1].__enter__()
+        # the relay has answered, or does not: whoever joins after this one is told of it
+        eventually(made[-1]._listed.is_set)
+        return made[-1]
 
     with (
         mock.patch("weft.peers.quic_peer.PAUSE", 0.2),

@@ -49,7 +49,8 @@ def test_a_recipe_that_refuses_nearly_all_is_asked_a_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The line names the reason that most layouts have, and says that not all were asked about."""
-    monkeypatch.setattr("weft.planner.layout_search.MOST_ASKED", 3)
+    monkeypatch.setattr("weft.planner.layout_search.MOST_REFUSED", 3)
+    monkeypatch.setattr("weft.planner.layout_search.MOST_BESIDE", 2)
     asked: list[Plan] = []
 
     def refusal(plan: Plan, barriers: int = 0) -> str:
@@ -61,13 +62,13 @@ def test_a_recipe_that_refuses_nearly_all_is_asked_a_few_times(
     with pytest.raises(UsageError, match=said):
         finalists(searched)
     assert len(asked) == 3
-    assert "that the fastest layouts were looked for" in searched.unasked_line()
-    # whoever else uses the search asks as often, about others
+    # whoever else uses the search asks less often, about others
     for users, purpose in enumerate(("first", "first", "second"), 1):
         other = searched.for_purpose(purpose)
         assert other.first_taken(searched.order) is None
-        assert len(asked) == 3 + 3 * users
-    assert searched.unasked == ["the fastest layouts", "first", "second"]
+        assert len(asked) == 3 + 2 * users
+    ends = "for the fastest layouts after 3 refused kinds, for first after 2 refused kinds, for second"
+    assert f"searches ended early: {ends}" in searched.unasked_line()
 
 
 def test_simulation_agrees_with_the_closed_form_where_stages_are_alike() -> None:

@@ -46,6 +46,25 @@ def group(device: str, count: int = 16, network: float = 25) -> dict[str, Any]:
 PINS = ("pp=4", "tp=2", "schedule=1f1b", "virtual=1", "micro_batch=1")
 
 
+def test_what_a_recipe_refuses_is_not_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.planner.layout_search.MOST_BESIDE", 3)
+    monkeypatch.setattr("weft.planner.mixed_cluster._best_order", pytest.fail)
+    cluster = load_cluster(cluster_file(tmp_path, group("A100-80GB"), group("H100-80GB")))  # fmt: skip
+    pins = [Pin.parse(pin) for pin in ("tp=2", "schedule=1f1b", "recompute=none")]
+    asked: list[object] = []
+
+    def refusal(plan: object, barriers: int = 0) -> str:
+        asked.append(plan)
+        return "no; mend it"
+
+    searched = search(SHAPE, cluster, ENGINES["megatron"], 64, 2048, 16, pins)
+    assert mixed_plans(replace(searched, refusal=refusal), cluster, 16) == []
+    assert len(asked) == 3
+    assert "for pipelines over groups after 3 refused" in searched.unasked_line()
+
+
 def test_two_groups_alike_are_one_cluster(tmp_path: Path) -> None:
     cluster = load_cluster(
         cluster_file(tmp_path, group("A100-80GB"), group("A100-80GB"))

@@ -7,7 +7,7 @@ import pytest
 from weft.recipe.masked import (
     masked_address,
     masked_values,
-    masked_word,
+    masked_text,
     unmasked_values,
 )
 
@@ -17,6 +17,11 @@ from weft.recipe.masked import (
     ("http://host:80/a?token=hidden", "http://host:80/a"),
     ("HTTPS://host/a?sig=hidden", "HTTPS://host/a"),
     ("s3://key:word@bucket/a-?.txt", "s3://bucket/a-?.txt"),
+    ("s3://key:w/o+rd=@bucket/a@b", "s3://bucket/a@b"),
+    ("https://me:wo?rd@host/a", "https://host/a"),
+    ("http://[::1]:80/a@b", "http://[::1]:80/a@b"),
+    ("http://host:80/a@b", "http://host:80/a@b"),
+    ("hf://datasets/me/texts@main/a:b", "hf://datasets/me/texts@main/a:b"),
     ("s3://bucket/data/*.jsonl", "s3://bucket/data/*.jsonl"),
     ("a text that asks: https://me:word@host", "a text that asks: https://me:word@host"),
     ("folder/a@b.txt?c", "folder/a@b.txt?c"),
@@ -35,10 +40,11 @@ def test_what_may_be_secret_is_not_shown(address: str, shown: str) -> None:
     ('s=[{path="https://host/a?sig=1", name="b?"}, {path=\'s3://k:w@c/d?\'}]',
      's=[{path="https://host/a", name="b?"}, {path=\'s3://c/d?\'}]'),
     ('s=[{path="https://host/a", name="b?"}]', 's=[{path="https://host/a", name="b?"}]'),
+    ("data.path=s3://key:w/o+rd=@bucket/x", "data.path=s3://bucket/x"),
     ("folder/a@b.txt?c", "folder/a@b.txt?c"),
 ])  # fmt: skip
 def test_every_address_in_a_word_of_a_command_is_masked(word: str, shown: str) -> None:
-    assert masked_word(word) == shown
+    assert masked_text(word) == shown
 
 
 def test_a_record_gets_its_addresses_back() -> None:

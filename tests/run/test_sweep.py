@@ -147,16 +147,25 @@ def test_results_of_another_recipe_are_not_shown(
 
 
 def test_an_address_that_is_signed_anew_is_the_same_recipe(tmp_path: Path) -> None:
-    (trial,) = trials_of(["optimizer.lr=1e-3"], tmp_path)
+    """Neither names of folders nor lines show what is secret, and so they stay when it is renewed."""
     said = list[str]()
     with (
         mock.patch.object(sweep, "start", return_value=mock.Mock(interrupted=0)),
         mock.patch.object(sweep, "committed_checkpoints", return_value=[1]),
     ):
         for signed in "ab":
-            source = {"kind": "text", "path": f"https://h/x.txt?sig={signed}"}
-            sweep.run_sweep([(trial, recipe("", data__sources=(source,)))], tmp_path, said.append)  # fmt: skip
-    assert "done before" in said[-1], said
+            path = f"https://me:{signed}@h/x.txt?sig={signed}"
+            source = {"kind": "text", "path": path}
+            trials = trials_of([f"data.path={path},{path}2"], tmp_path)
+            asked = recipe("", data__sources=(source,))
+            sweep.run_sweep([(trial, asked) for trial in trials], tmp_path, said.append)  # fmt: skip
+    assert [t.folder.name for t in trials] == [
+        "path=https___h_x.txt",
+        "path=https___h_x.txt-2",
+    ]
+    assert trials[1].overrides == [f"data.path={path}2"]
+    assert all("done before" in line for line in said[-2:]), said
+    assert not any("me:" in line or "sig" in line for line in said), said
 
 
 def test_a_run_that_fails_does_not_stop_the_others(

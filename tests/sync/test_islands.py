@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,10 +32,12 @@ from weft.recipe.conflicts import links_all
 from weft.shapes.parameters import parameters
 from weft.sync.compress import build_compressor
 from weft.sync.compressor import Compressor
+from weft.sync.presence import StopRequest
 from weft.sync.rounds import begins, fragment_of, partners, shares
 from weft.sync.streams import Streams, open_streams
 from weft.train.guard import Guard
 from weft.train.island_exchange import IslandExchange
+from weft.train.islands import Apart
 from weft.train.runs import Run, counterpart_checkpoint
 from weft.train.setup import prepare
 from weft.train.training import open_loop, train_job
@@ -544,6 +547,24 @@ def test_an_island_that_has_enough_ends_all_as_a_complete_run(
     assert first[0] == second[0] < 40
     assert first[1] == second[1] != ""
     torch.testing.assert_close(first[2], second[2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("asked", "together"), [(None, True), (4, True), (3, False)])
+def test_a_stop_in_the_last_round_lets_nobody_wait_for_who_ends_alone(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, together: bool
+) -> None:
+    """Of pairs some may not have heard of it: they would take the mean, and wait for islands that have ended."""
+    ends = list[object]()
+    monkeypatch.setattr(
+        "weft.train.one_model.end_with_mean", lambda *of: ends.append(of) or "mean"
+    )
+    apart = object.__new__(Apart)
+    apart.how = Sync(every=2, update="average", partner="pairs")
+    apart.steps, apart.method, apart.under_way = 6, apart.how.method, {}
+    apart.mesh, apart.context = Mesh.single(), Mock()
+    apart.presence = Mock(stop_request=lambda: asked and StopRequest(asked, []))
+    apart.conclude()
+    assert bool(ends) == together and apart.ending
 
 
 @settings(max_examples=60, deadline=None)

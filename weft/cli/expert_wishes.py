@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.errors import UsageError
+from weft.recipe.masked import masked_text
 
 if TYPE_CHECKING:
     from weft.recipe import Recipe
@@ -44,10 +45,13 @@ def read_expert(text: str) -> NamedOverrides:
         name, own = "", []
     if not name or "=" in name or "/" in name or name.startswith("."):
         raise UsageError(
-            f"--expert {text!r} does not begin with a name; write it as 'code data.path=code/*.py model.layers=4'"
+            f"--expert {masked_text(text)!r} does not begin with a name; write it as 'code data.path=code/*.py "
+            "model.layers=4'"
         )
     if wrong := next((each for each in own if "=" not in each), None):
-        raise UsageError(f"--expert {name}: {wrong!r} is no section.key=value")
+        raise UsageError(
+            f"--expert {name}: {masked_text(wrong)!r} is no section.key=value"
+        )
     return NamedOverrides(name, tuple(own))
 
 

@@ -169,7 +169,7 @@ def sweep_command(
     print_table(
         (*trials[0][0].settings, "steps", "loss", "validation", "at step", "tokens/s", "run"),
         [
-            (*r.trial.settings.values(), str(r.steps), shown(r.loss), shown(r.validation), shown(r.step, "d"),
+            (*r.trial.shown, str(r.steps), shown(r.loss), shown(r.validation), shown(r.step, "d"),
              compact(r.tokens_per_s) if r.tokens_per_s else "-", r.problem or str(r.trial.folder))
             for r in sorted(results, key=lambda r: r.rank)
         ],

@@ -16,6 +16,7 @@ from weft.curation.statistic_plot import (
 )
 from weft.curation.step_counts import DroppedSample
 from weft.pages import render
+from weft.recipe.masked import masked_values
 from weft.registry import find
 
 #: Reasons that show samples, and histograms that a step shows at first.
@@ -181,7 +182,7 @@ def _settings_line(step: DataStep) -> str:
     """Return the settings that are not the default, as text."""
     given = step.model_dump(exclude_defaults=True, exclude={"operator"})
     title = find("operator", step.operator).title
-    words = [f"{key} = {_shown(value)}" for key, value in given.items()]
+    words = [f"{key} = {_shown(masked_values(value))}" for key, value in given.items()]
     return "; ".join(filter(None, [title, ", ".join(words)]))
 
 

@@ -41,6 +41,7 @@ from weft.curation.work_folder import (
 from weft.curation.written_documents import common_schema
 from weft.data.corpora import source_fingerprint, unread_files
 from weft.errors import UsageError, WeftError, nearest
+from weft.recipe.masked import masked_values
 
 #: What does the tasks of a run.
 ENGINES = ("local", "datatrove", "ray")
@@ -263,7 +264,7 @@ class _Run:
                 "kind": "read",
                 "shard": len(tasks),
                 "unit": unit.as_json(),
-                "source": source.model_dump(mode="json"),
+                "source": masked_values(source.model_dump(mode="json")),
                 "most": most,
                 "seen": "" if unit.files else source_fingerprint(source),
             }

@@ -10,6 +10,7 @@ from weft.curation.data_pipeline import DataPipeline, DataStep
 from weft.errors import UsageError, WeftError, nearest
 from weft.plugins import load_plugins_of
 from weft.recipe.host_section import unused_settings
+from weft.recipe.masked import masked_text
 from weft.recipe.read import apply_override
 from weft.recipe.shipped import shipped
 from weft.recipe.toml import read_toml
@@ -76,5 +77,5 @@ def _override_step(tree: dict[str, Any], item: str) -> None:
     if len(chosen) != 1:
         names = [str(step.get("operator")) for step in steps]
         how = f"there are {len(chosen)} such steps; say its number" if chosen else nearest(parts[1], names)  # fmt: skip
-        raise UsageError(f"--set {item!r}: no step {parts[1]!r}; {how}")
+        raise UsageError(f"--set {masked_text(item)!r}: no step {parts[1]!r}; {how}")
     apply_override(chosen[0], item.partition(f"{parts[1]}.")[2])

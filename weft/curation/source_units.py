@@ -79,7 +79,7 @@ def source_labels(sources: Sequence[Source]) -> list[str]:
     """Return a short name for each source, all different: ``name``, or else its file or folder, or else its kind."""
     labels: list[str] = []
     for source in sources:
-        path = Path(source.path or "").expanduser()
+        path = Path(source.shown).expanduser()
         name = path.name if source.path and not set(path.name) & set("*?[") else ""
         label = os.fsencode((source.name or name or source.kind).replace(":", "-"))
         labels.append(_new_label(label.decode(errors="backslashreplace"), labels))

@@ -10,6 +10,7 @@ from weft.encodable import encodable
 from weft.errors import WeftError
 from weft.plugins import blame_plugin, call
 from weft.recipe import Source
+from weft.recipe.masked import masked_values
 from weft.registry import find
 
 
@@ -44,4 +45,4 @@ def plugin_fingerprint(source: Source) -> str:
             else sorted(p for p in given.rglob("*") if p.is_file())
         )
     seen = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-    return digest(source.kind, source.path, source.settings, seen)
+    return digest(*masked_values([source.kind, source.path, source.settings]), seen)

@@ -103,13 +103,15 @@ def list_remote(address: str) -> RemoteListing:
             matching, whole = (below if name else list(listed)), False
         if not matching:
             raise WeftError(
-                f"data source {_shown(address)} has no file {name!r}; check 'path'"
+                f"data source {masked_address(address)} has no file {_without_query(base, name)!r}; check "
+                "'path'"
             )
         names |= {file.name: file for file in matching}
     files = {folder / _local(name): file for name, file in sorted(names.items())}
     if len(files) < len(names):
         raise WeftError(
-            f"data source {_shown(address)} has several files that differ behind '?' alone; give each its own source"
+            f"data source {masked_address(address)} has several files that differ behind '?' alone; give each its own "
+            "source"
         )
     return RemoteListing(folder, files, whole)
 
@@ -181,9 +183,9 @@ def _local(name: str) -> str:
     return path
 
 
-def _shown(address: str) -> str:
-    """Return an address for an error line, without what may be secret."""
-    return masked_address(address)
+def _without_query(base: str, name: str) -> str:
+    """Return the name of a file in the remote place ``base`` without its query, which may be secret."""
+    return name.partition("?")[0] if base.startswith("http") else name
 
 
 def open_store(base: str) -> RemoteStore:
@@ -204,7 +206,7 @@ def _listed(base: str, name: str, folder: str, fresh: int) -> tuple[RemoteFile, 
     before = _read_listing(file)[1]
     try:
         files = _retried(
-            lambda: open_store(base).list_files(name), f"list {_shown(base)}"
+            lambda: open_store(base).list_files(name), f"list {masked_address(base)}"
         )
     except RemoteProblem as problem:
         known = [f for f in before.values() if _concerns(f.name, name)]
@@ -217,6 +219,11 @@ def _listed(base: str, name: str, folder: str, fresh: int) -> tuple[RemoteFile, 
     every = kept | {_local(f.name): f for f in files}
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(f"{LISTING}.{os.getpid()}")
+    # signatures and passwords that downloads need are for this user alone
+    secret = masked_address(base) != base or any(
+        "?" in file.name for file in every.values()
+    )
+    draft.touch(0o600 if secret else 0o666)
     draft.write_text(json.dumps({"base": base, "files": every}))
     draft.rename(file)
     return tuple(files)
@@ -229,7 +236,7 @@ def _concerns(name: str, wanted: str) -> bool:
 def _read_listing(file: Path) -> tuple[str, dict[str, RemoteFile]]:
     try:
         values = json.loads(file.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # or another user's, with secrets
         return "", {}
     return values["base"], {k: RemoteFile(*f) for k, f in values["files"].items()}
 
@@ -327,7 +334,7 @@ def _download(base: str, file: RemoteFile, path: Path) -> None:
     for older in path.parent.glob(f".{escape(path.name)}.*.part"):
         if older != part:
             older.unlink()
-    store, name = open_store(base), f"{_shown(base)}/{_local(file.name)}"
+    store, name = open_store(base), f"{masked_address(base)}/{_local(file.name)}"
     make_room(file.size - (part.stat().st_size if part.exists() else 0), name)
 
     shown = time.monotonic()

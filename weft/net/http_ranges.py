@@ -43,12 +43,6 @@ class HttpFile(NamedTuple):
     mark: str
 
 
-def shown_address(address: str) -> str:
-    """Return an address without parts that may be secret: the user's name and password, and the query."""
-    parts = urlsplit(address)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
 def http_file(address: str, headers: Mapping[str, str] | None = None) -> HttpFile:
     """Ask a server for the size and mark of the file at the web address ``address``, by a HEAD request.
 

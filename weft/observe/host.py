@@ -42,9 +42,9 @@ def describe_machine() -> dict[str, str]:
 def _command() -> str:
     words = ["weft", *sys.argv[1:]]
     if "://" in str(words):
-        from weft.recipe.masked import masked_word
+        from weft.recipe.masked import masked_text
 
-        words = [*map(masked_word, words)]
+        words = [*map(masked_text, words)]
     return shlex.join(words)
 
 

@@ -153,7 +153,7 @@ def finalists(
     :class:`UsageError` if it refuses all. ``vocabulary``: whether the program can cut embedding
     and output layer over all ranks of a pipeline (Yeung et al. 2024). ``searched``: the result of the search.
     """
-    searched = searched.for_purpose("the fastest layouts")
+    searched = searched.for_purpose("the fastest layouts", first=True)
     total = np.asarray(searched.cost.total)
     columns = np.stack([getattr(searched.plans, name) for name in FAMILY])
     # One of each family, and of every schedule that is near: closed forms err, and not for all schedules alike.

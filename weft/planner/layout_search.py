@@ -51,8 +51,9 @@ from weft.shapes.shape import Shape
 USABLE = 0.93
 #: What a plan with an addition may take of the time of the best without; less where its times were never measured.
 WORTH = {"secondary": 0.98} | dict.fromkeys((*AWAY, *IN_PARTS), 0.9)
-#: Candidates about which each user of a search asks a recipe's rules; an answer takes about a millisecond.
-MOST_ASKED = 1000
+#: How many kinds of layouts a recipe may refuse until whoever looks for the fastest ones gives up, and until each
+#: further user of a search does; an answer takes about a millisecond.
+MOST_REFUSED, MOST_BESIDE = 1000, 200
 NAMES = {
     "context": CONTEXT,
     "schedule": schedules(),
@@ -118,10 +119,13 @@ WHOLE = (Pin("zero", "=", 0), Pin("zero", "<=", 0), Pin("shard", "=", 1), Pin("s
 
 @dataclass
 class AskBudget:
-    """How often one user of a search may still ask the recipe's rules. ``purpose``: what it looks for."""
+    """How often the recipe's rules may refuse what one user of a search asks about. ``purpose``: what the user looks
+    for. ``most``: this number at the beginning. ``left``: what is left of it.
+    """
 
-    purpose: str = "layouts"
-    left: int = field(default_factory=lambda: MOST_ASKED)
+    purpose: str
+    most: int
+    left: int
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ class SearchResult:
         ``answers``: for each group that the rules were asked about, why ``weft train`` refuses it; empty if it does
             not.
         ``budget``: of the present user of the search.
-        ``unasked``: what users looked for who would have had to ask the rules more often than they may.
+        ``unasked``: budgets of the users who would have had to ask the rules more often than they may.
     """
 
     shape: Shape
@@ -155,8 +159,10 @@ class SearchResult:
     refusal: Callable[..., str] = lambda plan, barriers=0: ""
     alike: NDArray[np.int64] | None = None
     answers: dict[int, str] = field(default_factory=dict)
-    budget: AskBudget = field(default_factory=AskBudget)
-    unasked: list[str] = field(default_factory=list)
+    budget: AskBudget = field(
+        default_factory=lambda: AskBudget("layouts", MOST_REFUSED, MOST_REFUSED)
+    )
+    unasked: list[AskBudget] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -175,33 +181,35 @@ class SearchResult:
         """Return whether ``weft train`` accepts the layout with the index ``i`` in :attr:`plans` together with the
         other settings of the user's recipe.
 
-        Each user of the search (:meth:`for_purpose`) asks the recipe about :data:`MOST_ASKED` groups of layouts at
-        most. For this user all others count as refused, which :meth:`unasked_line` says.
+        Each user of the search (:meth:`for_purpose`) asks the recipe until it has refused a number of groups of
+        layouts. For this user all others then count as refused, which :meth:`unasked_line` says.
         """
         group = i if self.alike is None else int(self.alike[i])
         if group not in self.answers:
             if not self.budget.left:
-                if self.budget.purpose not in self.unasked:
-                    self.unasked.append(self.budget.purpose)
+                if self.budget not in self.unasked:
+                    self.unasked.append(self.budget)
                 return False
-            self.budget.left -= 1
             self.answers[group] = self.refusal(self.plan(i))
+            self.budget.left -= bool(self.answers[group])
         return not self.answers[group]
 
-    def for_purpose(self, purpose: str) -> "SearchResult":
-        """Return the search for a user that looks for ``purpose``, who may ask the recipe as often as any other. All
-        users share the answers.
+    def for_purpose(self, purpose: str, first: bool = False) -> "SearchResult":
+        """Return the search for a user that looks for ``purpose``. All users share the answers. ``first``: whether the
+        recipe may refuse :data:`MOST_REFUSED` groups of layouts for this user, and not :data:`MOST_BESIDE` only.
         """
-        return replace(self, budget=AskBudget(purpose))
+        most = MOST_REFUSED if first else MOST_BESIDE
+        return replace(self, budget=AskBudget(purpose, most, most))
 
     def unasked_line(self) -> str:
         """Return a line that says in which looks the recipe was not asked about all layouts; "" if in none."""
         if not self.unasked:
             return ""
-        return (
-            f"the recipe refuses so many layouts that {' and '.join(self.unasked)} were looked for among the fastest "
-            f"{MOST_ASKED:,} kinds only; --pin settings that it takes"
+        ends = ", ".join(
+            f"for {asked.purpose} after {asked.most:,} refused kinds"
+            for asked in self.unasked
         )
+        return f"the recipe refuses so many layouts that searches ended early: {ends}; --pin settings that it takes"
 
     def none_taken(self) -> str:
         """Return the line that says that the recipe takes none of the layouts that fit, and why."""

@@ -120,8 +120,11 @@ def mixed_plans(searched: SearchResult, cluster: Cluster, bits: int) -> list[Mix
         kind = (plan.tp, plan.pp, plan.schedule, plan.virtual, plan.recompute)
         if kind in kinds:
             continue
+        # to ask takes a millisecond, and to simulate a hundred
+        if not searched.takes(int(chosen[i])):
+            continue
         best = _best_order(shape, engine, cluster, plan, machines)
-        if best is not None and searched.takes(int(chosen[i])):
+        if best is not None:
             kinds.add(kind)
             pipelines.append(best)
         if len(pipelines) == SIMULATED:

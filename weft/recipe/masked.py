@@ -4,14 +4,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-_ADDRESS = re.compile(r"^(\w[\w+.-]*://)(?:[^/?#]*@)?(.*)", re.DOTALL)
-#: Anywhere in a text: a user's name and password, and the query and fragment of a web address, to the quote that ends
-#: the address if it begins with one, and else to the next address or the end.
-_USER = re.compile(r"(\w[\w+.-]*://)[^/?#]*@")
-_QUERY = re.compile(
-    r"""(["'])(https?://(?:(?!\1)[^?#])*)[?#].*?(?=\1|$)|"""
-    r"""(?<!["'])(https?://[^?#]*)[?#].*?(?=[\s,;|](?:[\w.-]+=)?["']?\w[\w+.-]*://|$)""",
-    re.DOTALL | re.IGNORECASE,
+#: An address: its scheme, perhaps a user's name and password, and the rest. A password may have slashes, as the keys of
+#: object stores do; then what follows the colon is no port.
+_ADDRESS = re.compile(
+    r"(\w[\w+.-]*://)(?:[^/?#]*@|[^/?#@:\[]*:(?!\d*(?:[/?#]|$))[^@\s]*@)?(.*)",
+    re.DOTALL,
+)
+#: Where addresses are in a text: each ends at the quote that ends it if it begins with one, and else where the next
+#: address begins, or at the end of the text.
+_PLACES = re.compile(
+    r"""(?<=(["']))\w[\w+.-]*://.*?(?=\1|$)|"""
+    r"""\w[\w+.-]*://.*?(?=[\s,;|](?:[\w.-]+=)?["']?\w[\w+.-]*://|$)""",
+    re.DOTALL,
 )
 
 
@@ -28,12 +32,11 @@ def masked_address(address: str) -> str:
     return f"{scheme}{rest}"
 
 
-def masked_word(word: str) -> str:
-    """Return ``word``, a word of a command line such as ``data.path="https://..."``, with every address in it as
+def masked_text(text: str) -> str:
+    """Return ``text``, such as the word ``data.path="https://..."`` of a command line, with every address in it as
     :func:`masked_address` returns them. Where an address has no clear end, more is left out rather than less.
     """
-    word = _USER.sub(r"\1", word)
-    return _QUERY.sub(lambda match: f"{match[1] or ''}{match[2] or match[3]}", word)
+    return _PLACES.sub(lambda place: masked_address(place[0]), text)
 
 
 def masked_values(value: Any) -> Any:

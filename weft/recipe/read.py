@@ -165,7 +165,11 @@ def apply_override(tree: dict[str, Any], item: str) -> None:
     """
     key, equals, text = item.partition("=")
     if not equals or not key.strip():
-        raise UsageError(f"--set {item!r} is not of the form section.key=value")
+        from weft.recipe.masked import masked_text
+
+        raise UsageError(
+            f"--set {masked_text(item)!r} is not of the form section.key=value"
+        )
     try:
         value = tomllib.loads(f"v = {text.strip()}")["v"]
     except tomllib.TOMLDecodeError:
@@ -174,7 +178,9 @@ def apply_override(tree: dict[str, Any], item: str) -> None:
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise UsageError(f"--set {item!r}: {section!r} is a value, not a section")
+            raise UsageError(
+                f"--set {key.strip()}: {section!r} is a value, not a section"
+            )
     if (
         value == "none"
         and isinstance(tree.get(leaf), dict | None)

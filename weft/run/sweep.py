@@ -25,6 +25,7 @@ from weft.observe.run_metrics import FILE as METRICS
 from weft.observe.run_metrics import read_metrics
 from weft.observe.run_page import write_report
 from weft.recipe import Recipe
+from weft.recipe.masked import masked_text
 from weft.run.signals import requests
 
 #: In a sweep's folder: which of its runs have begun and which are done, by their names, with digests of their recipes.
@@ -50,6 +51,11 @@ class Trial:
     @property
     def overrides(self) -> list[str]:
         return [f"{key}={value}" for key, value in self.settings.items()]
+
+    @property
+    def shown(self) -> list[str]:
+        """The values of :attr:`settings` for lines and files: addresses without parts that may be secret."""
+        return [masked_text(value) for value in self.settings.values()]
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
         each = split_values(listed)
         if not (key and equals and all(each)):
             raise UsageError(
-                f"--sweep {text!r} is not of the form section.key=VALUE,VALUE"
+                f"--sweep {masked_text(text)!r} is not of the form section.key=VALUE,VALUE"
             )
         if key in values:
             raise UsageError(
@@ -105,7 +111,7 @@ def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
             )
         if twice := next((value for value in each if each.count(value) > 1), None):
             raise UsageError(
-                f"--sweep {text!r} has {twice} twice; leave one of them out"
+                f"--sweep {key} has {masked_text(twice)} twice; leave one of them out"
             )
         values[key] = each
     if (count := math.prod(map(len, values.values()))) > MOST:
@@ -117,7 +123,8 @@ def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
     trials, names = [], set[str]()
     for chosen in itertools.product(*values.values()):
         name = ",".join(
-            f"{key}={value}" for key, value in zip(short, chosen, strict=True)
+            f"{key}={masked_text(value)}"
+            for key, value in zip(short, chosen, strict=True)
         )
         name = re.sub(r"[^\w.=+,-]", "_", name)[:80]
         name = name if name not in names else f"{name}-{len(names) + 1}"
@@ -175,7 +182,8 @@ def run_sweep(
             )
     problems, interrupted = dict[Path, str](), 0
     for number, (trial, recipe) in enumerate(recipes, 1):
-        words, key = " ".join(trial.overrides), digest(recipe.recorded())
+        key = digest(recipe.recorded())
+        words = " ".join(map("=".join, zip(trial.settings, trial.shown, strict=True)))
         if done.get(trial.folder.name) == key:
             say(
                 f"run {number} of {len(recipes)}: {words}: done before, in {trial.folder}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.layout.mesh import from_all
 from weft.sync.measure import measured_ring
 from weft.sync.rounds import begins
 from weft.train.island_exchange import Exchanged, IslandExchange
@@ -92,7 +93,7 @@ class Apart(PhaseFiller):
                 self.agree(f)
             self.state.release()  # what was gathered is of other values
             if begins(self.steps, 0, self.how):
-                request = self.presence.stop_request()
+                request = self.stop_request()
                 ends = request if request and request.round <= number else None
                 for island in self.presence.newcomers(self.number(0)):
                     tokens = sum(result.tokens for result in results)
@@ -122,11 +123,13 @@ class Apart(PhaseFiller):
         """Replace the islands' parameters by their mean at the end of the run, unless all islands have the same ones
         anyway.
 
-        Nothing is done, too, if islands were asked to end that exchange with some partners only, as each of them then
-        ends in a round of its own.
+        Nothing is done, too, if islands were asked to end early that exchange with some partners only, as each of them
+        then ends in a round of its own.
         """
-        together = self.how.partnership == "all" or not self.presence.stop_request()
-        if not together:
+        request = self.stop_request()
+        # a request of the last round ends no island early, and some may not have heard of it yet
+        early = request is not None and request.round <= self.steps // self.how.every
+        if early and self.how.partnership != "all":
             self.ending = "each island ends with its own model, as it was asked to end"
             return
         whole = self.how.fragments == 1 and not self.how.delay
@@ -156,6 +159,14 @@ class Apart(PhaseFiller):
         """Return ``results`` with all requests to end the run cleared, and remember whether there was one."""
         self.stops = self.stops or any(result.stop for result in results)
         return [result._replace(stop=False) for result in results]
+
+    def stop_request(self) -> StopRequest | None:
+        """Return the request to end the run, the same on all ranks of this island; None without one. Collective."""
+        request = self.presence.stop_request()
+        if self.how.partnership == "all":  # all have heard of it in the exchange
+            return request
+        requests = from_all(request, self.mesh.step_group)
+        return min(filter(None, requests), default=None)
 
     def is_due(self, f: int) -> bool:
         """Return whether, after this step, an exchange of fragment ``f`` (a subset of the parameters) begins, or the

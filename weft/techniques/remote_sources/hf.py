@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from weft.data.remote_store import RemoteFile, RemoteProblem
 from weft.net.http_ranges import HttpProblem, http_bytes, http_json
+from weft.recipe.masked import masked_address
 from weft.registry import register
 
 
@@ -43,7 +44,7 @@ class HubFolder:
         )
         if match is None:
             raise RemoteProblem(
-                f"{self.address} is no address of the hub; write hf://datasets/owner/name/data/train-*.parquet"
+                f"{masked_address(self.address)} is no address of the hub; write hf://datasets/owner/name/data/train-*.parquet"
             )
         return _HubPlace(match[1], match[2] or "main", match[3] or "")
 
@@ -82,7 +83,8 @@ class HubFolder:
             ]
         except HttpProblem as problem:
             raise RemoteProblem(
-                f"{self.address}: {self._answer(problem)}", problem.again
+                f"{masked_address(self.address)}: {self._answer(problem)}",
+                problem.again,
             ) from None
         except (ValueError, KeyError, TypeError):
             raise RemoteProblem(

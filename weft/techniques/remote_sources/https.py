@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from weft.data.remote_store import RemoteFile, RemoteProblem
-from weft.net.http_ranges import HttpProblem, http_bytes, http_file, shown_address
+from weft.net.http_ranges import HttpProblem, http_bytes, http_file
+from weft.recipe.masked import masked_address
 from weft.registry import register
 
 
@@ -28,7 +29,7 @@ class WebFolder:
         """
         if not name or any(mark in name.partition("?")[0] for mark in "*["):
             raise RemoteProblem(
-                f"{shown_address(self.address)}/{name}: a web server lists no files; name each of them, as in "
+                f"{masked_address(f'{self.address}/{name}')}: a web server lists no files; name each of them, as in "
                 "part-{000..099}.jsonl"
             )
         address = self._of(name)
@@ -36,7 +37,7 @@ class WebFolder:
             file = http_file(address)
         except HttpProblem as problem:
             raise RemoteProblem(
-                f"{shown_address(address)}: {problem}", problem.again
+                f"{masked_address(address)}: {problem}", problem.again
             ) from None
         return [RemoteFile(name, file.size, file.mark)]
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 
 from weft.observe.trackers import Values, remembered
+from weft.recipe.masked import masked_text
 from weft.registry import register
 
 
@@ -19,10 +23,11 @@ class WandB:
     def __init__(self, run: Path) -> None:
         import wandb
 
-        self._tracked = wandb.init(
-            project="weft", name=run.name, dir=str(run), id=remembered(run, "wandb", lambda: token_hex(4)),
-            resume="allow", settings=wandb.Settings(silent=True),
-        )  # fmt: skip
+        with _masked_command():
+            self._tracked = wandb.init(
+                project="weft", name=run.name, dir=str(run), id=remembered(run, "wandb", lambda: token_hex(4)),
+                resume="allow", settings=wandb.Settings(silent=True),
+            )  # fmt: skip
         # A run that is resumed comes by some steps again, which its own count of steps would not take.
         self._tracked.define_metric("step")
         self._tracked.define_metric("*", step_metric="step")
@@ -41,3 +46,14 @@ class WandB:
 
     def close(self) -> None:
         self._tracked.finish()
+
+
+@contextmanager
+def _masked_command() -> Iterator[None]:
+    """Have this process's command without the secrets of addresses while the context lasts: W&B records it."""
+    given = sys.argv
+    sys.argv = [*map(masked_text, given)]
+    try:
+        yield
+    finally:
+        sys.argv = given
