@@ -45,12 +45,14 @@ def turns(names: Sequence[str]) -> DispatchPolicy:
 
 
 def played(
-    rate: float, prompts: Sequence[Sequence[int]], names: str, caches: int = 1, blocks: int = 99, pause: float = 100.0
+    rate: float, prompts: Sequence[Sequence[int]], names: str, caches: int = 1, blocks: int = 99, pause: float = 100.0,
+    fails: Sequence[float] = (),
 ) -> list[SimulatedRequest]:  # fmt: skip
     times = [0.0] + [100.0 + pause * i for i in range(len(prompts) - 1)]
     requests = [ClusterRequest(at, each, 1) for at, each in zip(times, prompts, strict=True)]  # fmt: skip
     return ClusterSimulation(
-        [engine(name) for name in "abc"], requests, turns(names), caches=SimulatedCaches(caches, blocks, link(rate))
+        [engine(name) for name in "abc"], requests, turns(names),
+        caches=SimulatedCaches(caches, blocks, link(rate), fails),
     ).run()  # fmt: skip
 
 
@@ -83,6 +85,17 @@ def test_fetches_at_a_time_share_a_link_and_several_cache_engines_add_up() -> No
     assert divided.fetched == 15 and 0.5 + 0.2 + LAST <= seconds(divided) < seconds(second)  # fmt: skip
 
 
+def test_texts_compute_what_a_failed_cache_engine_had() -> None:
+    """Also those whose blocks are on their way; the cache engines that are left get its share of new blocks."""
+    second = played(1000, [PROMPT] * 2, "ab", fails=[100.7])[1]
+    assert second.fetched == 0 and seconds(second) == pytest.approx(0.7 + ALL)
+    second = played(1000, [PROMPT] * 2, "ab", fails=[50.0])[1]
+    assert second.fetched == 0 and seconds(second) == pytest.approx(ALL)
+    prompts = [PROMPT] * 3
+    second, third = played(1000, prompts, "abc", caches=2, fails=[50.0])[1:]
+    assert second.fetched < third.fetched == 15
+
+
 def test_the_least_recently_used_blocks_go_and_news_takes_its_time() -> None:
     other = [9] * 61
     # there is room for one of both texts
@@ -110,6 +123,7 @@ def test_the_router_counts_what_every_engine_can_fetch() -> None:
 
     assert engines(None) == ["a", "a", "a"]
     assert engines(SimulatedCaches(1, 99, link(1000))) == ["a", "a", "b"]
+    assert engines(SimulatedCaches(1, 99, link(1000), [60.0])) == ["a", "a", "a"]
 
 
 def test_a_cache_engine_saves_devices_where_prompts_begin_alike() -> None:

@@ -47,12 +47,14 @@ from weft.generate.step_work import work_of
 from weft.generate.workflow import Workflow
 from weft.serve.block_link import BlockLink
 from weft.serve.load_requests import RequestOutcome
-from weft.serve.simulated_caches import CacheStocks, SimulatedCaches, StockedBlocks
+from weft.serve.simulated_caches import (
+    NOTICED,
+    CacheStocks,
+    SimulatedCaches,
+    StockedBlocks,
+)
 
 Role = Literal["any", "prefill", "decode"]
-
-#: Seconds after which the failure of an engine is noticed.
-NOTICED = 2.0
 
 
 class ClusterRequest(NamedTuple):
@@ -287,6 +289,8 @@ class ClusterSimulation:
         """Let all engines keep their blocks at cache engines too, and fetch them there."""
         size = next(iter(self.engines.values())).scheduler.pool.size
         self._kept = CacheKnowledge(setup.engines * setup.blocks)
+        for at in setup.fails[: setup.engines]:
+            self._at(at + NOTICED, self._lose_cache, setup.blocks)
         stocks = CacheStocks(setup, size)
         for engine in self.engines.values():
             curve = None if engine.setup.phases is not None else engine.setup.curve
@@ -299,6 +303,12 @@ class ClusterSimulation:
                 self._note_fetch,
                 partial(self._start, engine),
             )
+
+    def _lose_cache(self, blocks: int) -> None:
+        """Let the router know that a cache engine with so many ``blocks`` has failed."""
+        self._kept.blocks -= blocks
+        if not self._kept.blocks:
+            self._kept = CacheKnowledge(0)
 
     def _note_fetch(self, request: Request, blocks: int) -> None:
         self.requests[self._numbers[request]].fetched += blocks

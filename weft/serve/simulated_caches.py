@@ -1,21 +1,26 @@
 """Cache engines of a simulated cluster: they keep the blocks of all engines, which fetch them over links.
 
 An engine's real scheduler finds and fetches blocks there as it does in a service, and only where that is quicker than
-computing them (the caching role of CloudMatrix384, 2506.12708).
+computing them (the caching role of CloudMatrix384, 2506.12708). A cache engine that fails takes its blocks with it:
+texts compute what has not come from there, and its share of new blocks goes to the others once the failure is noticed.
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
+from typing import NamedTuple
 
 from weft.generate.block_channel import NEWS_S
 from weft.generate.request import BlockFetch, Request
 from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.serve.block_link import BlockLink
+
+#: Seconds after which the failure of an engine is noticed.
+NOTICED = 2.0
 
 
 @dataclass(frozen=True)
@@ -26,22 +31,34 @@ class SimulatedCaches:
         ``engines``: their number, at least 1.
         ``blocks``: number of cache blocks that each of them keeps.
         ``link``: speed at which each of them takes blocks, and at which it gives them.
+        ``fails``: for each of them that fails for good, the time of that, in seconds from the load's beginning.
     """
 
     engines: int
     blocks: int
     link: BlockLink
+    fails: Sequence[float] = ()
 
 
 @dataclass
 class _Stock:
-    """What a cache engine keeps. ``known``: its keys, those used longest ago first, each with the time from which on
-    other engines know of it; ``gives``, ``takes``: when its link is free again.
+    """What a cache engine keeps until it fails at the time ``fails``. ``known``: its keys, those used longest ago
+    first, each with the time from which on other engines know of it; ``gives``, ``takes``: when its link is free again.
     """
 
+    fails: float
     known: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     gives: float = 0.0
     takes: float = 0.0
+
+
+class StockedFetch(NamedTuple):
+    """End of a fetch from cache engines. ``time``: when it ends. ``blocks``: how many blocks have come by then, from
+    the first one on without a gap.
+    """
+
+    time: float
+    blocks: int
 
 
 class CacheStocks:
@@ -52,56 +69,75 @@ class CacheStocks:
     def __init__(self, setup: SimulatedCaches, size: int) -> None:
         self.setup = setup
         self.block_seconds = size * setup.link.token_bytes / setup.link.rate
-        self._stocks = [_Stock() for _ in range(setup.engines)]
+        fails = [*setup.fails, *[math.inf] * setup.engines]
+        self._stocks = [_Stock(at) for at in fails[: setup.engines]]
 
     def find(self, keys: Sequence[bytes], now: float) -> int:
         """Return how many of ``keys``, from the first one on without a gap, engines know to be kept at time ``now``."""
 
         def there(key: bytes) -> bool:
-            return self._owner(key).known.get(key, math.inf) <= now
+            owner = self._owner(key, now)
+            return owner is not None and owner.known.get(key, math.inf) <= now
 
         return sum(1 for _ in takewhile(there, keys))
 
-    def ready(self, keys: Sequence[bytes], now: float, take: bool = False) -> float:
-        """Return when the blocks of ``keys`` would have come, if they were asked for at time ``now``. ``take``: whether
-        they are asked for, so that later ones wait for them.
+    def ready(self, keys: Sequence[bytes], now: float) -> float:
+        """Return when the blocks of ``keys``, which engines know to be kept, would have come if they were asked for at
+        time ``now``, as far as that can be foreseen.
         """
-        counts: dict[int, int] = {}
+        counts = Counter(self._number(key, now) for key in keys)
+        ends = [self._end(number, blocks, now) for number, blocks in counts.items()]
+        return max(ends, default=now) + self.setup.link.latency
+
+    def fetch(self, keys: Sequence[bytes], now: float) -> StockedFetch:
+        """Ask for the blocks of ``keys`` at time ``now``, so that later ones wait for them. Return when they have come,
+        or those before the first one whose cache engine fails meanwhile.
+        """
+        numbers = [self._number(key, now) for key in keys]
         # a text's first block is needed by all that follow it: it goes last
-        for key in reversed(keys):
-            number = self._number(key)
-            counts[number] = counts.get(number, 0) + 1
-            if take:
-                self._stocks[number].known.move_to_end(key)
-        last = now
-        for number, blocks in counts.items():
+        for number, key in zip(reversed(numbers), reversed(keys), strict=True):
+            self._stocks[number].known.move_to_end(key)
+        last, lost = now, set[int]()
+        for number, blocks in Counter(numbers).items():
             stock = self._stocks[number]
-            free = max(stock.gives, now) + blocks * self.block_seconds
-            if take:
-                stock.gives = free
-            last = max(last, free)
-        return last + self.setup.link.latency
+            stock.gives = self._end(number, blocks, now)
+            end = stock.gives + self.setup.link.latency
+            if stock.fails < end:
+                lost.add(number)
+            last = max(last, min(end, stock.fails))
+        come = sum(1 for _ in takewhile(lambda number: number not in lost, numbers))
+        return StockedFetch(last, come)
+
+    def _end(self, number: int, blocks: int, now: float) -> float:
+        """When the link of a cache engine has given so many more blocks."""
+        return max(self._stocks[number].gives, now) + blocks * self.block_seconds
 
     def store(self, key: bytes, now: float) -> None:
-        """Send the block of ``key`` to its cache engine at time ``now``, unless that has it."""
-        stock = self._owner(key)
-        if key in stock.known:
+        """Send the block of ``key`` to its cache engine at time ``now``, unless that has it. The block is lost if the
+        cache engine has failed, and that is not known yet.
+        """
+        stock = self._owner(key, now - NOTICED)
+        if stock is None or stock.fails <= now or key in stock.known:
             return
         stock.takes = max(stock.takes, now) + self.block_seconds
         stock.known[key] = stock.takes + self.setup.link.latency + NEWS_S
         while len(stock.known) > self.setup.blocks:
             stock.known.popitem(last=False)
 
-    def _number(self, key: bytes) -> int:
-        """The index of the cache engine to which a block belongs."""
+    def _number(self, key: bytes, now: float) -> int:
+        """The index of the cache engine to which a block belongs, among those that have not failed by the time ``now``;
+        -1 if all have.
+        """
 
         def rank(number: int) -> bytes:
             return blake2b(key, digest_size=8, key=bytes([number])).digest()
 
-        return max(range(len(self._stocks)), key=rank)
+        alive = [i for i, stock in enumerate(self._stocks) if stock.fails > now]
+        return max(alive, key=rank, default=-1)
 
-    def _owner(self, key: bytes) -> _Stock:
-        return self._stocks[self._number(key)]
+    def _owner(self, key: bytes, now: float) -> _Stock | None:
+        number = self._number(key, now)
+        return None if number < 0 else self._stocks[number]
 
 
 @dataclass(eq=False)
@@ -139,14 +175,15 @@ class StockedBlocks:
     def fetch(self, request: Request, keys: Sequence[bytes]) -> None:
         """Let the blocks of ``keys`` travel to ``request``, which waits for them."""
         fetch = request.fetch = BlockFetch(Future(), math.inf)
+        end = self.stocks.fetch(keys, self.now())
 
         def arrive() -> None:
             if request.fetch is fetch:  # else it has lost its blocks meanwhile
-                self.scheduler.arrived(request, len(keys))
+                self.scheduler.arrived(request, end.blocks)
                 self.resume()
 
-        self.note(request, len(keys))
-        self.later(self.stocks.ready(keys, self.now(), take=True), arrive)
+        self.note(request, end.blocks)
+        self.later(end.time, arrive)
 
     def note_full(self, request: Request, key: bytes, block: int) -> None:
         """Send the block of ``key``, which is full, to its cache engine."""
