@@ -215,7 +215,8 @@ def generate_command(
     apart = {"--workers": workers, "--paths": paths, "cp in --layout": spread.cp > 1}
     check_alone(cache_policy, apart, {"--draft": draft, "--beams": beams})
     elsewhere = WeightsElsewhere(
-        layers_in, window, least_rate, neurons_in, neurons, predictor, experts_in, resident
+        layers_in=layers_in, window=window, least_rate=least_rate, neurons_in=neurons_in, neurons=neurons,
+        predictor=predictor, experts_in=experts_in, resident=resident,
     )  # fmt: skip
     elsewhere.check(weights, spread, device)
     at_rest = RestingKeys.parse(keys_in) if keys_in else None

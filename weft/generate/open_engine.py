@@ -27,7 +27,12 @@ from weft.generate.quotas import FixedQuota, quota_of
 from weft.generate.shared_model import SharedModel, share_model
 from weft.generate.split_phases import SplitPhases
 from weft.generate.start import leads, mesh_for
-from weft.generate.weights_elsewhere import WeightsElsewhere, lift_of, tell_about
+from weft.generate.weights_elsewhere import (
+    RestingWeights,
+    WeightsElsewhere,
+    lift_of,
+    tell_about,
+)
 from weft.layout.layout import Layout
 from weft.memory.heap import use_huge_pages
 from weft.models.attention_backend import check_attention
@@ -55,7 +60,7 @@ FOLDER_GB = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+class EngineOptions(RestingWeights):
     """Options of the commands that hold an engine, as the user has given them.
 
     Attributes:
@@ -88,12 +93,6 @@ class EngineOptions:
         ``quota``: share of the cores for the process that reads prompts, or the name of a controller that chooses it;
             "": half of the cores.
         ``keys_in``: where old keys and values rest, as :meth:`RestingKeys.parse` reads it; "": in the cache.
-        ``layers_in``,
-        ``window``,
-        ``least_rate``,
-        ``neurons_in``,
-        ``neurons``,
-        ``predictor``: as in :class:`WeightsElsewhere`.
     """
 
     checkpoint: str
@@ -122,19 +121,13 @@ class EngineOptions:
     cache_policy: str = NONE
     phases: str = "one"
     quota: str = ""
-    layers_in: str | None = None
-    window: int | None = None
-    least_rate: float | None = None
-    neurons_in: str | None = None
-    neurons: float | None = None
-    predictor: str | None = None
     keys_in: str = ""
 
     @property
     def elsewhere(self) -> WeightsElsewhere:
         """Options that say where weights rest while the engine generates."""
-        layers = self.layers_in, self.window, self.least_rate
-        return WeightsElsewhere(*layers, self.neurons_in, self.neurons, self.predictor)
+        names = [field.name for field in fields(RestingWeights)]
+        return WeightsElsewhere(**{name: getattr(self, name) for name in names})
 
     @property
     def spread(self) -> Layout:

@@ -17,9 +17,9 @@ from weft.models.transformer import Transformer
 from weft.models.values import Values
 
 
-@dataclass(frozen=True)
-class WeightsElsewhere:
-    """Options that say where weights rest while a model generates.
+@dataclass(frozen=True, kw_only=True)
+class RestingWeights:
+    """Options of all commands that generate, which say where layers and neurons rest meanwhile.
 
     Attributes:
         ``layers_in``: folder of the file with the layers; None: layers stay in memory.
@@ -28,9 +28,6 @@ class WeightsElsewhere:
         ``neurons_in``: folder of the file with the feed-forwards' neurons; None: neurons stay in memory.
         ``neurons``: share of the feed-forwards' weights that has room in memory; None: half.
         ``predictor``: file of the predictor of active neurons; None: the gates say which neurons are active.
-        ``experts_in``: folder of the file with the experts, or ``host`` for the host's memory; None: experts stay on
-            the device.
-        ``resident``: share of the experts that have room in memory; None: half.
     """
 
     layers_in: str | None = None
@@ -39,6 +36,18 @@ class WeightsElsewhere:
     neurons_in: str | None = None
     neurons: float | None = None
     predictor: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsElsewhere(RestingWeights):
+    """Options that say where weights rest while a model generates.
+
+    Attributes:
+        ``experts_in``: folder of the file with the experts, or ``host`` for the host's memory; None: experts stay on
+            the device.
+        ``resident``: share of the experts that have room in memory; None: half.
+    """
+
     experts_in: str | None = None
     resident: float | None = None
 
