@@ -507,6 +507,9 @@ def test_old_and_new_keys_mean_the_same(tmp_path: Path) -> None:
         rope_scaling=older,
     )
     assert shape_from_config(old) == shape_from_config(new) == shape_from_config(older)
+    both = {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 3e4, **LLAMA3}}
+    both = write_config(tmp_path / "both", **both)
+    assert shape_from_config(both) == shape_from_config(old)
     assert shape_from_config(old).rope_scaling == RopeScaling(
         factor=8, original_max_position=16
     )
@@ -575,6 +578,13 @@ def test_shapes_survive(shape: ModelShape, tmp_path: Path) -> None:
     ({"vocab_size": "absent", "hidden_size": None}, ["vocab_size, hidden_size"]),
     ({"hidden_size": "wide"}, ["hidden_size", "wide"]),
     ({"num_key_value_heads": 3}, ["heads = 4", "kv_heads = 3"]),
+    ({"num_hidden_layers": "2"}, ["num_hidden_layers = '2'", "whole numbers"]),
+    ({"num_hidden_layers": 2.0}, ["num_hidden_layers = '2.0'", "whole numbers"]),
+    ({"architectures": "Qwen3ForCausalLM"}, ["architectures", "lists"]),
+    ({"layer_types": 5}, ["layer_types = '5'", "lists"]),
+    ({"model_type": []}, ["model_type", "texts"]),
+    ({"rope_scaling": "yarn"}, ["rope_scaling = 'yarn'", "sets of values"]),
+    ({"rope_scaling": {"rope_type": []}}, ["rope_type"]),
 ])  # fmt: skip
 def test_what_weft_would_compute_differently_is_refused(
     change: dict[str, Any], words: list[str], tmp_path: Path

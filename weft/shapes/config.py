@@ -53,6 +53,14 @@ WRITES, SCORES = "ForCausalLM", "ForSequenceClassification"
 #: :attr:`ModelShape.activation` by the name in ``hidden_act`` (of Gemma ``hidden_activation``).
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
+#: Fields on which the reading of others depends, by the kind of their values.
+KINDS_OF_FIELDS: dict[type, tuple[str, ...]] = {
+    int: ("num_hidden_layers", "n_layer", "sliding_window", "sliding_window_pattern", "max_window_layers"),
+    str: ("model_type", "hidden_act", "hidden_activation", "activation_function"),
+    list: ("architectures", "layer_types"),
+    dict: ("rope_scaling", "rope_parameters", "quantization_config", "id2label"),
+}  # fmt: skip
+
 #: Fields that change the arithmetic, and the one value that Weft computes with.
 ONLY = {
     "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1,
@@ -116,6 +124,7 @@ def shape_from_fields(
     ``planned`` such a model gives an :class:`UntrainableShape` instead, which has only the sizes that plans need.
     """
     fields = ConfigFields(config, path)
+    fields.check_kinds(KINDS_OF_FIELDS)
     try:
         return _computed(fields)
     except WeftError as error:
@@ -222,7 +231,7 @@ def _scaling(config: ConfigFields, rope: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
-    needed = {"linear": (), "llama3": LLAMA3, "yarn": ("factor",)}.get(kind)
+    needed = {"linear": (), "llama3": LLAMA3, "yarn": ("factor",)}.get(str(kind))
     if needed is None:
         config.refuse("rope_type", "'default', 'linear', 'llama3' and 'yarn'", kind)
     missing = [f"rope_scaling.{key}" for key in needed if rope.get(key) is None]
@@ -262,10 +271,9 @@ def _rope(config: ConfigFields) -> tuple[dict[str, Any], dict[str, Any]]:
     transformers 5 writes ``rope_parameters``, of Gemma 3 a set per kind of layer; 4 wrote ``rope_scaling`` beside
     ``rope_theta`` and ``rope_local_base_freq``.
     """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    stated = config.get("rope_parameters") or {}
+    rope = config.get("rope_scaling") or stated
     kind = config.get("model_type")
-    if not isinstance(rope, dict):
-        config.refuse("rope_parameters", "a set of values", rope)
     gemma = kind == "gemma3_text" or "Gemma3ForCausalLM" in (
         config.get("architectures") or ()
     )
@@ -278,7 +286,8 @@ def _rope(config: ConfigFields) -> tuple[dict[str, Any], dict[str, Any]]:
         if local.get("rope_type", "default") != "default":
             field = "rope_parameters.sliding_attention.rope_type"
             config.refuse(field, "'default'", local["rope_type"])
-    theta = config.get("rope_theta", 1e6 if gemma or kind == "mixtral" else 1e4)
+    usual = stated.get("rope_theta", 1e6 if gemma or kind == "mixtral" else 1e4)
+    theta = config.get("rope_theta", usual)
     return {"rope_theta": theta, **rope}, local
 
 

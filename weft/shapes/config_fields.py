@@ -1,10 +1,14 @@
 """Fields of a ``config.json``, with error lines for fields that are missing or not supported."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from weft.errors import WeftError
+
+#: Kinds of values in words.
+KINDS = {int: "whole numbers", str: "texts", list: "lists", dict: "sets of values"}
 
 
 class ConfigFields(dict[str, Any]):
@@ -44,6 +48,17 @@ class ConfigFields(dict[str, Any]):
         if not isinstance(value, int) or value < 0:
             self.refuse(name, "whole numbers")
         return value
+
+    def check_kinds(self, kinds: Mapping[type, Sequence[str]]) -> None:
+        """Raise :class:`WeftError` for a field that has a value of another kind than Hugging Face writes.
+
+        ``kinds``: names of fields by the class of their values, which may also be missing or null.
+        """
+        for kind, names in kinds.items():
+            for name in names:
+                # a bool is an int for Python alone
+                if type(self.get(name)) not in (kind, type(None)):
+                    self.refuse(name, KINDS[kind])
 
     def check_complete(self, missing: list[str]) -> None:
         """Raise :class:`WeftError` if ``missing``, the names of fields that the file lacks, is not empty."""
