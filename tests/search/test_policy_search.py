@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.cli.search import search_command
 from weft.errors import UsageError
 from weft.registry import find, names
 from weft.search.evolution import drawn_expression, joined, mutated
@@ -180,6 +181,27 @@ def test_proposals_of_a_model_take_part_and_others_are_said(
         in lines[0]
     )
     assert "noise: nothing" in client.bodies[0]["messages"][0]["content"]
+
+
+def test_the_key_of_a_server_stands_in_no_list_of_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It comes from a file or the environment; an argument is seen by every user of the machine."""
+    keys, file = list[str](), tmp_path / "key"
+    file.write_text("of the file\n")
+    monkeypatch.setenv("OPENAI_API_KEY", "of the environment")
+
+    def client(server: str, key: str) -> None:
+        keys.append(key)
+        raise UsageError("no server")
+
+    monkeypatch.setattr("weft.serve.api_client.ApiClient", client)
+    for given in (file, None):
+        with pytest.raises(UsageError, match="no server"):
+            search_command("cluster-dispatch", server="http://h", api_key=given)
+    assert keys == ["of the file", "of the environment"]
+    with pytest.raises(UsageError, match="are about --server"):
+        search_command("cluster-dispatch", api_key=file)
 
 
 def test_baselines_are_what_they_are_called() -> None:

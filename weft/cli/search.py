@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.arguments import AsJson, PluginModules, import_plugins
+from weft.cli.arguments import AsJson, PluginModules, import_plugins, read_keys
 from weft.cli.console import print_table, warn
 from weft.errors import UsageError, nearest
 
@@ -23,6 +23,8 @@ _server = "Let a model behind this OpenAI-compatible address propose policies to
 Server = Annotated[
     str, typer.Option("--server", metavar="http://HOST:PORT", help=_server)
 ]
+#: Not the key itself, which every user of the machine would see in its list of processes.
+_key = "With --server: a file with its API key; else the variable OPENAI_API_KEY."
 #: Proposals of a model in each generation.
 PROPOSALS = 4
 _proposals = "With --server: proposals in each generation."
@@ -48,8 +50,8 @@ def search_command(
         str, typer.Option(help="With --server: the model; by default its first.")
     ] = "",
     api_key: Annotated[
-        str, typer.Option(envvar="OPENAI_API_KEY", help="With --server: its key.")
-    ] = "",
+        Path | None, typer.Option("--api-key", metavar="FILE", help=_key)
+    ] = None,
     proposals: Annotated[int, typer.Option(min=1, help=_proposals)] = PROPOSALS,
     out: Out = None,
     plugin: PluginModules = None,
@@ -77,13 +79,17 @@ def search_command(
     if out is not None:
         check_plugin_path(out, judged.registered)
     propose = None
-    if not server and (model or proposals != PROPOSALS):
-        raise UsageError("--model and --proposals are about --server; give its address")
+    if not server and (model or api_key or proposals != PROPOSALS):
+        raise UsageError(
+            "--model, --api-key and --proposals are about --server; give its address"
+        )
     if server:
         from weft.search.model_proposals import ModelProposals
         from weft.serve.api_client import ApiClient
+        from weft.serve.talk import key_of_environment
 
-        client = ApiClient(server, api_key)
+        key = read_keys(api_key)[0] if api_key else key_of_environment()
+        client = ApiClient(server, key)
         name = model or client.first_model()
         propose = ModelProposals(judged, client, name, proposals, warn)
     size = SearchSize(generations, population, workloads, requests, seed)
