@@ -196,9 +196,9 @@ def test_the_key_of_a_server_stands_in_no_list_of_processes(
         raise UsageError("no server")
 
     monkeypatch.setattr("weft.serve.api_client.ApiClient", client)
-    for given in (file, None):
+    for key_file in (file, None):
         with pytest.raises(UsageError, match="no server"):
-            search_command("cluster-dispatch", server="http://h", api_key=given)
+            search_command("cluster-dispatch", server="http://h", api_key=key_file)
     assert keys == ["of the file", "of the environment"]
     with pytest.raises(UsageError, match="are about --server"):
         search_command("cluster-dispatch", api_key=file)
