@@ -269,7 +269,8 @@ def test_a_renewed_password_leaves_files_fingerprint_and_curation(
     ]
     assert source_fingerprint(read[0]) == source_fingerprint(read[1])
     runs = [
-        run_pipeline(DataPipeline(sources=(each,)), tmp_path / "out") for each in read
+        run_pipeline(DataPipeline(sources=(each,)), tmp_path / "out", 0)
+        for each in read
     ]
     assert runs[0].reused == 0 and runs[1].reused == runs[1].tasks
     (listing,) = (tmp_path / "cache" / DOWNLOADS).rglob(remote_files.LISTING)
