@@ -108,8 +108,8 @@ def test_a_search_shares_prefixes_only_within_its_key() -> None:
                     headers={"authorization": f"Bearer {key}"},
                 )
                 assert answer.status_code == 200
-    tenants, found = zip(*hits, strict=True)
-    assert found == (0, 0, 16) and tenants[0] != tenants[1] == tenants[2]
+    tenants, shared = zip(*hits, strict=True)
+    assert shared == (0, 0, 16) and tenants[0] != tenants[1] == tenants[2]
 
 
 def test_searches_go_on_beside_others_and_end_with_whoever_asked() -> None:
