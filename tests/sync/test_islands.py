@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,7 @@ from weft.observe.run_metrics import read_metrics
 from weft.prove.equality import Difference, compare_with_one_device, run_layout
 from weft.recipe import Checkpoint, Sync, build_recipe
 from weft.recipe.conflicts import links_all
+from weft.resilience.company import Company
 from weft.shapes.parameters import parameters
 from weft.sync.compress import build_compressor
 from weft.sync.compressor import Compressor
@@ -565,6 +567,17 @@ def test_a_stop_in_the_last_round_lets_nobody_wait_for_who_ends_alone(
     apart.presence = Mock(stop_request=lambda: asked and StopRequest(asked, []))
     apart.conclude()
     assert bool(ends) == together and apart.ending
+
+
+@pytest.mark.parametrize(("partner", "heard"), [("pairs", True), ("all", False)])
+def test_a_stop_is_heard_of_an_island_that_has_gone(partner: str, heard: bool) -> None:
+    """Of pairs one may have waited for that island meanwhile; all others have heard of it in an exchange."""
+    company = object.__new__(Company)
+    company.changed, company.party = threading.Condition(), Mock()
+    company.attendance = Mock(how=Sync(every=2, update="average", partner=partner))
+    company.attendance.members = {1: {0: 1}}
+    company.membership = Mock(published={0: {"stop": [3, []]}, 1: {}})
+    assert company.stop_request() == (StopRequest(3, []) if heard else None)
 
 
 @settings(max_examples=60, deadline=None)

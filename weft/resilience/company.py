@@ -207,6 +207,9 @@ class Company(Presence):
                 for ranks in self.attendance.members.values()
                 for rank in ranks.values()
             ]
+            # who exchanges with some only may have waited for an island until it had ended
+            if self.attendance.how.partnership != "all":
+                numbers = [*self.membership.published]
             said = [self.membership.published.get(rank, {}) for rank in numbers]
         first = min((facts["stop"] for facts in said if "stop" in facts), default=None)
         return first and StopRequest(*first)
