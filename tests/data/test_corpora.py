@@ -19,7 +19,7 @@ from weft.recipe import Source
 TEXTS = ["first document", "zweites Dokument: ä €", "", "last"]
 
 
-def read(kind: str, path: Path | str, **more: str) -> list[str]:
+def read(kind: str, path: Path | str, **more: object) -> list[str]:
     return list(
         read_documents(Source.model_validate({"kind": kind, "path": str(path), **more}))
     )
@@ -74,6 +74,17 @@ def test_jsonl_skips_blank_lines_and_nulls_and_mends_surrogates(tmp_path: Path) 
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}\n\n{"text": null}\n{"text": "\\ud800b"}\n')
     assert read("jsonl", file) == ["a", "?b"]
+
+
+@pytest.mark.parametrize(("where", "kept"), [
+    ({"n": 3}, ["b"]), ({"n": 0.5}, ["a"]), ({"n": "3"}, ["b"]), ({"held": True}, ["b"]),
+    ({"held": False, "n": 0.5}, ["a"]), ({"n": 4}, []), ({"n": True}, []), ({"held": 1}, []),
+])  # fmt: skip
+def test_cells_of_tables_are_texts_and_have_values_all_the_same(
+    tmp_path: Path, where: dict[str, object], kept: list[str]
+) -> None:
+    (tmp_path / "t.csv").write_text("text,n,held\na,0.50,False\nb,3,true\nc,,\n")
+    assert read("csv", tmp_path / "t.csv", where=where) == kept
 
 
 def test_parquet_streams_row_groups(tmp_path: Path) -> None:

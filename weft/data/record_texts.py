@@ -1,6 +1,7 @@
 """Read texts from files of records, and from data sets that Hugging Face's ``datasets`` has saved."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,29 @@ def parquet_texts(
 
 def is_wanted(record: Mapping[str, Any], source: Source) -> bool:
     """Return whether the fields of a record have the values that the setting ``where`` of ``source`` demands."""
-    return all(record.get(name) == value for name, value in source.where.items())
+    return all(
+        _is_value(record.get(name), value) for name, value in source.where.items()
+    )
+
+
+def _is_value(cell: Any, wanted: str | bool | int | float) -> bool:
+    """Return whether a cell has the value that ``where`` asks for. Cells of CSV and TSV are texts, also of numbers."""
+    if not isinstance(cell, str) or isinstance(wanted, str):
+        return bool(cell == wanted)
+    if isinstance(wanted, bool):
+        return cell.strip().lower() == str(wanted).lower()
+    with suppress(ValueError):
+        return float(cell) == wanted
+    return False
 
 
 def _wanted_rows(batch: Any, source: Source) -> list[bool]:
     """Return for each row of an Arrow batch whether the row has the values that ``where`` asks for."""
     columns = {name: batch.column(name).to_pylist() for name in source.where}
     return [
-        all(columns[name][row] == value for name, value in source.where.items())
+        all(
+            _is_value(columns[name][row], value) for name, value in source.where.items()
+        )
         for row in range(batch.num_rows)
     ]
 
