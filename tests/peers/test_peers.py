@@ -6,8 +6,10 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -79,6 +81,15 @@ def test_files_are_fetched_block_by_block_and_gone_on_with(
     assert not list(out.rglob("*.part"))
     with pytest.raises(PeerError, match="nobody shares elsewhere; there is: run"):
         download(taker, "elsewhere", out)
+
+
+def test_who_comes_at_the_same_moment_is_waited_for(joined: Join) -> None:
+    taker = joined("taker")
+    with mock.patch.object(peers, "PAUSE", 20.0), ThreadPoolExecutor(1) as settling:
+        settled = settling.submit(taker.settle)
+        joined("giver")
+        settled.result(60)
+    assert {m.name for m in taker.members()} == {"giver"}
 
 
 @pytest.mark.slow

@@ -50,6 +50,8 @@ T = TypeVar("T")
 PROTOCOL = b"weft-peer/1"
 #: Seconds for a new connection; between two looks at what is new; for eight blocks over the slowest of links.
 DIAL, PAUSE, SLOWEST = 20.0, 1.0, 300.0
+#: Looks at what is new until a peer that the relay has told of nobody counts as alone.
+ALONE = 3
 #: Blocks that are asked for at a time.
 IN_FLIGHT = 8
 #: The code of a connection that ends because the other has not proved that it is invited, and of one that just ends.
@@ -367,7 +369,13 @@ class Peer:
 
     async def _settle(self) -> None:
         await self._listed.wait()
-        while self._dialing or not all(link.heard for link in self._links.values()):
+        alone = time.monotonic() + ALONE * PAUSE
+        while (
+            self._dialing
+            or not all(link.heard for link in self._links.values())
+            # who has come at the same moment may not be in the relay's first answer
+            or not (self._links or self.problem or time.monotonic() > alone)
+        ):
             await asyncio.sleep(0.05)
         if not self._links:
             raise PeerError(
