@@ -165,7 +165,7 @@ def test_an_address_that_is_signed_anew_is_the_same_recipe(tmp_path: Path) -> No
     ]
     assert trials[1].overrides == [f"data.path={path}2"]
     assert all("done before" in line for line in said[-2:]), said
-    assert not any("me:" in line or "sig" in line for line in said), said
+    assert not any("me:" in line or "sig=" in line for line in said), said
 
 
 def test_a_run_that_fails_does_not_stop_the_others(
