@@ -6,8 +6,8 @@ import pytest
 
 from weft.recipe.masked import (
     masked_address,
-    masked_values,
     masked_text,
+    masked_values,
     unmasked_values,
 )
 
