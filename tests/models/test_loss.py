@@ -11,7 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from weft.data.batch import IGNORE
 from weft.layout.mesh import Mesh
+from weft.models import loss as loss_module
 from weft.models.loss import linear_cross_entropy
+from weft.models.token_scores import token_scores
 
 SINGLE = Mesh.single()
 
@@ -137,3 +139,33 @@ def test_tokens_without_label_cost_no_product() -> None:
         rows = len(labels) if ignored < 0.05 else int((labels != IGNORE).sum())
         assert count.get_total_flops() == 3 * 2 * rows * 8 * 16
         assert -(-rows // 20) == chunks
+
+
+@pytest.mark.parametrize(("chunk", "at_a_time"), [(30, 2**19), (12, 50)])
+def test_logits_of_one_chunk_are_computed_once(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, at_a_time: int
+) -> None:
+    """For scores and then for gradients, some rows at a time; the same as PyTorch's of whole logits."""
+    monkeypatch.setattr(loss_module, "AT_A_TIME", at_a_time)
+    hidden, weight, labels = inputs(30, 4, 17, ignored=0.0)
+    scale, bonus = torch.randn(2, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(1))  # fmt: skip
+    x, w = (each.clone().requires_grad_() for each in (hidden, weight))
+    logp = (x @ w.T).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    own = logp.gather(1, labels[:, None])[:, 0]
+    expected = torch.autograd.grad((bonus * entropy - scale * own).sum(), (x, w))
+    kept: dict[int, torch.Tensor] = {}
+    with FlopCounterMode(display=False) as count:
+        scores = token_scores(hidden, weight, labels, 0, chunk, SINGLE, True, kept)
+        loss = linear_cross_entropy(x, w, labels, 0, chunk, SINGLE, scale, bonus, kept)
+        loss.backward()
+    assert not kept
+    likeliest = own == logp.amax(-1)
+    for ours, theirs in zip(scores.T, (own, likeliest.double(), entropy), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-10, atol=1e-12)
+    assert float(loss) == pytest.approx(
+        float((bonus * entropy - scale * own).sum()), rel=1e-10
+    )
+    for leaf, grad in zip((x, w), expected, strict=True):
+        torch.testing.assert_close(leaf.grad, grad, rtol=1e-10, atol=1e-12)
+    assert count.get_total_flops() == (3 * 30 + (30 - chunk)) * 2 * 4 * 17

@@ -1,9 +1,11 @@
 """The loss of answers, whose factor at each token depends on the log-probabilities of the answer's tokens.
 
-The output layer runs once for the log-probabilities, and again for the gradients, when the factor of every token is
-known. Losses of pairs (:mod:`weft.models.preference`) and policy losses (:mod:`weft.models.policy_loss`) are such
-losses.
+The output layer runs once for the log-probabilities. The gradients follow when the factor of every token is known: the
+logits of one chunk of tokens are kept for them, and those of all others are computed again. Losses of pairs
+(:mod:`weft.models.preference`) and policy losses (:mod:`weft.models.policy_loss`) are such losses.
 """
+
+from collections import UserDict
 
 import torch
 
@@ -14,11 +16,11 @@ from weft.models.loss import (
     labelled_rows,
     linear_cross_entropy,
     scale_of,
-    token_scores,
     with_gradient_of,
 )
 from weft.models.preference import PairObjective, pair_losses
 from weft.models.token_objective import TokenObjective, Weighed
+from weft.models.token_scores import token_scores
 
 T = torch.Tensor
 
@@ -68,12 +70,14 @@ def answer_loss(
     with_entropy = isinstance(of, TokenObjective)
     if isinstance(of, TokenObjective) and of.temperature != 1:
         hidden = hidden / of.temperature
+    learns = torch.is_grad_enabled()
     with torch.no_grad(), untyped():
         rows = labelled_rows(labels)
         some = slice(None) if rows is None else rows
+        kept = UserDict[int, T]()  # into which no check of types looks
         scored = token_scores(
-            hidden[some], weight, labels[some], first, chunk, mesh, with_entropy
-        )
+            hidden[some], weight, labels[some], first, chunk, mesh, with_entropy, kept if learns else None
+        )  # fmt: skip
         values = torch.zeros(
             len(labels), scored.shape[1], dtype=torch.float64, device=labels.device
         )
@@ -86,6 +90,6 @@ def answer_loss(
     return with_gradient_of(
         loss,
         lambda: linear_cross_entropy(
-            hidden, weight, labels, first, chunk, mesh, scale, entropies
+            hidden, weight, labels, first, chunk, mesh, scale, entropies, kept
         ),
     )

@@ -4,7 +4,7 @@ No rank ever holds more than ``[chunk, vocab/tp]`` logits. The gradients of hidd
 with the loss, chunk by chunk, so that logits are neither stored nor computed twice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from weft.data.batch import IGNORE
 from weft.layout.boundary import I, V
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
-from weft.models.invariant import is_invariant
 from weft.models.numbers import has_numbers, wide
 from weft.models.widened import multiply
 
@@ -26,6 +25,9 @@ Criterion = Callable[..., T]
 #: Share of labelled tokens from which on leaving out the others does not pay for a copy.
 MOST_LABELLED = 0.95
 
+#: Elements of logits that a CPU computes at a time, so that they stay in its caches.
+AT_A_TIME = 2**19
+
 
 def linear_cross_entropy(
     hidden: T,
@@ -36,10 +38,12 @@ def linear_cross_entropy(
     mesh: Mesh,
     counts: T | None = None,
     entropies: T | None = None,
+    kept: MutableMapping[int, T] | None = None,
 ) -> T:
     """Return the sum of ``-log p(label)`` over all tokens with a label, each times its weight in ``counts`` if given.
 
     With ``entropies`` the entropy of each token's distribution is added, times its entry there, ``[tokens]``.
+    ``kept``: logits that are known already, by the first token of their chunk. They are taken out and overwritten.
 
     ``hidden``: ``[tokens, embed]``; ``weight``: rows of the output layer from row ``first`` on, ``[vocab/tp, embed]``;
     ``labels`` and ``counts``: ``[tokens]``; ``chunk``: number of tokens whose logits are computed at a time; ``mesh``:
@@ -48,7 +52,7 @@ def linear_cross_entropy(
     """
     group = vocabulary_group(mesh)
     return _LinearCrossEntropy.apply(
-        hidden, weight, labels, first, chunk, group, counts, entropies
+        hidden, weight, labels, first, chunk, group, counts, entropies, kept or {}
     )
 
 
@@ -111,7 +115,9 @@ class SummedLoss(torch.autograd.Function):
 
 class _LinearCrossEntropy(SummedLoss):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, first, chunk, group, counts, entropies):  # type: ignore[no-untyped-def]
+    def forward(
+        ctx, hidden, weight, labels, first, chunk, group, counts, entropies, kept
+    ):  # type: ignore[no-untyped-def]
         ctx.tokens, ctx.rows = len(hidden), labelled_rows(labels)
         if ctx.rows is not None:
             hidden, labels = hidden[ctx.rows], labels[ctx.rows]
@@ -120,53 +126,79 @@ class _LinearCrossEntropy(SummedLoss):
         dtype = wide(hidden.dtype)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         scales = scale_of(labels, counts, dtype)
+        bonuses = entropies if entropies is None else scale_of(labels, entropies, dtype)
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight: T | None = None
         if ctx.needs_input_grad[1]:
             d_weight = torch.zeros_like(weight, dtype=dtype)
-        with_grad = d_hidden is not None or d_weight is not None
         for start in range(0, len(hidden), chunk):
-            h, y, scale = (x[start : start + chunk] for x in (hidden, labels, scales))
-            logits = times(h, weight).to(dtype)  # [chunk, vocab/tp]
-            top = logits.amax(-1, keepdim=True)
-            here = ((y >= first) & (y < first + len(weight)))[:, None]
-            index = torch.where(here, y[:, None] - first, 0)
-            target = torch.where(here, logits.gather(1, index), 0)
-            logits.sub_(top)
-            p = logits.exp() if entropies is not None else logits.exp_()
-            own = top + p.sum(-1, keepdim=True).log()
-            lse, target = merge(own, target, group)
-            valid = (y != IGNORE)[:, None]
-            total += (torch.where(valid, lse - target, 0) * scale).sum()
-            bonus: T | None = None
-            if entropies is not None:
-                bonus = scale_of(y, entropies[start : start + chunk], dtype)
-                mean = (p * logits).sum(-1, keepdim=True) * (top - own).exp() + top
-                entropy = merged_entropy(own, mean, group)
-                total += (entropy * bonus).sum()
-                # log p of the whole vocabulary, plus the entropy
-                logits.add_(top - lse + entropy).mul_(-bonus)
-            if with_grad:
-                # d loss / d logits = softmax - onehot, zero where there is no label.
-                if bonus is None:
-                    p *= torch.where(valid, (top - lse).exp(), 0) * scale
-                else:
-                    p *= torch.where(valid, (top - lse).exp(), 0)
-                    p *= logits.add_(scale)
-                p.scatter_add_(1, index, -torch.where(here, scale, 0))
-                p = p.to(hidden.dtype)
-                if d_hidden is not None:
-                    d_hidden[start : start + chunk] = times(p, weight.t())
-                if d_weight is not None and d_weight.dtype == p.dtype:
-                    # of the largest tensors: no second one to add
-                    torch.addmm(d_weight, p.t(), h, out=d_weight)
-                elif d_weight is not None:
-                    d_weight += multiply(p.t(), h)
-        if with_grad:
+            h = hidden[start : start + chunk]
+            logits = kept.pop(start, None)  # [chunk, vocab/tp]
+            if logits is None:
+                logits = times(h, weight).to(dtype)
+            for at in rows_in_cache(logits, group):
+                of = slice(start + at.start, start + at.stop)
+                bonus = None if bonuses is None else bonuses[of]
+                total += _differentiated(
+                    logits[at], labels[of], scales[of], bonus, first, group
+                )
+            p = logits.to(hidden.dtype)
+            if d_hidden is not None:
+                d_hidden[start : start + chunk] = times(p, weight.t())
+            if d_weight is not None and d_weight.dtype == p.dtype:
+                # of the largest tensors: no second one to add
+                torch.addmm(d_weight, p.t(), h, out=d_weight)
+            elif d_weight is not None:
+                d_weight += multiply(p.t(), h)
+            del logits, p  # before the next chunk's
+        if d_hidden is not None or d_weight is not None:
             ctx.save_for_backward(
                 d_hidden, d_weight if d_weight is None else d_weight.to(weight.dtype)
             )
         return total
+
+
+def rows_in_cache(logits: T, group: dist.ProcessGroup | None) -> list[slice]:
+    """Return ranges of rows of ``logits`` ``[tokens, vocab/tp]`` that are computed one after the other: on a CPU so few
+    rows that they stay in its caches, elsewhere and if several ranks of ``group`` share a row all at once.
+    """
+    count = step = len(logits)
+    if logits.device.type == "cpu" and group is None:
+        step = max(1, AT_A_TIME // logits.shape[1])
+    return [slice(i, min(i + step, count)) for i in range(0, count, step)]
+
+
+def _differentiated(
+    logits: T, y: T, scale: T, bonus: T | None, first: int, group: dist.ProcessGroup | None
+) -> T:  # fmt: skip
+    """Return the loss of some tokens, and overwrite their ``logits`` ``[tokens, vocab/tp]`` by its derivatives.
+
+    ``y``: labels, ``[tokens]``. ``scale``, ``bonus``: factors of each token's loss and entropy, ``[tokens, 1]``. The
+    other arguments are those of :func:`linear_cross_entropy`.
+    """
+    top = logits.amax(-1, keepdim=True)
+    here = ((y >= first) & (y < first + logits.shape[1]))[:, None]
+    index = torch.where(here, y[:, None] - first, 0)
+    target = torch.where(here, logits.gather(1, index), 0)
+    logits.sub_(top)
+    p = logits.exp_() if bonus is None else logits.exp()
+    own = top + p.sum(-1, keepdim=True).log()
+    lse, target = merge(own, target, group)
+    valid = (y != IGNORE)[:, None]
+    loss = (torch.where(valid, lse - target, 0) * scale).sum()
+    # d loss / d logits = softmax - onehot, zero where there is no label
+    share = torch.where(valid, (top - lse).exp(), 0)
+    if bonus is None:
+        logits.mul_(share * scale)
+    else:
+        mean = (p * logits).sum(-1, keepdim=True) * (top - own).exp() + top
+        entropy = merged_entropy(own, mean, group)
+        loss += (entropy * bonus).sum()
+        # log p of the whole vocabulary, plus the entropy
+        logits.add_(top - lse + entropy).mul_(-bonus).add_(scale)
+        logits.mul_(p.mul_(share))
+    logits.scatter_add_(1, index, -torch.where(here, scale, 0))
+    return loss
 
 
 def labelled_rows(labels: T) -> T | None:
@@ -223,53 +255,6 @@ def from_shares(share: T, group: dist.ProcessGroup | None) -> T:
         shares = [torch.empty_like(share) for _ in range(group.size())]
         dist.all_gather(shares, share, group=group)
     return torch.stack(shares)
-
-
-@torch.no_grad()
-def token_scores(
-    hidden: T,
-    weight: T | None,
-    labels: T,
-    first: int,
-    chunk: int,
-    mesh: Mesh,
-    with_entropy: bool = False,
-) -> T:
-    """Return two scores of every token's label, float64 ``[tokens, 2]``.
-
-    The first score is the label's log-probability; the second is 1 if no other token is likelier, else 0.
-    ``with_entropy``: whether a third score is added, the entropy of the distribution. ``hidden``: ``[tokens, embed]``,
-    or the logits if ``weight`` is None; ``weight``: rows of the output layer from row ``first`` on, ``[vocab/tp,
-    embed]``; ``labels``: ``[tokens]``, none missing; ``chunk``: number of tokens whose logits are computed at a time;
-    ``mesh``: ranks that share the model.
-    """
-    group, dtype = vocabulary_group(mesh), wide(hidden.dtype)
-    columns = 3 if with_entropy else 2
-    scores = torch.empty(
-        len(hidden), columns, dtype=torch.float64, device=hidden.device
-    )
-    for start in range(0, len(hidden), chunk):
-        h, y = hidden[start : start + chunk], labels[start : start + chunk]
-        # [chunk, vocab/tp]
-        logits = (h if weight is None else times(h, weight)).to(dtype)
-        here = ((y >= first) & (y < first + logits.shape[1]))[:, None]
-        index = torch.where(here, y[:, None] - first, 0)
-        target = torch.where(here, logits.gather(1, index), 0)
-        lse, top = logits.logsumexp(-1, keepdim=True), logits.amax(-1, keepdim=True)
-        shares = from_shares(torch.cat((lse, target, top), dim=1), group)
-        lse, target, top = shares.unbind(-1)  # each [tp, chunk]
-        target = target.sum(0)
-        scores[start : start + chunk, 0] = target - lse.logsumexp(0)
-        if group is None and is_invariant():  # in the sampler's order of additions
-            alike = logits.log_softmax(-1).gather(1, index)
-            scores[start : start + chunk, 0] = alike[:, 0]
-        scores[start : start + chunk, 1] = target >= top.amax(0)
-        if with_entropy:
-            mean = (logits.softmax(-1) * logits).sum(-1, keepdim=True)
-            own = logits.logsumexp(-1, keepdim=True)
-            entropy = merged_entropy(own, mean, group)
-            scores[start : start + chunk, 2] = entropy[:, 0]
-    return scores
 
 
 def with_gradient_of(value: T, weighted: Callable[[], T]) -> T:

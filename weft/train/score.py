@@ -16,7 +16,7 @@ from weft.data.order import Row, RowList, pack_documents
 from weft.data.tasks import Score, Text
 from weft.layout.boundary import OWN, own_share, step_sum
 from weft.layout.mesh import Mesh
-from weft.models.loss import token_scores
+from weft.models.token_scores import token_scores
 from weft.models.transformer import Transformer
 from weft.parallel.state import State
 from weft.train.step import loss_sum, sum_over_passes
