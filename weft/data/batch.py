@@ -121,7 +121,8 @@ class Batch:
         ``labels``: the token id that follows each token, int64 ``[rows, seq/cp]``; :data:`IGNORE` where there is none.
         ``positions``: position of each token in its document, from 0, int64 ``[rows, seq/cp]``.
         ``cu_seqlens``: boundaries of the documents in the flattened ``rows * seq`` tokens of the *whole* (padded) rows,
-            int32 ``[segments + 1]``, on the CPU. Every row boundary is also a document boundary.
+            int32 ``[segments + 1]``, on the CPU. Every row boundary is also a document boundary. Where documents share
+            prompts, it has a second row (:func:`weft.data.shared_prompts.share_prompts`).
         ``group``: in a balanced step, the ranks that the rows are cut over in place of ``cp``
             (:mod:`weft.parallel.document_balance`); None in other steps.
         ``weights``: weight of each label's loss, float32 ``[rows, seq/cp]``; None if all are 1.

@@ -201,7 +201,8 @@ def attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
     """Compute causal attention within each document on one device.
 
     ``q``: ``[batch, seq, heads, head_dim]``; ``k, v``: ``[batch, seq, kv_heads, head_dim]``; ``cu_seqlens``: index of
-    the first token of each document in the flattened ``batch * seq`` tokens, and at the end the number of all tokens;
+    the first token of each document in the flattened ``batch * seq`` tokens, and at the end the number of all tokens,
+    or two rows where documents share prompts (:func:`weft.data.shared_prompts.share_prompts`);
     ``window``: the number of tokens that a token sees, itself included, 0 for all. Returns ``out`` like ``q`` and the
     log-sum-exps ``[batch * seq, heads]``. This custom operator is opaque to ``torch.compile``, and selective recompute
     keeps its results.
@@ -211,6 +212,10 @@ def attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
         from weft.models.invariant_kernels import attend_documents
 
         out, lse = attend_documents(*flat, cu_seqlens.tolist(), window)
+    elif cu_seqlens.dim() > 1:  # with prompts that several documents share
+        from weft.models.prompt_attention import attend_after_prompts
+
+        out, lse = attend_after_prompts(attend_forward, join, *flat, cu_seqlens)
     else:
         out, lse = attend_forward(*flat, document_segments(cu_seqlens, window))
     return out.view(q.shape), lse.contiguous()
@@ -243,9 +248,13 @@ def attention_backward(
     ``grad``: the gradient of its output ``out``; ``out`` and ``lse``: its results. The other arguments are those of the
     forward call.
     """
-    g, fq, fk, fv, o = (x.flatten(0, 1) for x in (grad, q, k, v, out))
-    segments = document_segments(cu_seqlens, window)
-    grads = attend_backward(g, fq, fk, fv, o, lse, segments)
+    flat = *(x.flatten(0, 1) for x in (grad, q, k, v, out)), lse
+    if cu_seqlens.dim() > 1:
+        from weft.models.prompt_attention import backward_after_prompts
+
+        grads = backward_after_prompts(attend_backward, *flat, cu_seqlens)
+    else:
+        grads = attend_backward(*flat, document_segments(cu_seqlens, window))
     return QkvGradients(
         *(d.view(x.shape) for d, x in zip(grads, (q, k, v), strict=True))
     )

@@ -172,7 +172,7 @@ def answer_tokens(batch: Batch, mesh: Mesh) -> AnswerTokens:
     policy losses need them.
     """
     assert batch.rollout is not None and batch.documents is not None
-    documents = len(batch.cu_seqlens)
+    documents = batch.cu_seqlens.shape[-1]
     return AnswerTokens(
         batch.labels.flatten() != IGNORE,
         batch.documents.flatten() % documents,

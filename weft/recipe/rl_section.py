@@ -105,6 +105,14 @@ class Reinforcement(HostSection):
             "(answers/*.jsonl). data.kind = 'chat' can read these. 0: none are kept."
         ),
     )
+    share_prompts: bool = Field(
+        True,
+        description=(
+            "Whether a prompt that several answers of a pass follow is computed once instead of with each of them. "
+            "Loss and gradients are the same up to roundings. Models with experts, windows or linear attention, and "
+            "layouts with cp, pp or ep, compute it with each answer in any case."
+        ),
+    )
     most_unscored: float = Field(
         0.2,
         ge=0,

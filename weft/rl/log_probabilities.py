@@ -10,6 +10,7 @@ import torch
 from weft.data.batch import IGNORE, Batch
 from weft.data.loader import Loader
 from weft.data.policy_rows import PolicySample, policy_rows
+from weft.data.shared_prompts import share_prompts
 from weft.layout.boundary import untyped
 from weft.layout.mesh import Mesh
 from weft.models.token_objective import TokenObjective, Weighed
@@ -76,6 +77,7 @@ def token_readings(
     passes: int = 1,
     room: int = 1024,
     temperature: float = 1.0,
+    share: bool = False,
 ) -> TokenReadings:
     """Compute log-probabilities, entropies and values of every marked token of ``texts``, under any layout.
 
@@ -91,6 +93,8 @@ def token_readings(
         ``passes``: number of forward passes of a rank in a step.
         ``room``: number of tokens in a row. If the longest text has more, rows are as long as that text.
         ``temperature``: number by which logits are divided before the softmax.
+        ``share``: whether prompts that several texts of a pass share are computed once
+            (:mod:`weft.data.shared_prompts`).
     """
     if not texts:
         return TokenReadings([], [], [])
@@ -117,9 +121,12 @@ def token_readings(
         rows,
         passes,
         room,
+        joined=share,
     )
     hooks, position = replace(model.hooks, objective=recorder), 0
     while (batches := loader.step(position)) is not None:
+        if share:
+            batches = [share_prompts(each, mesh.size("tp")) for each in batches]
         loss_sum(model, batches, mesh, hooks)
         position += batch
     if state is not None:
@@ -137,12 +144,13 @@ def token_log_probabilities(
     passes: int = 1,
     room: int = 1024,
     temperature: float = 1.0,
+    share: bool = False,
 ) -> list[np.ndarray]:
     """Compute the log-probability of every marked token of ``texts``: for each text float64 ``[n]``, 0 elsewhere.
 
     Collective; the result is the same on all ranks. The arguments are those of :func:`token_readings`.
     """
     readings = token_readings(
-        model, state, mesh, texts, rows, passes, room, temperature
+        model, state, mesh, texts, rows, passes, room, temperature, share
     )
     return readings.log_probabilities

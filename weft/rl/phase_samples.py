@@ -13,6 +13,7 @@ from weft.data.policy_rows import PolicySample
 from weft.parallel.reference_weights import REFERENCE
 from weft.rl.advantages import ScoredAnswer, token_advantages
 from weft.rl.log_probabilities import TokenReadings, token_readings
+from weft.rl.recorded_loader import shares_prompts
 from weft.train.own_critic import critic_of
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def _readings(
         passes,
         job.recipe.data.seq_len,
         job.rl.temperature,
+        shares_prompts(job, mesh.layout, job.shape),
     )
 
 

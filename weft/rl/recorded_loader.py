@@ -11,10 +11,13 @@ import numpy as np
 from weft.data.loader import Loader
 from weft.data.order import Row, RowList, hash_keys
 from weft.data.policy_rows import PolicySample, policy_rows
+from weft.data.shared_prompts import share_prompts
 
 if TYPE_CHECKING:
     from weft.data.batch import Batch
+    from weft.layout.layout import Layout
     from weft.layout.mesh import Mesh
+    from weft.recipe import ModelShape
     from weft.rl.rl_phases import RlPhases
 
 
@@ -37,7 +40,24 @@ def row_batches(
         joined=not recipe.train.compile,
     )  # fmt: skip
     batches = loader.step(0) or []
+    if shares_prompts(job, mesh.layout, job.shape):
+        batches = [share_prompts(batch, mesh.size("tp")) for batch in batches]
     return [replace(b, samples=tuple(position + i for i in b.samples)) for b in batches]
+
+
+def shares_prompts(job: RlPhases, layout: Layout, shape: ModelShape) -> bool:
+    """Return whether a model of ``shape`` under ``layout`` computes prompts once that answers share.
+
+    It can if attention to all tokens before it is all that a token gets of others, and if rows are not cut.
+    """
+    plain = not (shape.kind or shape.mixtures or job.recipe.layout.overlap)
+    attends = all(
+        shape.mixer_of(i) == "softmax" and not shape.window_of(i)
+        for i in range(shape.layers)
+    )
+    apart = job.roles.critic.is_apart or job.roles.rollout.invariant
+    whole = layout.size("cp", "pp") == layout.ep == 1
+    return job.rl.share_prompts and plain and attends and whole and not apart
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from weft.cluster.engine_processes import ending
 from weft.errors import WeftError
 from weft.layout.mesh import from_all
 from weft.net.endpoint import Endpoint, process_endpoint
-from weft.net.sockets import own_address
 from weft.net.wire import Frame, SealedConnection
 from weft.rl.local_rollouts import RolloutInterrupted
-from weft.rl.open_places import open_places
+from weft.rl.open_places import open_places, run_host
+from weft.rl.recorded_loader import shares_prompts
 from weft.rl.role_devices import device_environment
 from weft.rl.role_places import PlacedProcess
 from weft.rl.role_process import ROLES, SECRET
@@ -65,8 +66,9 @@ def reference_about(job: RlPhases) -> dict[str, Any]:
     recipe, role = job.recipe, job.roles.reference
     named = job.named_reference
     rows, passes = recipe.rows_per_pass(role.process_layout)
+    shape = named.shape if named else job.shape
     return {
-        "shape": (named.shape if named else job.shape).model_dump(mode="json"),
+        "shape": shape.model_dump(mode="json"),
         "model": role.model or recipe.model.origin or "",
         "train": recipe.train.model_dump(mode="json"),
         "layout": role.process_layout.model_dump(mode="json"),
@@ -77,6 +79,7 @@ def reference_about(job: RlPhases) -> dict[str, Any]:
         "passes": passes,
         "room": recipe.data.seq_len,
         "temperature": job.rl.temperature,
+        "share": shares_prompts(job, role.process_layout, shape),
     }
 
 
@@ -105,9 +108,10 @@ class ReferenceProcesses:
         self.leads = group is None or group.rank() == 0
         if self.leads:
             self._joined: Queue[SealedConnection] = Queue()
-            listens = job.roles.rollout.address
-            host = listens[0] if listens else own_address()
+            host = run_host(job.roles)
             self._endpoint = process_endpoint(host)
+            if self._endpoint.address[0] != host:  # which others have opened before
+                self._endpoint = Endpoint(host)
             secret = secrets.token_hex(32)
             self._about = reference_about(job)
             self._channel = self._endpoint.open(ROLES, secret, self._welcome)
@@ -264,7 +268,7 @@ class ReferenceProcesses:
             code = self._processes[rank].wait(END_S)
         except TimeoutExpired:
             return WeftError(f"{process_name(rank)} has closed its connection")
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        how = ending(self._processes[rank], code)
         return WeftError(
             f"{process_name(rank)} has ended with {how}; its own lines say why"
         )

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from weft.recipe import Recipe
 
 #: Settings that change none of the samples, or are younger than runs that may be resumed.
-_APART: Any = {"keep": True, "loss": {"vespo_positive", "vespo_negative"}}
+_APART: Any = {
+    "keep": True,
+    "share_prompts": True,
+    "loss": {"vespo_positive", "vespo_negative"},
+}
 
 
 def prepare_rl(recipe: Recipe) -> RlJob:

@@ -111,6 +111,7 @@ def _answer(
             about["passes"],
             about["room"],
             about["temperature"],
+            about["share"],
         )
         if leads:
             spent = time.perf_counter() - begun

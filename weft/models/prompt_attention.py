@@ -1,0 +1,107 @@
+"""Causal attention of answers that share a prompt which stands in their row once (:mod:`weft.data.shared_prompts`).
+
+Every segment attends to itself. The segments that follow a prompt also attend to all of its tokens, in one rectangle
+for all of them, and both results are merged by their log-sum-exps. The gradients of the prompt's keys and values are
+the sums over these answers, so that they are those of prompts that stand in the row once for each answer.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+import torch
+
+from weft.models.numbers import wide
+from weft.models.segments import QkvGradients, Segment
+
+T = torch.Tensor
+
+#: Functions of :mod:`weft.models.attention`, which calls this module: attention of segments, what merges two results,
+#: and gradients of segments.
+Forward = Callable[[T, T, T, list[Segment]], tuple[T, T]]
+Join = Callable[[T, T, T, T], None]
+Backward = Callable[[T, T, T, T, T, T, list[Segment]], QkvGradients]
+
+
+class PromptParts(NamedTuple):
+    """Calls that compute the attention of a row with shared prompts.
+
+    ``alike``: for each call, the causal segments that it computes: neighbours of equal length. ``seen``: the rectangles
+    of answers against their prompts.
+    """
+
+    alike: list[list[Segment]]
+    seen: list[Segment]
+
+
+def prompt_parts(edges: Sequence[int], parents: Sequence[int]) -> PromptParts:
+    """Return the parts of a row whose segments begin at ``edges``; the last entry is where the row ends.
+
+    ``parents``: for each segment the number of the segment that it sees beside itself, or -1.
+    """
+    own = [Segment(a, b, a, b, True) for a, b in pairwise(edges) if b > a]
+    alike = [[*each] for _, each in groupby(own, lambda s: s.q1 - s.q0)]
+    seen = list[Segment]()
+    for (a, b), parent in zip(pairwise(edges), parents, strict=False):
+        if parent < 0 or a == b:
+            continue
+        k0, k1 = edges[parent], edges[parent + 1]
+        if seen and seen[-1].q1 == a and seen[-1].k0 == k0:
+            seen[-1] = seen[-1]._replace(q1=b)
+        else:
+            seen.append(Segment(a, b, k0, k1, False))
+    return PromptParts(alike, seen)
+
+
+def _moved(segments: Sequence[Segment]) -> tuple[slice, list[Segment]]:
+    """Return the tokens of neighbouring causal segments, and the segments as indices among these tokens."""
+    first, end = segments[0].q0, segments[-1].q1
+    bounds = [(s.q0 - first, s.q1 - first) for s in segments]
+    return slice(first, end), [Segment(a, b, a, b, True) for a, b in bounds]
+
+
+def attend_after_prompts(
+    attend: Forward, join: Join, q: T, k: T, v: T, cu_seqlens: T
+) -> tuple[T, T]:
+    """Compute the attention of a row with shared prompts, by ``attend`` and ``join``.
+
+    ``q, k, v``: ``[tokens, heads or kv_heads, head_dim]``; ``cu_seqlens``: int32 ``[2, segments + 1]``
+    (:func:`weft.data.shared_prompts.share_prompts`). Returns ``out`` like ``q`` and the log-sum-exps ``[tokens,
+    heads]``.
+    """
+    out = torch.empty_like(q, dtype=wide(q.dtype))
+    lse = torch.empty(q.shape[:2], dtype=out.dtype, device=q.device)
+    alike, seen = prompt_parts(*cu_seqlens.tolist())
+    for segments in alike:
+        at, own = _moved(segments)
+        out[at], lse[at] = attend(q[at], k[at], v[at], own)
+    for s in seen:
+        rows, keys = slice(s.q0, s.q1), slice(s.k0, s.k1)
+        whole = [Segment(0, s.q1 - s.q0, 0, s.k1 - s.k0, False)]
+        join(out[rows], lse[rows], *attend(q[rows], k[keys], v[keys], whole))
+    return out.to(q.dtype), lse
+
+
+def backward_after_prompts(
+    differentiate: Backward, grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T
+) -> QkvGradients:
+    """Return the gradients of ``q``, ``k`` and ``v`` of :func:`attend_after_prompts`, by ``differentiate``.
+
+    ``grad``: the gradient of its ``out``. The other arguments are those of that call, and its results.
+    """
+    totals = QkvGradients(*(torch.zeros_like(x) for x in (q, k, v)))
+    alike, seen = prompt_parts(*cu_seqlens.tolist())
+    for segments in alike:
+        at, own = _moved(segments)
+        given = (x[at] for x in (grad, q, k, v, out, lse))
+        for total, part in zip(totals, differentiate(*given, own), strict=True):
+            total[at] = part
+    for s in seen:
+        rows, keys = slice(s.q0, s.q1), slice(s.k0, s.k1)
+        whole = [Segment(0, s.q1 - s.q0, 0, s.k1 - s.k0, False)]
+        parts = differentiate(
+            grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], whole
+        )
+        for total, part, at in zip(totals, parts, (rows, keys, keys), strict=True):
+            total[at] += part
+    return totals
