@@ -3,11 +3,13 @@
 Both sides write ``--answers`` answers of ``--tokens`` tokens in each step, in groups, compute a reward in Python, and
 take one GRPO step with AdamW. TRL generates by transformers. A side is a process of its own; counted are the steps
 after the first one, and the process's peak memory. Weights are random, so that answers almost never end early: then
-both write equally many tokens.
+both write equally many tokens. A third process measures the floor: how long the matrix products of a step take by
+themselves on this machine, each by the fastest of the library's kernels.
 
     python bench/rl.py --model FOLDER --trl VENV/bin/python [--rounds 2] [--json bench/results/rl.json]
 
-``FOLDER``: a model as Hugging Face has it, of which shape and tokenizer are taken.
+``FOLDER``: a model as Hugging Face has it, of which shape and tokenizer are taken. ``--preamble 200`` puts so many
+words before every question, which all answers to it share.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,11 @@ PROMPTS = [f"The {word} of the year was" for word in (
     "winter", "garden", "letter", "answer", "harbour", "student", "machine", "river", "teacher", "summer", "window",
     "journey", "picture", "village", "market", "castle",
 )]  # fmt: skip
+
+
+def prompts_after(preamble: int) -> list[str]:
+    """Return the prompts, each after so many words."""
+    return [" ".join(["word"] * preamble + [prompt]) for prompt in PROMPTS]
 
 
 def random_model(source: Path, folder: Path) -> None:
@@ -56,11 +64,12 @@ def weft_side(asked: dict[str, Any]) -> dict[str, Any]:
 
     folder = Path(asked["folder"])
     (folder / "reward.py").write_text(REWARD)
-    lines = [json.dumps({"prompt": prompt, "answer": ""}) for prompt in PROMPTS]
+    prompts = prompts_after(asked["preamble"])
+    lines = [json.dumps({"prompt": prompt, "answer": ""}) for prompt in prompts]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     recipe = build_recipe({
         "model": {"from": asked["model"]},
-        "data": {"seq_len": 128},
+        "data": {"seq_len": 128 + asked["preamble"]},
         "tasks": [{"reward": f"{folder}/reward.py:letters", "path": str(folder / "prompts.jsonl"), "name": "letters",
                    "limit": 1}],
         "rl": {"method": "grpo", "group": asked["group"], "tokens": asked["tokens"]},
@@ -107,7 +116,9 @@ def trl_side(asked: dict[str, Any]) -> dict[str, Any]:
         max_completion_length=asked["tokens"], report_to=[], save_strategy="no", logging_steps=1, bf16=False,
         gradient_checkpointing=False, lr_scheduler_type="constant", loss_type="grpo", disable_tqdm=True,
     )  # fmt: skip
-    data = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+    data = Dataset.from_list(
+        [{"prompt": prompt} for prompt in prompts_after(asked["preamble"])]
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(asked["model"])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     trainer = GRPOTrainer(
@@ -117,6 +128,91 @@ def trl_side(asked: dict[str, Any]) -> dict[str, Any]:
     trainer.train()
     seconds = [b - a for a, b in itertools.pairwise(at)]
     return {"seconds": statistics.median(seconds), "length": statistics.mean(lengths)}
+
+
+def least(call: Callable[[], object], times: int) -> float:
+    """Seconds of the fastest of some calls, after one that prepares memory and kernels."""
+    call()
+    seconds = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
+
+
+def product_seconds(out: int, inner: int, rows: int) -> dict[str, float]:
+    """Seconds of the three products of a weight ``[out, inner]`` in a step, by name: the fastest way to compute each.
+
+    ``rows``: tokens of the step.
+    """
+    import torch
+
+    from weft.models.fused import times
+    from weft.models.products import Packed
+
+    weight, x, grad = (
+        torch.randn(n, m) for n, m in ((out, inner), (rows, inner), (rows, out))
+    )
+    packed, turned = Packed(weight), Packed(weight.t())
+    ways: dict[str, list[Callable[[], object]]] = {
+        "forward": [lambda: x @ weight.t(), lambda: times(x, weight), lambda: packed(x)],
+        "of_inputs": [lambda: grad @ weight, lambda: times(grad, weight.t()), lambda: turned(grad)],
+        "of_weights": [lambda: grad.t() @ x, lambda: x.t() @ grad, lambda: times(grad.t(), x.t())],
+    }  # fmt: skip
+    return {name: min(least(call, 5) for call in calls) for name, calls in ways.items()}
+
+
+def floor_side(asked: dict[str, Any]) -> dict[str, Any]:
+    """Measure how long the products of a step take: forward and backward over all tokens, and those of writing."""
+    import torch
+    import transformers
+
+    from weft.memory.heap import keep_heap, use_huge_pages
+    from weft.models.products import Packed
+
+    torch.set_num_threads(asked["threads"])
+    keep_heap()
+    config = transformers.AutoConfig.from_pretrained(asked["model"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(asked["model"])
+    embed, ffn, layers = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_hidden_layers,
+    )
+    width = embed // config.num_attention_heads
+    heads = width * (config.num_attention_heads + 2 * config.num_key_value_heads)
+    weights = [(heads, embed), (embed, embed), (2 * ffn, embed), (embed, ffn)]
+    prompts = prompts_after(asked["preamble"])
+    prompt = statistics.mean(len(tokenizer(text).input_ids) for text in prompts)
+    written = asked["answers"] * asked["tokens"]
+    # a prompt once for its group, but for its last token, and nothing follows the last token of an answer
+    rows = round(asked["answers"] / asked["group"] * (prompt - 1)) + written
+    sizes = [(layers, *size, rows) for size in weights]
+    sizes.append((1, config.vocab_size, embed, written))
+    seconds = dict.fromkeys(("forward", "of_inputs", "of_weights", "writing"), 0.0)
+    flops = 0.0
+    for count, out, inner, tokens in sizes:
+        flops += 3 * 2.0 * count * out * inner * tokens
+        for name, value in product_seconds(out, inner, tokens).items():
+            seconds[name] += count * value
+    every = [
+        Packed(torch.randn(out, inner))
+        for count, out, inner, _ in sizes
+        for _ in range(count)
+    ]
+    inputs = [inner for count, _, inner, _ in sizes for _ in range(count)]
+    with torch.inference_mode():
+        use_huge_pages()
+        # one token of every answer; all weights together are larger than the caches
+        x = {inner: torch.randn(asked["answers"], inner) for inner in {*inputs}}
+        step = least(lambda: [product(x[inner]) for product, inner in zip(every, inputs, strict=True)], 5)  # fmt: skip
+    seconds["writing"] = step * asked["tokens"]
+    learning = sum(seconds.values()) - seconds["writing"]
+    return {
+        "seconds": learning + seconds["writing"], "products": seconds, "learning_gflops": flops / learning / 1e9,
+        "tokens": rows,
+    }  # fmt: skip
 
 
 def side(name: str, python: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +240,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--preamble", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -151,7 +248,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.side:
         asked = json.loads(args.asked)
-        result = {"weft": weft_side, "trl": trl_side}[args.side](asked)
+        sides = {"weft": weft_side, "trl": trl_side, "floor": floor_side}
+        result = sides[args.side](asked)
         own = resource.getrusage(resource.RUSAGE_SELF)
         result |= {
             "gib": own.ru_maxrss / 2**20,
@@ -163,36 +261,42 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         random_model(args.model, Path(folder))
-        names = ("answers", "group", "tokens", "steps", "threads")
+        names = ("answers", "group", "tokens", "steps", "threads", "preamble")
         asked = {name: getattr(args, name) for name in names} | {"model": folder}
         runs: dict[str, list[dict[str, Any]]] = {"weft": [], "trl": []}
         for number in range(args.rounds):
             for name, python in (("weft", sys.executable), ("trl", args.trl)):
                 runs[name].append(side(name, python, asked))
                 print(number, name, runs[name][-1], flush=True)
+        floor = side("floor", sys.executable, asked)
     figures: dict[str, Any] = {}
     for name, results in runs.items():
         seconds = statistics.median(r["seconds"] for r in results)
         figures[name] = {
             "answers_per_s": args.answers / seconds, "seconds": seconds, "gib": max(r["gib"] for r in results),
             "processor": statistics.median(r["processor"] for r in results),
-            "length": statistics.mean(r["length"] for r in results),
+            "length": statistics.mean(r["length"] for r in results), "over_floor": seconds / floor["seconds"],
         }  # fmt: skip
     ratio = figures["weft"]["answers_per_s"] / figures["trl"]["answers_per_s"]
     memory = figures["weft"]["gib"] / figures["trl"]["gib"]
     for name, each in figures.items():
         print(
-            f"{name:5} {each['answers_per_s']:.3f} answers/s, {each['gib']:.2f} GiB, {each['length']:.1f} tokens"
+            f"{name:5} {each['answers_per_s']:.3f} answers/s, {each['gib']:.2f} GiB, {each['length']:.1f} tokens, "
+            f"{each['over_floor']:.2f} times the floor"
         )
+    parts = ", ".join(
+        f"{part} {value:.2f}" for part, value in floor["products"].items()
+    )
+    print(
+        f"floor {floor['seconds']:.2f} s of products ({parts}), {floor['learning_gflops']:.0f} GFLOP/s in learning"
+    )
     print(f"ratio {ratio:.2f} in answers/s, {memory:.2f} in memory")
     if args.json:
-        settings = {
-            name: getattr(args, name)
-            for name in ("answers", "group", "tokens", "steps", "threads", "rounds")
-        }
+        settings = {name: getattr(args, name) for name in (*names, "rounds")}
         results = {
             "settings": settings,
             **figures,
+            "floor": floor,
             "ratio": ratio,
             "memory": memory,
             "runs": runs,

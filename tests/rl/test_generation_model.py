@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from weft.layout.mesh import Mesh, from_all
 from weft.parallel.build import parallelize
 from weft.parallel.state import State
 from weft.recipe import Memory, ModelShape, Train
+from weft.rl import generation_model
 from weft.rl.generation_model import GenerationModel, changes
 
 SHAPE: dict[str, Any] = {
@@ -297,3 +299,16 @@ def test_what_cannot_generate_is_refused(
     with pytest.raises(UsageError) as refused:
         generation(SHAPE, mesh, state, layout, **options)
     assert said in str(refused.value)
+
+
+def test_large_copies_of_weights_move_to_huge_pages_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved = list[int]()
+    monkeypatch.setattr(generation_model, "use_huge_pages", lambda: moved.append(1))
+    copies: Any = SimpleNamespace(model=torch.nn.Linear(2, 2))
+    for least, times in ((generation_model.LARGE, 0), (1, 1)):
+        monkeypatch.setattr(generation_model, "LARGE", least)
+        for copies.renewed in range(4):
+            generation_model.use_huge_copies(copies)
+        assert len(moved) == times

@@ -14,10 +14,21 @@ import torch
 
 from tests.rl.test_rl_loader import TREE, parameters, recipe, records
 from weft.api import start as train
+from weft.cluster.engine_processes import ending
 from weft.errors import UsageError, WeftError
+from weft.net.sockets import own_address
 from weft.recipe import Recipe
+from weft.recipe.roles_section import Roles
 from weft.rl import ray_places
-from weft.rl.ray_places import LOST, ProcessHost, RayPlace, close_ray, open_ray_places
+from weft.rl.open_places import run_host
+from weft.rl.ray_places import (
+    LOST,
+    ProcessHost,
+    RayPlace,
+    RayProcess,
+    close_ray,
+    open_ray_places,
+)
 from weft.train.setup import prepare
 
 WITH_RAY = "weft[ray] is not installed: pip install 'weft[ray]'"
@@ -142,6 +153,40 @@ def test_hosts_that_cannot_reach_the_run_are_named(
     monkeypatch.setattr(ray_places, "_joined_ray", Cluster)
     with pytest.raises(UsageError, match="Ray has 2 hosts, and this run listens at 12"):
         open_ray_places("127.0.0.1", 1, "cpu", 1, 1.0)
+
+
+def test_a_run_listens_where_the_cluster_reaches_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    monkeypatch.setattr(ray_places, "_joined_ray", lambda: SimpleNamespace(util=util))
+    placed = Roles(placement="ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert run_host(placed) == own_address()
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert run_host(placed) == "10.0.0.1"
+    assert run_host(Roles()) == own_address()
+    named = Roles.model_validate(
+        {"placement": "ray", "rollout": {"listen": "10.0.0.9:7000"}}
+    )
+    assert run_host(named) == "10.0.0.9"
+
+
+def test_a_lost_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RayError(Exception):
+        pass
+
+    def get(asked: object, timeout: float) -> None:
+        raise RayError
+
+    faked = SimpleNamespace(get=get, exceptions=SimpleNamespace(RayError=RayError))
+    monkeypatch.setitem(sys.modules, "ray", faked)
+    ask = SimpleNamespace(remote=lambda: None)
+    process = RayProcess(SimpleNamespace(poll=ask, kill=ask), 7, "10.0.0.2")
+    assert process.poll() == LOST
+    assert ending(process, LOST) == "the loss of its Ray actor on the host 10.0.0.2"
+    assert ending(SimpleNamespace(), LOST) == "signal 9"
+    assert ending(SimpleNamespace(), 3) == "exit code 3"
 
 
 class FullCluster:

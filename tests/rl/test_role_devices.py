@@ -11,7 +11,14 @@ import torch
 
 from weft.errors import UsageError
 from weft.rl import rollout_processes
-from weft.rl.role_devices import check_device, device_environment
+from weft.rl.role_devices import (
+    EngineGpus,
+    HostGpu,
+    check_device,
+    device_environment,
+    gpu_of_rank,
+    gpus_for_engines,
+)
 from weft.rl.role_places import LocalPlace, weft_variables
 
 
@@ -48,12 +55,17 @@ def test_every_process_has_a_gpu_of_its_own() -> None:
         ("cuda", True, []),
         ("cuda:1", False, []),
         ("cpu", False, []),
+        ("", False, ["5"]),
+        ("", True, []),
     ],
 )
 def test_engines_get_the_gpus_in_turn(
     monkeypatch: pytest.MonkeyPatch, device: str, placed: bool, gpus: list[str]
 ) -> None:
+    """Left out, those that no rank of this host trains on; a GPU of another host counts for nothing here."""
     given: dict[str, Any] = {}
+    lines = list[str]()
+    used = [gpu_of_rank(torch.device("cuda", 0)), HostGpu("elsewhere", "5"), None]
     monkeypatch.setattr(
         rollout_processes,
         "EngineProcesses",
@@ -62,9 +74,24 @@ def test_engines_get_the_gpus_in_turn(
     endpoint: Any = SimpleNamespace(address=("127.0.0.1", 1))
     places = [LocalPlace()] * 2 if placed else []
     rollout_processes.start_rollout_engines(
-        2, endpoint, "", print, device=device, places=places
+        2, endpoint, "", lines.append, device=device, places=places, used=used
     )
     assert [*given["gpus"]] == gpus
+    said = "engine-0 on GPU 5, engine-1 on GPU 5, which the policy does not use"
+    assert lines == [f"rollouts: {said}"] * (gpus == ["5"])
+
+
+def test_where_the_policy_uses_all_gpus_engines_share_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = [gpu_of_rank(torch.device("cuda", index)) for index in range(2)]
+    shared = gpus_for_engines("", 3, used)
+    assert shared.names == ["GPU-a", "5"]
+    assert shared.line.endswith("engine-2 on GPU GPU-a, as the policy uses all GPUs")
+    # a policy on the CPU leaves all
+    assert gpus_for_engines("", 1, [gpu_of_rank(torch.device("cpu"))]).names == shared.names  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert gpus_for_engines("", 3, []) == EngineGpus([])
 
 
 def test_other_hosts_get_no_names_of_this_hosts_gpus() -> None:

@@ -94,7 +94,7 @@ class EngineProcesses:
             for name, process in self._running.items():
                 if (code := process.poll()) is not None:
                     raise WeftError(
-                        f"{name} has ended with exit code {code} before it joined; its own lines say why"
+                        f"{name} has ended with {ending(process, code)} before it joined; its own lines say why"
                     )
             if time.monotonic() >= deadline:
                 raise WeftError(
@@ -117,7 +117,7 @@ class EngineProcesses:
                 if not code:  # with 0 it was asked to end
                     continue
                 if not failures.get(name):
-                    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                    how = ending(process, code)
                     self.say(f"{name} has ended with {how}; it is started again")
                 if self._ended.wait(AGAIN_S):
                     return
@@ -155,6 +155,16 @@ class EngineProcesses:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
+
+
+def ending(process: Any, code: int) -> str:
+    """Return how a process has ended, for a line that says so. ``code``: its exit code.
+
+    ``process``: a process, here or on another host; one that was lost with its host says so in its attribute ``lost``.
+    """
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    lost: str = getattr(process, "lost", "")
+    return lost or how
 
 
 def gpus_of_engines(engines: int, ranks: int, gpus: Sequence[str]) -> list[str]:

@@ -22,11 +22,11 @@ class PackedCopies:
 
     There are none until :meth:`renew`. They take as much memory as the weights that they copy. Weights for which the
     CPU has no such kernel are used where they lie: on other devices, in float64, in few bits, and with adapters on
-    several ranks.
+    several ranks. ``renewed`` (attribute): how often they were made.
     """
 
     def __init__(self, model: Transformer) -> None:
-        self.model = model
+        self.model, self.renewed = model, 0
 
     def renew(self) -> None:
         """Copy the weights as they are now, with adapters merged into them, and use the copies from now on."""
@@ -41,6 +41,7 @@ class PackedCopies:
         if alone and rows is None and (head := _packed(model.output.detach())):
             model.logits = partial(multiplied, product=head)
         make_lean(model)
+        self.renewed += 1
 
     def __enter__(self) -> None:
         """Use copies within the context."""

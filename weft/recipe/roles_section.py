@@ -56,7 +56,8 @@ class RolloutRole(Section):
         pattern=DEVICES,
         description=(
             "Device on which processes that only write answers compute: 'cpu', 'cuda' (the GPUs in turn), or 'cuda:N' "
-            "(the GPU with number N). Empty: a GPU if there is one."
+            "(the GPU with number N). Empty: the GPUs in turn that no rank of training uses, if there are such; else "
+            "all GPUs in turn, or the CPU without any."
         ),
     )
     threads: NonNegativeInt = Field(

@@ -13,6 +13,7 @@ from weft.generate.leader import check_layout, of_parameters
 from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.parts import NAMES
+from weft.memory.heap import use_huge_pages
 from weft.models.packed_copies import PackedCopies
 from weft.models.products import NARROW
 from weft.parallel.build import parallelize
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from weft.models.transformer import Transformer
 
 T = torch.Tensor
+
+#: Bytes of weights from which on huge pages are worth the time of moving to them.
+LARGE = 64 << 20
 
 #: Forms of the weights with which a policy can generate.
 WEIGHTS = ("float", NARROW)
@@ -154,6 +158,16 @@ class GenerationModel:
             known, [of_rank for _, of_rank, _ in everyones], wanted, rank
         )
         return WeightMover(plan, known, group, self.training.device, self.bucket)
+
+
+def use_huge_copies(copies: PackedCopies) -> None:
+    """Move ``copies``, which are in use, and all other large memory of this process to huge pages, the second time that
+    copies were made. What the process keeps for good is there by then, and later copies get the memory of earlier ones.
+    For small models it does not pay.
+    """
+    size = sum(p.nbytes for p in copies.model.parameters())
+    if copies.renewed == 2 and size >= LARGE:
+        use_huge_pages()
 
 
 class ModelToFill(NamedTuple):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from weft.generate.engine import Engine
 from weft.generate.leader import follow_leader
 from weft.models.invariant import is_invariant
+from weft.rl.generation_model import use_huge_copies
 
 if TYPE_CHECKING:
     from weft.generate.leader import Follower
@@ -93,10 +94,12 @@ class GenerationTurns:
         copies = nullcontext() if is_invariant() else self.generation.copies
         if isinstance(self.engine, FollowingEngine):
             with copies:
+                use_huge_copies(self.generation.copies)
                 self.engine.follow()
             yield
             return
         with copies:
+            use_huge_copies(self.generation.copies)
             try:
                 yield
             finally:

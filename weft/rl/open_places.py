@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weft.net.sockets import own_address
 from weft.rl.role_places import LocalPlace, RolePlace
 
 if TYPE_CHECKING:
     from weft.recipe.roles_section import Roles
+
+
+def run_host(roles: Roles) -> str:
+    """Return the address of this host at which the processes of ``roles`` reach the run: that of
+    ``roles.rollout.listen``, or where Ray places them, that of this host in its cluster.
+    """
+    if roles.rollout.address:
+        return roles.rollout.address[0]
+    if roles.placement == "local":
+        return own_address()
+    from weft.rl.ray_places import ray_host
+
+    return ray_host()
 
 
 def open_places(

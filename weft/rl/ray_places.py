@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.errors import UsageError, WeftError
+from weft.net.sockets import own_address
 from weft.rl.role_places import Meeting, PlacedProcess, entry_words, weft_variables
 
 #: Seconds that an actor may take to answer, seconds between two looks whether there is a place, and bytes of Ray's own
@@ -67,11 +68,12 @@ class ProcessHost:
 
 class RayProcess:
     """A process that runs under an actor. ``actor``: handle of a :class:`ProcessHost`; ``pid``: number of the process
-    on its host.
+    on its host; ``host``: address of that host. ``lost`` (attribute): how the process was lost with its host, for a
+    line that says so; "" if it was not.
     """
 
-    def __init__(self, actor: Any, pid: int) -> None:
-        self._actor, self.pid = actor, pid
+    def __init__(self, actor: Any, pid: int, host: str) -> None:
+        self._actor, self.pid, self.host, self.lost = actor, pid, host, ""
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -98,6 +100,7 @@ class RayProcess:
             code: int | None = ray.get(method.remote(), timeout=ANSWER_S)
             return code
         except ray.exceptions.RayError:  # its host or its actor is lost
+            self.lost = f"the loss of its Ray actor on the host {self.host}"
             return LOST
 
 
@@ -163,7 +166,7 @@ class RayPlace:
         except ray.exceptions.RayError as error:
             ray.kill(self._actor)  # else it may start the process later, for nobody
             raise self._refused(error) from None
-        return RayProcess(self._actor, pid)
+        return RayProcess(self._actor, pid, self._meeting.host)
 
     def _started(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
         import ray
@@ -190,8 +193,8 @@ def open_ray_places(
     alive = [node for node in ray.nodes() if node["Alive"]]
     if len(alive) > 1 and host in ("127.0.0.1", "::1", "localhost"):
         raise UsageError(
-            f"Ray has {len(alive)} hosts, and this run listens at {host}, which only its own host reaches; set "
-            "roles.rollout.listen = HOST:PORT with an address that all reach"
+            f"Ray has {len(alive)} hosts, and this run listens at {host}, which only its own host reaches; start Ray "
+            "with --node-ip-address, or set roles.rollout.listen = HOST:PORT, with an address that all reach"
         )
     options: dict[str, Any] = {
         "num_cpus": threads,
@@ -199,6 +202,17 @@ def open_ray_places(
         "scheduling_strategy": "SPREAD",
     }
     return [RayPlace(options, wait) for _ in range(count)]
+
+
+def ray_host() -> str:
+    """Return the address of this host in the cluster of ``RAY_ADDRESS``, or where other processes of this host reach
+    it, if Ray is started on it alone.
+    """
+    ray = _joined_ray()
+    if os.environ.get("RAY_ADDRESS", "local") == "local":
+        return own_address()
+    host: str = ray.util.get_node_ip_address()
+    return host
 
 
 def _joined_ray() -> Any:

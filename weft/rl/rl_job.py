@@ -10,11 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weft.generate.sampling import Sampling
+from weft.layout.mesh import from_all
 from weft.models.invariant import invariant
 from weft.rl.generation_model import GenerationModel
 from weft.rl.generation_turns import open_turns
 from weft.rl.local_rollouts import LocalRollouts
-from weft.rl.open_places import close_places, open_places
+from weft.rl.open_places import close_places, open_places, run_host
 from weft.rl.phase_curricula import PhaseCurricula
 from weft.rl.recorded_loader import RecordedLoader
 from weft.rl.reward_workers import reward_workers
@@ -24,6 +25,7 @@ from weft.rl.rl_phases import RlPhases
 if TYPE_CHECKING:
     from weft.data.order import Order
     from weft.layout.mesh import Mesh
+    from weft.net.endpoint import Address
     from weft.parallel.build import Built
     from weft.recipe import Task
     from weft.recipe.roles_section import RolloutRole
@@ -99,7 +101,7 @@ class RlJob(RlPhases):
                 role.threads,
                 recipe.train.timeout,
                 interrupted,
-                role.address,
+                self._address(mesh),
                 # Ray gives GPUs to processes
                 "" if by_ray and role.device != "cpu" else role.device,
                 partial(self._rollout_places, role),
@@ -132,6 +134,17 @@ class RlJob(RlPhases):
             lambda: built.state.updates, PhaseCurricula.of_job(self, kept), lines,
             reference,
         )  # fmt: skip
+
+    def _address(self, mesh: Mesh) -> Address | None:
+        """Return where engines in other processes reach the first rank, with port 0 for any port; None: only those of
+        its host do. Collective.
+        """
+        role, group = self.roles.rollout, mesh.step_group
+        if role.address or self.roles.placement == "local":
+            return role.address
+        leads = group is None or group.rank() == 0
+        (host, *_) = from_all(run_host(self.roles) if leads else "", group)
+        return host, 0
 
     def _rollout_places(self, role: RolloutRole, host: str) -> list[RolePlace]:
         """Return the places of processes that write answers, from which the run is reached at ``host``; none: here."""

@@ -20,7 +20,7 @@ from weft.layout.mesh import Mesh
 from weft.models.packed_copies import PackedCopies
 from weft.net.endpoint import Address, Endpoint
 from weft.recipe import ModelShape, Train
-from weft.rl.generation_model import model_to_fill, targets_of
+from weft.rl.generation_model import model_to_fill, targets_of, use_huge_copies
 from weft.rl.weight_channel import AGAIN_S, VersionFrames, WeightReceiver
 from weft.rl.weight_frames import WeightIntake
 from weft.version import VERSION
@@ -164,6 +164,7 @@ class RolloutEngine:
         complete = [self._intake.take(rank, frame) for rank, frame in version.frames]
         if self._copies:
             self._copies.renew()
+            use_huge_copies(self._copies)
         if not complete[-1]:
             raise WeftError(f"version {version.number} of the weights lacks a part")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from weft.cluster.engine_processes import EngineProcesses, visible_gpus
+from weft.cluster.engine_processes import EngineProcesses
 from weft.cluster.engine_router import EngineRouter
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh, from_all
@@ -17,7 +17,13 @@ from weft.net.sockets import own_address
 from weft.parallel.state import State
 from weft.recipe import ModelShape
 from weft.rl.remote_rollouts import FollowingRollouts, RemoteRollouts, RemoteSettings
-from weft.rl.role_devices import device_environment
+from weft.rl.role_devices import (
+    EngineGpus,
+    HostGpu,
+    device_environment,
+    gpu_of_rank,
+    gpus_for_engines,
+)
 from weft.rl.role_places import RolePlace
 from weft.rl.rollout import RolloutSource
 from weft.rl.rollout_engine import SECRET
@@ -57,12 +63,14 @@ def start_rollout_engines(
     threads: int = 0,
     device: str = "",
     places: Sequence[RolePlace] = (),
+    used: Collection[HostGpu | None] = (),
 ) -> EngineProcesses:
     """Start ``count`` engines on this host that write rollouts for the run whose endpoint is ``endpoint``.
 
     ``secret``: secret of the channel. ``say``: prints a line. ``threads``: threads of each engine; 0: an equal share of
     the cores. ``device``: device on which they compute, as roles.rollout.device names it. ``places``: a place for each;
-    none: on this host. The caller waits for the engines by :meth:`EngineProcesses.await_joined`.
+    none: on this host. ``used``: GPUs of the ranks that train. The caller waits for the engines by
+    :meth:`EngineProcesses.await_joined`.
     """
     host, port = endpoint.address
     words = {"": ["--checkpoint=policy:"]}
@@ -73,13 +81,17 @@ def start_rollout_engines(
         # the command begins with this host's Python, and another host has its own
         return places[int(name.rpartition("-")[2])].start(command[1:], variables)
 
+    # where Ray places them, it gives them GPUs
+    gpus = EngineGpus([]) if places else gpus_for_engines(device, count, used)
+    if gpus.line:
+        say(gpus.line)
     return EngineProcesses(
         roles,
         f"{host}:{port}",
         words,
         0.4,
         say,
-        gpus=visible_gpus() if device == "cuda" and not places else (),
+        gpus=gpus.names,
         environment=environment,
         start=start if places else None,
     )
@@ -109,8 +121,9 @@ def open_remote_rollouts(
         ``threads``: number of threads of each of these engines; 0: an equal share of the cores.
         ``wait``: seconds for which the first :meth:`RolloutSource.take_weights` waits until engines have joined.
         ``interrupted``: returns whether this rank is asked to end the run.
-        ``listen``: address of the first rank at which other engines join with ``weft engine --checkpoint policy:``; the
-            run must then have ``WEFT_SECRET``. None: only engines of this host can join.
+        ``listen``: address of the first rank, with port 0 for any port, at which engines of other hosts reach it: those
+            that the run starts there, and with ``WEFT_SECRET`` those that join with ``weft engine --checkpoint
+            policy:``. None: only engines of this host can join.
         ``device``: device on which the engines that the run starts compute, as roles.rollout.device names it.
         ``open_places``: returns places for these engines, given the host at which they reach the run; none: on the
             first rank's host.
@@ -118,7 +131,8 @@ def open_remote_rollouts(
     group = mesh.step_group
     rank = 0 if group is None else group.rank()
     endpoint = rollout_endpoint(rank, listen)
-    secret = from_all(rollout_secret(), group)[0]
+    everyone = from_all((rollout_secret(), gpu_of_rank(mesh.device)), group)
+    secret, _ = everyone[0]
     sender = WeightSender(
         mesh, state, endpoint, secret, settings.weights, settings.delta
     )
@@ -132,8 +146,8 @@ def open_remote_rollouts(
     if engines:
         places = open_places(host)
         processes = start_rollout_engines(
-            engines, endpoint, secret, say, threads, device, places
-        )
+            engines, endpoint, secret, say, threads, device, places, [gpu for _, gpu in everyone],
+        )  # fmt: skip
 
     def started(router: EngineRouter) -> None:
         if processes is not None:
@@ -154,9 +168,9 @@ def open_remote_rollouts(
 def rollout_endpoint(rank: int, listen: Address | None) -> Endpoint:
     """Return the endpoint at which engines reach the training rank ``rank``.
 
-    ``listen``: address that the recipe gives for the first rank. Other ranks listen on the same host if they run there,
-    and otherwise where the ranks of the run reach them. Raises :class:`UsageError` if the first rank cannot listen
-    there.
+    ``listen``: address for the first rank, with port 0 for any port; None: one that its host alone reaches. Other ranks
+    listen on the same host if they run there, and otherwise where the ranks of the run reach them. Raises
+    :class:`UsageError` if the first rank cannot listen there.
     """
     if listen is None:
         return process_endpoint(own_address())
