@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from weft.generate.engine import Engine
-from weft.generate.reader import PagedReader, TextSlice
+from weft.generate.packed_row import TextSlice
+from weft.generate.reader import PagedReader
 from weft.generate.sampling import Sampling
 from weft.models.transformer import Transformer
 

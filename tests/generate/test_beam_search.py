@@ -147,7 +147,7 @@ def test_pruning_ends_hopeless_beams() -> None:
     passes = []
     for prune in (math.inf, 3.0):
         engine, read = Engine(model, size=4), []
-        model.register_forward_pre_hook(
+        model.embedding.register_forward_pre_hook(
             lambda _, inputs, read=read: read.append(inputs[0].shape[1])
         )
         found = Search(engine, PROMPTS[3], 12, 4, {21, 3, 17}, prune=prune).run()

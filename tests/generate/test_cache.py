@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from weft.generate.engine import Engine
-from weft.generate.reader import PagedReader, TextSlice
+from weft.generate.packed_row import TextSlice
+from weft.generate.reader import PagedReader
 from weft.layout.mesh import Mesh
 from weft.models.attention import attention
 from weft.models.paged import (

@@ -162,7 +162,7 @@ def test_spaces_that_a_tokenizer_drops_in_front_stay_within() -> None:
 
 def test_time_per_token_does_not_need_the_past_again() -> None:
     model, seen = build(), []
-    model.register_forward_pre_hook(
+    model.embedding.register_forward_pre_hook(
         lambda _, inputs: seen.append(tuple(inputs[0].shape))
     )
     list(generate(model, PROMPT, 4, (), GREEDY))

@@ -275,7 +275,9 @@ def test_paths_are_what_a_packed_mask_makes_of_them(
 
 def test_steps_are_the_depth_of_the_tree_and_nothing_is_computed_twice() -> None:
     model, read = build("softmax"), list[int]()
-    model.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
+    model.embedding.register_forward_pre_hook(
+        lambda _, inputs: read.append(inputs[0].shape[1])
+    )
     with pytest.MonkeyPatch.context() as patch:
         whole, script = scripted(Engine(model), patch)
     pieces = all_pieces(script.logits)

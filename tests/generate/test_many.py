@@ -180,7 +180,9 @@ def test_several_answers_go_on_from_one_reading_of_the_prompt(
     how = Sampling(seed=7)
     expected = [alone(model, prompt, Sampling(seed=7 + i), top=0) for i in range(4)]
     engine, read = Engine(model, **{"size": 4} | settings), []
-    model.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
+    model.embedding.register_forward_pre_hook(
+        lambda _, inputs: read.append(inputs[0].shape[1])
+    )
     found = engine.submit(prompt, NEW, how, n=4, top=0)
     engine.run()
     assert [one.written for one in found] == [one.written for one in expected]

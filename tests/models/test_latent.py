@@ -10,7 +10,8 @@ import torch
 
 from tests.cases import Case, recipe, write_corpus
 from tests.parallel.test_experts import check, name
-from weft.generate.reader import PagedReader, TextSlice
+from weft.generate.packed_row import TextSlice
+from weft.generate.reader import PagedReader
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.latent import LatentAttention

@@ -6,8 +6,7 @@ logits while the later layers compute the true ones (Mirror Speculative Decoding
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from weft.errors import UsageError
@@ -43,26 +42,6 @@ class EarlyExit(NamedTuple):
 
     layer: int
     take: Callable[[T], None]
-
-
-@contextmanager
-def exiting(model: Transformer, early: EarlyExit | None, wanted: T) -> Iterator[None]:
-    """Return a context in which each forward pass of ``model`` makes the early exit ``early``: it computes logits after
-    the layer ``early.layer`` and calls ``early.take`` with them. If ``early`` is None, the context does nothing.
-    ``wanted``: indices of the pass's tokens whose logits are computed.
-    """
-    if early is None:
-        yield
-        return
-
-    def show(_block: object, _inputs: object, hidden: T) -> None:
-        early.take(model.scores(model.norm(model.settled(hidden)), wanted)[0])
-
-    handle = model.blocks[str(early.layer - 1)].register_forward_hook(show)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def raise_for_ranks(layer: int) -> NoReturn:

@@ -360,7 +360,7 @@ class Engine:
 
     def add_model(self, name: str, model: Transformer, digest: bytes = b"") -> None:
         """Let later requests name ``model`` in place of an adapter. Modules that the engine's own model has too are
-        computed once for the requests of both (:mod:`weft.generate.chains`).
+        computed once for the requests of both (:mod:`weft.generate.span_groups`).
 
         ``digest``: hash of all weights of ``model``, by which cache blocks of its texts are kept outside the engine's
         cache; b"": they are not kept.

@@ -34,8 +34,9 @@ from weft.generate.block_contents import (
 )
 from weft.generate.cache_policy import NONE, cache_policy_of
 from weft.generate.early_exit import EarlyExit
+from weft.generate.packed_row import PackedRow, pack, parts_of
 from weft.generate.part_readings import PartReadings, can_be_cut
-from weft.generate.reader import PackedRow, pack, parts_of, pooled, select_blocks
+from weft.generate.reader import pooled, select_blocks
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.tickets import TicketReader, TicketWriter, open_tickets
 from weft.layout.axis_groups import numbers_within

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.generate.reader import PackedRow
+from weft.generate.packed_row import PackedRow
 from weft.models.paged import Pages, Reading
 from weft.models.spans import Span
 from weft.models.token_parts import TokenPart

@@ -21,7 +21,8 @@ import torch
 from weft.errors import WeftError
 from weft.generate.core_share import CoreShare, Pacer, apply_share
 from weft.generate.engine import Engine
-from weft.generate.reader import PackedRow, PagedReader
+from weft.generate.packed_row import PackedRow
+from weft.generate.reader import PagedReader
 from weft.generate.shared_arena import SharedArena, aligned_bytes
 from weft.generate.shared_model import SharedModel, attach_model
 from weft.net.child_pipe import (

@@ -1,20 +1,18 @@
 """Forward passes over pieces of many texts at once; earlier tokens are kept in pages per layer.
 
-During a pass, each layer's attention is replaced by that layer's pages (:mod:`weft.models.paged`). Their blocks are
-listed in the scheduler's tables (:mod:`weft.generate.block_pool`).
+A pass is the same for texts of one model and of several (:mod:`weft.generate.span_groups`): layers run in stretches,
+between which tokens are grouped anew or an early exit is made. During a stretch, the attention of its layers is
+replaced by the layers' pages (:mod:`weft.models.paged`). Their blocks are listed in the scheduler's tables
+(:mod:`weft.generate.block_pool`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any, NamedTuple
 
 import torch
 
 from weft.generate.block_contents import LayerPart, layer_parts, read_pages, write_pages
 from weft.generate.cache_policy import CachePolicy, check_policy
-from weft.generate.chains import ChainPass
 from weft.generate.decode_step import (
     DecodeSteps,
     GraphRecorder,
@@ -22,175 +20,22 @@ from weft.generate.decode_step import (
     decode_obstacle,
     decode_requests,
 )
-from weft.generate.early_exit import EarlyExit, exiting
+from weft.generate.early_exit import EarlyExit
 from weft.generate.layer_stream import LayerStream, streaming
-from weft.generate.request import Request
+from weft.generate.packed_row import PackedRow, TextSlice, pack, parts_of
 from weft.generate.scheduler import ScheduledStep
-from weft.models.adapter_shelf import AdapterShelf, LentAdapter
+from weft.generate.span_groups import RowGroups, SpanGroup, joined_rows
+from weft.models.adapter_shelf import AdapterShelf
 from weft.models.backend_choice import choose_backend
 from weft.models.borrowed_keys import LentBlocks
 from weft.models.invariant import TILE, invariant
 from weft.models.lean_block import make_lean
-from weft.models.paged import (
-    KeyValuePages,
-    Pages,
-    Reading,
-    attending,
-    check_serves,
-    layer_pages,
-    slots,
-)
+from weft.models.paged import KeyValuePages, Pages, attending, check_serves, layer_pages
 from weft.models.queued_copy import queued_copy
 from weft.models.row_adapters import HostAdapter
-from weft.models.spans import PrefixTile, Span
 from weft.models.transformer import Transformer
 
 T = torch.Tensor
-
-
-class TextSlice(NamedTuple):
-    """Tokens of one text that a forward pass computes.
-
-    Attributes:
-        ``ids``: the token ids.
-        ``past``: number of the text's tokens before ``ids``.
-        ``table``: numbers of the cache blocks of the text.
-        ``rows``: number of last tokens whose logits are returned.
-        ``offset``: position of the text's first token.
-        ``context``: cached tokens of other texts, to which the text attends as if they stood before it.
-        ``adapter``: the adapter with which the tokens are computed, or None.
-        ``prompt``: number of tokens of the text's prompt.
-    """
-
-    ids: Sequence[int]
-    past: int
-    table: Sequence[int]
-    rows: int = 1
-    offset: int = 0
-    context: Sequence[PrefixTile] = ()
-    adapter: LentAdapter | None = None
-    prompt: int = 0
-
-
-def parts_of(step: ScheduledStep, again: bool = False) -> list[TextSlice]:
-    """Return a list of the text slices that a step computes. For each request these are its next tokens together with
-    its first draft, then one slice for each further draft. ``again``: compute texts from their first tokens on, as a
-    model without a cache does.
-    """
-    parts = []
-    for request, tokens in step.work.items():
-        past = 0 if again else request.computed
-        own = [b.path for b in request.branches if b.table is request.table]
-        beside = (
-            LentAdapter(request.adapter, tuple(request.shelf))
-            if request.adapter
-            else None
-        )
-        ids = [
-            *request.ids[past : request.computed + tokens],
-            *(i for path in own for i in path),
-        ]
-        drawn = tokens == request.wanted
-        rows = drawn * (1 + sum(map(len, own))) + request.prompt_rows(tokens)
-        parts.append(
-            TextSlice(
-                ids,
-                past,
-                request.table,
-                rows,
-                request.offset,
-                tiles_of(request, step),
-                beside,
-                request.prompt,
-            )
-        )
-        for path, table in request.branches[len(own) :]:
-            parts.append(
-                TextSlice(
-                    [*request.ids[past:], *path],
-                    past,
-                    table,
-                    len(path),
-                    adapter=beside,
-                    prompt=request.prompt,
-                )
-            )
-    return parts
-
-
-def tiles_of(request: Request, step: ScheduledStep) -> list[PrefixTile]:
-    """Return the cached tokens of other requests to which ``request`` attends in a step. They include tokens that the
-    same step computes.
-    """
-    counts = [
-        other.computed + step.work.get(other, 0) if n is None else n
-        for other, n in request.context
-    ]
-    ends = (
-        [sum(counts) - n for n in accumulate(counts, initial=0)]
-        if request.turned
-        else [0] * len(counts)
-    )
-    views = zip(request.context, counts, ends, strict=False)
-    return [
-        PrefixTile(tuple(view.request.table), n, turn) for view, n, turn in views if n
-    ]
-
-
-class PackedRow(NamedTuple):
-    """Parts of several texts, concatenated to one row that a forward pass computes without padding.
-
-    Attributes:
-        ``ids``: token ids of the row.
-        ``positions``: position of each token in its text.
-        ``spans``: where each text's part lies in the row, and where its cache blocks are.
-        ``wanted``: indices of the tokens whose logits are returned.
-        ``adapters``: for each span its adapter; None: the span is computed without one.
-    """
-
-    ids: list[int]
-    positions: list[int]
-    spans: list[Span]
-    wanted: list[int]  # the indices of tokens whose logits are wanted
-    adapters: list[LentAdapter | None]  # of the spans
-
-    @classmethod
-    def of(cls, said: Sequence[Any]) -> "PackedRow":
-        """Build a row from ``said``, a list of a packed row's fields that was sent as JSON."""
-        ids, positions, spans, wanted, adapters = said
-        return cls(
-            ids,
-            positions,
-            [
-                Span(
-                    first,
-                    last,
-                    past,
-                    table,
-                    [PrefixTile(*tile) for tile in context],
-                    prompt,
-                )
-                for first, last, past, table, context, prompt in spans
-            ],
-            wanted,
-            [
-                LentAdapter(lent[0], tuple(lent[1])) if lent else None
-                for lent in adapters
-            ],
-        )
-
-
-def pack(parts: Iterable[TextSlice]) -> PackedRow:
-    """Return one row with the new tokens of all ``parts``, one part after the other."""
-    row = PackedRow([], [], [], [], [])
-    for ids, past, table, rows, offset, context, adapter, prompt in parts:
-        first = len(row.ids)
-        row.ids.extend(ids)
-        row.positions.extend(range(offset + past, offset + past + len(ids)))
-        row.spans.append(Span(first, len(row.ids), past, table, context, prompt))
-        row.wanted.extend(range(len(row.ids) - rows, len(row.ids)))
-        row.adapters.append(adapter)
-    return row
 
 
 def select_blocks(
@@ -269,7 +114,7 @@ class PagedReader:
         """Launch the forward pass of a step. Return a function that waits for the logits ``[rows, vocab]``: the wanted
         rows of all texts of the step, one text after the other.
 
-        ``early``: the early exit that the pass makes, unless it has texts of several models.
+        ``early``: the early exit that the pass makes; None: none.
         """
         streamed = self._streamed(step)
         if self.decoding is not None and early is None and not streamed:
@@ -335,7 +180,7 @@ class PagedReader:
 
         ``copies``: pairs of cache blocks (from, to); ``loads``: pairs of an adapter's name and its blocks.
         """
-        for pages in self.pages:
+        for pages in self.pages if copies else ():
             pages.copy(copies)
         for load in loads:
             self.shelf.load(*load)
@@ -386,8 +231,8 @@ class PagedReader:
         part after the other.
 
         ``copies``: pairs of cache blocks (from, to) that are copied before the pass. ``loads``: pairs of an adapter's
-        name and the blocks into which it is loaded before the pass. ``early``: where the pass shows early logits,
-        unless it has texts of several models.
+        name and the blocks into which it is loaded before the pass. ``early``: where the pass shows early logits;
+        None: nowhere.
         """
         return self.read_row(pack(parts), copies, loads, early)
 
@@ -401,43 +246,39 @@ class PagedReader:
         """Run a forward pass over ``row`` and return the logits ``[wanted rows, vocab]``. The other arguments are those
         of :meth:`read`.
         """
-        device = self.model.mesh.device
-        filled = [0] * (-len(row.ids) % TILE if self.alike else 0)
+        device, count = self.model.mesh.device, len(row.ids)
+        filled = [0] * (-count % TILE if self.alike else 0)
         numbers = queued_copy([row.ids + filled, row.positions + filled], device)
-        reading = Reading(row.spans, queued_copy(slots(row.spans, self.size), device))
-        for pages in self.pages:
-            pages.reading = reading
         self.change_blocks(copies, loads)
-        if any(lent and lent.name in self.others for lent in row.adapters):
-            return self._read_chains(row, numbers)
-        documents = torch.tensor(
-            [0, *(span.last for span in row.spans)], dtype=torch.int32
-        )
-        shelf = self.shelf.adapting(row.spans, row.adapters)
-        only = queued_copy(row.wanted, device)
-        watched = exiting(self.model, early, only)
-        with attending(self.model, self.pages), shelf, invariant(self.alike), watched:
-            return self.model(numbers[:1], numbers[1:2], documents, only=only)[0]
-
-    def _read_chains(self, row: PackedRow, numbers: T) -> T:
-        """Run the forward pass over a row with spans of several models."""
+        if self.model.shape.kind:  # a plugin's model, which has no layers
+            only = queued_copy(row.wanted, device)
+            ends = torch.tensor([0, *(span.last for span in row.spans)]).int()
+            return self.model(numbers[:1], numbers[1:], ends, only=only)[0]
         named = [lent.name if lent else "" for lent in row.adapters]
         models = [self.others.get(name, self.model) for name in named]
-        adapters = [
-            None if name in self.others else lent
-            for name, lent in zip(named, row.adapters, strict=True)
-        ]
-        chains = ChainPass(
-            row.spans,
-            models,
-            adapters,
-            numbers,
-            row.wanted,
-            self.pages,
-            self.size,
-            self.shelf,
-        )
-        with ExitStack() as attended:
-            for model in dict.fromkeys(models):
-                attended.enter_context(attending(model, self.pages))
-            return chains.run()
+        pairs = zip(row.adapters, models, strict=True)
+        adapters = [lent if model is self.model else None for lent, model in pairs]
+        groups = RowGroups(row._replace(adapters=adapters), models, numbers, self.size)
+        with invariant(self.alike):
+            x = joined_rows(
+                ((each.rows, each.model.embedding(each.ids)) for each in groups.at(0)),
+                count,
+            )
+            for layers, some in groups.stretches(early.layer if early else 0):
+                results = ((each.rows, self._through(layers, each, x)) for each in some)
+                x = joined_rows(results, count)
+                if early is not None and layers.stop == early.layer:
+                    early.take(groups.logits(x))
+            return groups.logits(x)
+
+    def _through(self, layers: range, group: SpanGroup, x: T) -> T:
+        """Run ``layers`` on the tokens of ``group``, of the hidden states ``x`` of all tokens; return their output."""
+        model, part = group.model, slice(layers.start, layers.stop)
+        pages, reading = self.pages[part], group.reading
+        for each in pages:
+            each.reading = reading
+        adapting = self.shelf.adapting(reading.spans, group.adapters, part)
+        with attending(model, pages, part), adapting:
+            own = x[:, group.rows]
+            y = model.run_blocks(layers, own, group.rope, group.documents)
+            return model.packed(y)

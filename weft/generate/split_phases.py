@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from weft.generate.core_share import CoreShare, Pacer, apply_share
 from weft.generate.engine import LOOK_S, Engine, LaunchedPass
+from weft.generate.packed_row import pack, parts_of
 from weft.generate.prefill_process import PrefillLost, PrefillProcess
 from weft.generate.quotas import (
     PassTime,
@@ -22,7 +23,7 @@ from weft.generate.quotas import (
     chosen_quota,
     phase_view,
 )
-from weft.generate.reader import PagedReader, pack, parts_of
+from weft.generate.reader import PagedReader
 from weft.generate.request import Generation, Written
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.step_work import work_of
@@ -114,8 +115,7 @@ class SplitPhases:
         if not step.work:
             return
         work, rows = work_of(step), self.engine.rows_of(step)
-        for pages in self.reader.pages:
-            pages.copy(step.copies)
+        self.reader.change_blocks(step.copies, ())
         scheduler.due |= step.work.keys()
         held = [block for request in step.work for block in request.table]
         scheduler.pool.hold(held)

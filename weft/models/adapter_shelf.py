@@ -83,11 +83,11 @@ class AdapterShelf:
         self,
         spans: Sequence[Span],
         adapters: Sequence[LentAdapter | None],
-        layer: int | None = None,
+        part: slice = slice(None),
     ) -> AbstractContextManager[None]:
         """Return a context in which the layers apply each request's adapter to the request's new tokens. ``spans``: the
         new tokens of each request. ``adapters``: for each request, its adapter; None for a request without an adapter.
-        ``layer``: index of the only layer that runs in the context; None: all layers run.
+        ``part``: the layers that run in the context; all by default.
         """
         alike = defaultdict[
             tuple[tuple[Form, ...], int], list[tuple[Span, Sequence[int]]]
@@ -100,8 +100,7 @@ class AdapterShelf:
         if not alike:
             return nullcontext()
         batches = [self._alike(forms, some) for (forms, _), some in alike.items()]
-        numbers = range(len(self._modules)) if layer is None else [layer]
-        modules = {number: self._modules[number] for number in numbers}
+        modules = dict([*enumerate(self._modules)][part])
         return adapting(modules, adding(batches, self._read))
 
     def _alike(

@@ -5,13 +5,13 @@ in reinforcement learning generates with weights that each update changes: its p
 is good for one version of them.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from weft.models.adapters import merged
 from weft.models.lean_block import make_lean
-from weft.models.products import Packed, SplitProduct, multiplied
+from weft.models.products import OUTPUT, Packed, join_products, multiplied
 from weft.models.projections import Projections
 from weft.models.transformer import Block, Transformer
 
@@ -34,11 +34,16 @@ class PackedCopies:
         alone = model.mesh.layout.world == 1
         if model.mesh.device.type != "cpu" or not (alone or model.shape.adapter is None):  # fmt: skip
             return
+        self.drop()
         for module in model.modules():
             if isinstance(module, Projections) and not (module.elsewhere or module.quantized):  # fmt: skip
-                _pack(module)
+                join_products(module, _packed, keep=True)
         rows = model.embedding.rows if model.shape.tied else model.rows
-        if alone and rows is None and (head := _packed(model.output.detach())):
+        if (
+            alone
+            and rows is None
+            and (head := _packed([OUTPUT], model.output.detach()))
+        ):
             model.logits = partial(multiplied, product=head)
         make_lean(model)
         self.renewed += 1
@@ -60,18 +65,7 @@ class PackedCopies:
         self.model.logits = None
 
 
-def _pack(module: Projections) -> None:
-    """Pack each group of weights of ``module`` that has its own kernel."""
-    for names in module.TOGETHER:
-        if not all(hasattr(module, name) for name in names):
-            continue
-        weights = [module.own(name, merged(module, name).detach()) for name in names]
-        joined = torch.cat(weights) if len(names) > 1 else weights[0]
-        if product := _packed(joined):
-            module.products[names] = SplitProduct(product, [*map(len, weights)])
-
-
-def _packed(weight: torch.Tensor) -> Packed | None:
-    """Return a packed copy of ``weight``, or None if the CPU has no kernel for it."""
+def _packed(names: Sequence[str], weight: torch.Tensor) -> Packed | None:
+    """Return a packed copy of ``weight``, or None if the CPU has no kernel for it. ``names``: has no effect here."""
     product = Packed(weight)
     return product if product.packed else None

@@ -61,11 +61,14 @@ def attention_layers(model: Transformer) -> list[Attention | LatentAttention]:
 
 
 @contextmanager
-def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
+def attending(
+    model: Transformer, attends: Sequence[Attend], part: slice = slice(None)
+) -> Iterator[None]:
     """Return a context in which each layer of ``model`` calls an attention function from ``attends`` in place of its
-    own, first layer first. Such a function attends to cached keys, for example.
+    own, first layer first. Such a function attends to cached keys, for example. ``part``: the layers for which this
+    holds; all by default.
     """
-    layers = attention_layers(model)
+    layers = attention_layers(model)[part]
     before = [layer.attend for layer in layers]
     try:
         for layer, attend in zip(layers, attends, strict=True):

@@ -329,19 +329,7 @@ def read_only(
             continue
         # which are few bits already
         if not (word == "float" and module.quantized):
-            for names in module.TOGETHER:
-                if names in module.products:
-                    continue
-                weights = [
-                    prune(module.own(name, merged(module, name).detach()))
-                    for name in names
-                ]
-                joined = torch.cat(weights) if len(names) > 1 else weights[0]
-                paths = [module.inside(name) for name in names]
-                product = forming(word, paths, joined)
-                module.products[names] = SplitProduct(product, [*map(len, weights)])
-                size += product.nbytes
-                module.forget(*names)
+            size += join_products(module, partial(forming, word), prune)
     # a stage of a pipeline has no output layer
     if not hasattr(model, "norm") or model.logits is not None:
         return size
@@ -352,10 +340,42 @@ def read_only(
     return size + head.nbytes
 
 
-def _pruning(sparse: SparseWord | None) -> Callable[[T], T]:
-    """Return a function that prunes a weight as ``sparse`` asks for; it returns the weight itself if nothing does."""
+def join_products(
+    module: Projections,
+    form: Callable[[Sequence[str], T], Form | None],
+    prune: Callable[[T], T] | None = None,
+    keep: bool = False,
+) -> int:
+    """Let ``module`` multiply with another form of its weights. Weights that multiply the same input become one
+    product, with adapters merged into them. Weights that have been converted before stay as they are. Return the bytes
+    of all new products.
+
+    ``form``: function that converts a weight, as :data:`Forming` does but for its first argument; if it returns None,
+    the weight stays as it is. ``prune``: function that prunes each weight first; None: none is pruned. ``keep``:
+    whether the module keeps the parameters, too.
+    """
+    size = 0
+    for names in module.TOGETHER:
+        if names in module.products:
+            continue
+        weights = [module.own(name, merged(module, name).detach()) for name in names]
+        if prune is not None:
+            weights = [*map(prune, weights)]
+        joined = torch.cat(weights) if len(names) > 1 else weights[0]
+        product = form([module.inside(name) for name in names], joined)
+        if product is None:
+            continue
+        module.products[names] = SplitProduct(product, [*map(len, weights)])
+        size += product.nbytes
+        if not keep:
+            module.forget(*names)
+    return size
+
+
+def _pruning(sparse: SparseWord | None) -> Callable[[T], T] | None:
+    """Return a function that prunes a weight as ``sparse`` asks for; None if nothing is pruned."""
     if sparse is None or not sparse.share:
-        return lambda weight: weight
+        return None
     magnitude, share = find("pruner", "magnitude").implementation(), sparse.share
     return lambda weight: weight * magnitude.kept(weight, None, share)
 

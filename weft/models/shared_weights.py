@@ -2,7 +2,7 @@
 
 A base model and its fine-tunes differ in some layers only. Content is compared by hash when weights are read. Blocks
 whose parameters are all equal become one module object of several models, so that a batch with requests to these
-models can run that block once (BlockLLM, Hu et al. 2024, 2404.18322; :mod:`weft.generate.chains`).
+models can run that block once (BlockLLM, Hu et al. 2024, 2404.18322; :mod:`weft.generate.span_groups`).
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence

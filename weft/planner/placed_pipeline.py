@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from weft.errors import UsageError
-from weft.planner.cost import MicrobatchSeconds, Plan, element_bytes, gradients, rest
+from weft.planner.cost import Plan, element_bytes, gradients, rest
 from weft.planner.engine_constants import EngineConstants
 from weft.planner.group_speed import (
     GroupSpeed,
@@ -23,6 +23,7 @@ from weft.planner.group_speed import (
 from weft.planner.layout_search import USABLE
 from weft.planner.machine import Cluster
 from weft.planner.memory import held_bytes, logit_bytes, rank_memory
+from weft.planner.stage_seconds import StageWaits, makespan_of, stage_times
 from weft.schedule.actions import Table
 from weft.schedule.simulate import Simulation, simulate
 from weft.schedule.stages import Stage, stage_costs
@@ -31,13 +32,6 @@ from weft.shapes.shape import Shape
 
 #: Bytes of a message that NCCL takes from a sender before the receiver asks for it: its buffer, ``NCCL_BUFFSIZE``.
 BUFFER = 4 * 2**20
-
-
-class StageWaits(NamedTuple):
-    """Seconds of a microbatch in which a rank sends or receives and so cannot compute, in each pass of a stage."""
-
-    forward: float = 0.0
-    backward: float = 0.0
 
 
 class PlacedStep(NamedTuple):
@@ -81,9 +75,8 @@ class PlacedPipeline:
             self.shape, self.engine, self.cluster, self.plan
         )
         kinds = nodes_by_group(self.cluster)
-        span = 0.0
+        span = gib = 0.0
         known: dict[Any, float] = {}
-        gib = 0.0
         for replica in range(len(self.nodes[0])):
             places = [speeds[kinds[row[replica]]] for row in self.nodes]
             hops = self.hops(places, replica)
@@ -92,8 +85,7 @@ class PlacedPipeline:
                 costs = self._costs(places, hops)
                 runs = [simulate(table, costs) for table in tables]
                 known[key] = makespan_of(runs, int(self.plan.microbatches))
-                full = fullest(self, places, tables[0], runs[0], checked)
-                gib = max(gib, full)
+                gib = max(gib, fullest(self, places, tables[0], runs[0], checked))
             span = max(span, known[key])
         sums, update = self._gradients(speeds, kinds)
         seconds = span + sums + update
@@ -278,52 +270,6 @@ class PlacedPipeline:
         return slowest
 
 
-def stage_times(
-    shape: Shape,
-    stage: Stage,
-    times: MicrobatchSeconds,
-    waits: StageWaits = StageWaits(),  # noqa: B008
-) -> Times:
-    """Return the seconds of one microbatch's passes at a stage.
-
-    ``times``: those of one layer on the stage's devices. ``waits``: seconds of each pass in which the rank sends or
-    receives and so cannot compute.
-    """
-    exposed = times.tp + times.cp + times.ep
-    count = len(stage.layers)
-    look_up = (times.forward + times.backward) * 4 * shape.embed / shape.active_weights
-    forward = (
-        count * (times.forward + exposed)
-        + stage.head * times.head
-        + stage.embedding * look_up / 3
-    )
-    back = (
-        count * (times.backward + times.again + (times.count - 1) * exposed)
-        + stage.embedding * look_up / 1.5
-    )
-    weight = count * times.weight
-    return Times(
-        float(forward) + waits.forward,
-        float(back - weight) + waits.backward,
-        float(weight),
-    )
-
-
-def makespan_of(runs: Sequence[Simulation], microbatches: int) -> float:
-    """Return the makespan of a step of ``microbatches`` microbatches, extrapolated from simulations of fewer.
-
-    ``runs``: one or two simulations, the one with more microbatches first. Each microbatch beyond these is assumed to
-    take as long as each additional one of the simulations, and at least as long as the busiest rank computes for it.
-    """
-    first = runs[0]
-    size = first.table.microbatches
-    each = max(first.busy) / size
-    if len(runs) > 1:
-        step = size - runs[1].table.microbatches
-        each = max(each, (first.makespan - runs[1].makespan) / step)
-    return float(first.makespan + (microbatches - size) * each)
-
-
 def fullest(
     placed: PlacedPipeline,
     places: Sequence[GroupSpeed],
@@ -336,24 +282,17 @@ def fullest(
     ``places``: the group and machine of each pipeline rank. ``table``: the pipeline schedule; ``run``: its simulation.
     Raises :class:`UsageError` if a rank needs more memory than its device has, unless ``checked`` is false.
     """
-    shape, plan, engine, stages = (
-        placed.shape,
-        placed.plan,
-        placed.engine,
-        placed.stages,
-    )
+    shape, plan, engine = placed.shape, placed.plan, placed.engine
     most = 0.0
     for rank in range(len(places)):
-        here = table.held(rank)
-        head = float(any(stages[s].head for s in here))
+        stages = [placed.stages[s] for s in table.held(rank)]
+        head = float(any(stage.head for stage in stages))
         loss = head * float(logit_bytes(shape, plan, engine))
-        tables = sum(stages[s].embedding + stages[s].head for s in here)
-        layers = sum(len(stages[s].layers) for s in here)
-        memory = float(
-            rank_memory(
-                shape, plan, engine, layers, tables, run.peaks[rank] + loss, loss
-            ).total
-        )
+        tables = sum(stage.embedding + stage.head for stage in stages)
+        layers = sum(len(stage.layers) for stage in stages)
+        peak = run.peaks[rank] + loss
+        held = rank_memory(shape, plan, engine, layers, tables, peak, loss)
+        memory = float(held.total)
         if checked and memory > float(places[rank].machine.memory) * USABLE:
             raise UsageError(f"pipeline rank {rank} needs {memory / 2**30:.0f} GiB")
         most = max(most, memory / 2**30)

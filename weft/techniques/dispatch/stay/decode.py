@@ -93,9 +93,10 @@ class StayingTokens:
         rope = angles(row[1:], self.model.freq, held.x.dtype)
         path = [held]
         with attending(self.model, self.pages):
-            for block in self.model.blocks.values():
+            layers = self.model.blocks.values()
+            for block, pages in zip(layers, self.pages, strict=True):
                 assert isinstance(block, Block)
-                self._read(spans, places, held.own)
+                pages.reading = reading_of(spans, places, held.own)
                 held = self._layer(block, held, tuple(x[:, :, held.own] for x in rope))
                 path.append(held)
         blocks = 1 + max(max(span.table) for span in spans)
@@ -128,15 +129,6 @@ class StayingTokens:
         own = (start == self.rank).nonzero()[:, 0].to(row.device)
         counts = start.bincount(minlength=self.ranks).tolist()
         return HeldTokens(self.model.embedding(row[:1, own]), own, counts)
-
-    def _read(self, spans: Sequence[Span], places: T, own: T) -> None:
-        """Let the cache of every layer read the tokens ``own``."""
-        numbers = enumerate(own.tolist())
-        reading = Reading(
-            [spans[i]._replace(first=at, last=at + 1) for at, i in numbers], places[own]
-        )
-        for pages in self.pages:
-            pages.reading = reading
 
     def _layer(self, block: Block, held: HeldTokens, rope: tuple[T, ...]) -> HeldTokens:
         """Compute a block for the tokens that are here, and return those that are here after it."""
@@ -224,6 +216,15 @@ class StayingTokens:
         arrived, work = start_exchange(rows, sent, received, self.members, "tokens")
         work.wait()
         return arrived
+
+
+def reading_of(spans: Sequence[Span], places: T, own: T) -> Reading:
+    """Return the reading of the tokens ``own`` of a step by a layer's cache. ``spans``: the text of each token of the
+    step. ``places``: their places in the cache.
+    """
+    numbers = enumerate(own.tolist())
+    rows = [spans[i]._replace(first=at, last=at + 1) for at, i in numbers]
+    return Reading(rows, places[own])
 
 
 def ranks_of(mixture: Mixture) -> ExpertRanks:

@@ -24,10 +24,13 @@ from tests.models.test_shared_weights import (
 )
 from weft.checkpoint.convert.peft import read_adapter
 from weft.errors import UsageError
+from weft.generate.early_exit import EarlyExit
 from weft.generate.engine import Engine
 from weft.generate.lookup import Lookup
+from weft.generate.packed_row import TextSlice
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
+from weft.models.adapter_shelf import LentAdapter
 from weft.models.products import Packed
 from weft.models.shared_weights import SharedWeights
 from weft.models.transformer import Transformer
@@ -133,6 +136,26 @@ def test_own_blocks_of_every_model_are_lean() -> None:
     for (name, prompt), request in asked(engine, ["", "m", "m"]).items():
         own = alone(wide.alone(name), PROMPTS[prompt], GREEDY)
         assert request.written == own.written
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["softmax", "ladder"])
+def test_early_logits_are_those_of_each_model_alone(kind: str) -> None:
+    """Whether the layers before the exit are shared or own, and in a row with texts that want several logits."""
+    reader, ids = engine_of(zoo(kind).models()).reader, [3, 1, 4]
+    names, shown = ("", "m0", "m3"), list[torch.Tensor]()
+    parts = [
+        TextSlice(ids, 0, [i], 1 + i, adapter=LentAdapter(name, ()) if name else None)
+        for i, name in enumerate(names)
+    ]
+    logits = reader.read(parts, early=EarlyExit(2, shown.append))
+    places, ends = torch.arange(3)[None], torch.tensor([0, 3], dtype=torch.int32)
+    for layers, rows in ((2, shown[0]), (SHAPE.layers, logits)):
+        for i, text in enumerate(rows.split([1, 2, 3])):
+            model = zoo(kind).alone(names[i])
+            own = model(torch.tensor([ids]), places, ends, route=range(layers))
+            torch.testing.assert_close(text, own[0, -1 - i :], rtol=0, atol=1e-4)
+    assert len(shown) == 1 and (shown[0] - logits).abs().max() > 0.01
 
 
 def test_equal_prompts_of_different_models_share_no_keys() -> None:
