@@ -1,7 +1,9 @@
 """PPO by a critic that shares the policy's trunk, and by one with layers of its own: ``recipes/rl-sums.toml`` by both.
 
 Both begin with the same supervised start and take the same updates. Reported are the rewards of the first and the last
-phases, right answers to held-out questions, the critic's loss and seconds, and those of GRPO, which has no critic.
+phases, right answers to held-out questions, the critic's loss and seconds, and those of GRPO, which has no critic. The
+critic with layers of its own is on the policy's rank, or in a process of its own, which computes the same bits; then
+reported are also its bytes in a phase against the formula, and seconds for which the policy has waited for it.
 
     python bench/rl_critic.py [--seeds 3] [--steps 500] [--quick] [--json bench/results/rl_critic.json]
 """
@@ -27,7 +29,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "no critic": {"rl": {"method": "grpo"}},
     "shared": {"rl": {"method": "ppo"}},
     "own": {"rl": {"method": "ppo"}, "roles": {"critic": {"trunk": "own"}}},
+    "process": {
+        "rl": {"method": "ppo"},
+        "roles": {"critic": {"trunk": "own", "ranks": 1, "threads": 1}},
+    },
 }
+#: Bytes of a token of a text that is sent to a critic in a process, and of a value and a return of a written token.
+TEXT, NUMBER = 5, 8
 
 
 def recipe(way: str, seed: int, steps: int, quick: bool) -> Recipe:
@@ -54,6 +62,7 @@ def measure(way: str, seed: int, steps: int, quick: bool) -> dict[str, Any]:
         rewards = [record["reward"] for record in outcome.metrics("rollout")]
         policy = outcome.metrics("policy")
         right = [record["accuracy"] for record in outcome.metrics("task.addition")]
+        phases = outcome.metrics("rollout")
     tenth = max(1, len(rewards) // 10)
     return {
         "way": way,
@@ -63,7 +72,26 @@ def measure(way: str, seed: int, steps: int, quick: bool) -> dict[str, Any]:
         "value_loss": statistics.fmean(r["value_loss"] for r in policy[-tenth:]),
         "right": round(right[-1], 3),
         "seconds": round(seconds, 1),
+        **roles_time(phases[1:]),
     }
+
+
+def roles_time(phases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return mean seconds of phases and of the critic in them, and with a process of its own its bytes."""
+
+    def mean(name: str) -> float:
+        return round(statistics.fmean(phase.get(name, 0.0) for phase in phases), 4)
+
+    names = ("train_s", "prepare_s", "rollout_s", "critic_s", "critic_wait_s")
+    times = {name: mean(name) for name in names}
+    if "critic_sent_bytes" not in phases[0]:
+        return times
+    marked = sum(phase["critic_received_bytes"] for phase in phases) // NUMBER
+    texts = sum(phase["critic_sent_bytes"] for phase in phases) - NUMBER * marked
+    assert texts % TEXT == 0, "a token of a text has another number of bytes"
+    written = sum(phase["length"] * sum(phase["lags"].values()) for phase in phases)
+    assert abs(marked - written) < 1e-6 * written, "other tokens have values"
+    return times | {"tokens": texts // TEXT, "values": marked}
 
 
 def main() -> None:
@@ -82,7 +110,9 @@ def main() -> None:
     for row in rows:
         print(
             "{way:10} seed {seed}: reward {first:.3f} -> {last:.3f}, right {right}, value loss {value_loss:.4f}, "
-            "{seconds} s".format(**row)
+            "{seconds} s, of a phase {critic_s} s of the critic and {critic_wait_s} s of waiting for it".format(
+                **row
+            )
         )
     if given.json:
         results = {"machine": machine(), "steps": steps, "rows": rows}

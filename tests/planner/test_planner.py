@@ -343,6 +343,33 @@ def test_sharding_divides_states() -> None:
     assert float(plain.parameters) == pytest.approx(8 * float(third.parameters))
 
 
+def test_a_critic_with_layers_of_its_own_is_a_second_model(tmp_path: Path) -> None:
+    """Its weights and moments beside the policy's, and a step of its own; neither where it has processes of its own."""
+    engine, policy = ENGINES["fsdp"], SHAPES["llama3-8b"]
+    plan, machine = Plan(dp=8, batch=8), load_cluster("h100", 8).machine()
+    alone, both = (
+        (peak_memory(shape, plan, engine), step_time(shape, machine, plan, engine))
+        for shape in (policy, replace(policy, critic=1))
+    )
+    # its output has no table
+    second = policy.parameters - policy.table
+    states = both[0].optimizer - alone[0].optimizer
+    assert float(states) == pytest.approx(engine.master * second / 8, rel=1e-3)
+    assert both[0].gradients == alone[0].gradients
+    assert both[0].activations == alone[0].activations
+    weights = float(both[0].parameters - alone[0].parameters)
+    assert weights == pytest.approx(2 * second, rel=1e-3)
+    head = 1 - policy.table / (policy.active_weights * policy.layers + policy.table)
+    compute = float(both[1].compute / alone[1].compute)
+    assert 1 + 0.95 * head < compute < 2
+    assert 1.8 * alone[1].dp < both[1].dp < 2 * alone[1].dp or not alone[1].dp
+    recipe = tmp_path / "recipe.toml"
+    tree = 'model = { layers = 2, embed = 64 }\ntasks = [{ reward = "addition" }]\nrl = { method = "ppo" }\n'
+    for words, size in (("", 1.0), (", ranks = 2", 0.0)):
+        recipe.write_text(f'{tree}roles = {{ critic = {{ trunk = "own"{words} }} }}\n')
+        assert load_model(str(recipe)).shape.critic == size
+
+
 def test_frozen_weights_have_no_gradients_and_no_state_but_their_adapters_do() -> None:
     engine, full = ENGINES["fsdp"], SHAPES["llama3-8b"]
     lora, qlora = (

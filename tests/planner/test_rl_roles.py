@@ -10,7 +10,13 @@ import pytest
 
 from weft.cli.roles_plan import plan_roles
 from weft.errors import UsageError, WeftError
-from weft.planner.rl_roles import PhaseTimes, phase_times, role_plans, writers_waited
+from weft.planner.rl_roles import (
+    PhaseTimes,
+    _processes,
+    phase_times,
+    role_plans,
+    writers_waited,
+)
 
 
 def phase(rollout: float, train: float) -> dict[str, Any]:
@@ -96,3 +102,27 @@ def test_a_reference_model_in_processes_of_its_own_is_counted() -> None:
     assert own == PhaseTimes(0.0, 8.0, 0.1, 16, 2.0, 3.0)
     (same,) = [p for p in role_plans(own, 3) if p.in_turn and p.references == 1]
     assert same.seconds == pytest.approx(2.5 + 1.5 + 0.5 + 0.1)
+
+
+def test_a_critic_with_layers_of_its_own_is_counted() -> None:
+    """By hand: a critic of 4 rank-seconds, 1 of them for values, beside 6 of the policy, 1 of them for values' time."""
+    more = {"old_s": 1.0, "values_s": 0.5, "critic_s": 2.0}
+    phases = [phase(99, 99), *[phase(1.0, 4.0) | {"prepare_s": 1.0} | more] * 3]
+    times = phase_times(phases, 2, 2)
+    assert times == PhaseTimes(2.0, 6.0, 0.1, 16, 0.0, 1.0, 4.0, 1.0)
+    plans = {(p.critics, p.writers): p for p in role_plans(times, 3) if not p.staleness}
+    assert plans[0, 3].seconds == pytest.approx((2 + 6 + 4) / 3 + 0.1)
+    assert plans[1, 2].seconds == pytest.approx(2 / 2 + (6 - 1) / 2 + 1 / 1 + 0.1)
+    # the critic of one process is late where two ranks would be done
+    assert plans[2, 1].seconds == pytest.approx(2 + 5 + max(1, 1 / 2) + 0.1)
+    slow = times._replace(critic=9.0)
+    late = [p for p in role_plans(slow, 3) if p.critics == 1 and p.in_turn]
+    assert [p.seconds for p in late] == [9.0]
+    assert plans[1, 2].settings == "layout of 2, roles.critic.ranks=1"
+    # of a run with one such process, for which training waits for half a second
+    waits = {"old_s": 0.5, "values_s": 1.0, "critic_s": 4.0, "critic_wait_s": 0.5}
+    apart = [phase(99, 99), *[phase(1.0, 2.5) | {"prepare_s": 1.0} | waits] * 3]
+    own = phase_times(apart, 2, 2, critics=1)
+    assert own == PhaseTimes(2.0, 6.0, 0.1, 16, 0.0, 1.0, 4.0, 1.0)
+    both = times._replace(reference=3.0)
+    assert len(_processes(both, 300)) <= 100 and len(_processes(both, 8)) == 8 * 9 / 2

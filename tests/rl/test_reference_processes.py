@@ -24,10 +24,10 @@ from weft.layout.mesh import Mesh
 from weft.net.endpoint import Endpoint
 from weft.net.wire import SealedConnection
 from weft.recipe import Recipe
-from weft.rl import reference_processes, rl_loader, role_process
+from weft.rl import reference_processes, rl_loader, role_links, role_process
 from weft.rl.log_probabilities import token_log_probabilities
 from weft.rl.reference_processes import ReferenceProcesses
-from weft.rl.role_process import ROLES, SECRET, run_role_process
+from weft.rl.role_process import SECRET, role_channel, run_role_process
 from weft.rl.role_texts import NUMBER_BYTES, TOKEN_BYTES
 from weft.train.setup import build_for_training, prepare
 
@@ -116,7 +116,7 @@ def test_a_process_that_is_killed_ends_the_run_in_one_line(
 
     def killed(self: Any, phase: int) -> None:
         if phase == 1:
-            os.kill(self.reference._processes[0].pid, signal.SIGKILL)
+            os.kill(self.reference.links.processes[0].pid, signal.SIGKILL)
         begin(self, phase)
 
     monkeypatch.setattr(rl_loader.RlLoader, "_begin", killed)
@@ -173,12 +173,14 @@ class Played:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.placed = [Placed() for _ in range(count)]
 
-        def start(roles: Any, endpoint: Endpoint, secret: str, wait: float) -> Any:
+        def start(
+            name: str, roles: Any, endpoint: Endpoint, secret: str, wait: float
+        ) -> Any:
             self.address = endpoint.address
-            self.channel = Endpoint("127.0.0.1").join(ROLES, secret)
+            self.channel = Endpoint("127.0.0.1").join(role_channel(name), secret)
             return self.placed
 
-        monkeypatch.setattr(reference_processes, "start_role_processes", start)
+        monkeypatch.setattr(role_links, "start_role_processes", start)
         monkeypatch.setattr(
             reference_processes, "reference_about", lambda job: {"shape": "small"}
         )
@@ -250,7 +252,7 @@ def test_a_process_that_ends_without_a_word_is_named(played: Any) -> None:
 def test_a_model_that_is_late_is_named_and_nothing_more_is_awaited(played: Any) -> None:
     alone = played(1)
     link = alone.join(0)
-    alone.run.limit = 0.3
+    alone.run.links.limit = 0.3
     alone.run.request([([1, 2], [False, True])])
     link.send({"kind": "ready"})  # too late: it has got no texts
     with pytest.raises(WeftError, match=r"has not built its model for 0\.3 s"):
@@ -281,10 +283,10 @@ def test_a_process_tells_why_it_fails_and_ends_with_it(
     monkeypatch.setattr(SealedConnection, "drain", lambda *words: None)
     monkeypatch.setenv(SECRET, "known")
     run = Endpoint("127.0.0.1")
-    run.open(ROLES, "known", serve)
+    run.open(role_channel("reference"), "known", serve)
     try:
         with pytest.raises(SystemExit) as left:
-            run_role_process(run.address)
+            run_role_process(run.address, "reference")
         head = links.get(timeout=5).receive(limit=5.0).head
     finally:
         run.close()

@@ -1,4 +1,7 @@
-"""A critic with layers of its own: its steps in plain PyTorch, under layouts, its first weights, and resumed."""
+"""A critic with layers of its own: its steps in plain PyTorch, under layouts, and its first weights.
+
+Runs with one are resumed in tests/rl/test_critic_processes.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from weft.api import start as train
 from weft.checkpoint.store import open_checkpoint
 from weft.data.batch import IGNORE
 from weft.errors import WeftError
@@ -164,28 +166,6 @@ def tensors(checkpoint: Any) -> dict[str, torch.Tensor]:
     return read
 
 
-def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
-    """Also of the critic, whose moments are kept; other methods and a shared trunk cannot go on with it."""
-    short: dict[str, Any] = {
-        "rl": TREE["rl"] | {"start": {"steps": 1}},
-        "model": {"layers": 1},
-    }
-    whole = train(recipe(**short, train={"steps": 4}), out=tmp_path / "whole")
-    train(recipe(**short, train={"steps": 3}), out=tmp_path / "half")
-    resumed = train(recipe(**short, train={"steps": 4}), resume=str(tmp_path / "half"))
-    a, b = tensors(whole.checkpoint), tensors(resumed.checkpoint)
-    assert a.keys() == b.keys() and "model.value_head" not in a
-    assert sum(name.startswith("critic.optimizer.") for name in a) > 3
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    policy = whole.metrics("policy")[-1]
-    assert policy["value_loss"] > 0
-    with pytest.raises(WeftError, match="value_head"):
-        train(recipe(**short, roles=None), resume=str(tmp_path / "half"))
-    other = short | {"rl": short["rl"] | {"method": "grpo"}}
-    with pytest.raises(WeftError, match="has a critic of its own, and this run has"):
-        train(recipe(**other, roles=None), resume=str(tmp_path / "half"))
-
-
 def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     def said(**critic: Any) -> str:
         with pytest.raises(WeftError) as error:
@@ -219,7 +199,7 @@ def test_a_named_critic_begins_with_its_weights_under_any_policy(
     monkeypatch.setattr(own_critic, "critic_shape", lambda policy, recipe: policy)
     monkeypatch.setattr(own_critic, "parallelize", lambda *words, **_: words[3])
     shape: Any = None
-    begun = own_critic._build_critic(shape, Mesh.single(), given, None)
+    begun = own_critic.build_critic(shape, Mesh.single(), given, None)
     assert begun == ("the values of judge" if critic else None)
 
 

@@ -34,8 +34,11 @@ def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
     staleness = int((head["recipe"].get("rl") or {}).get("staleness") or 0)
     ahead = staleness if apart else 0
     references = int(roles.get("reference", {}).get("ranks") or 0)
-    times = phase_times(records["rollout"], writers, trainers, ahead, references)
-    own = trainers + apart + references
+    critics = int(roles.get("critic", {}).get("ranks") or 0)
+    times = phase_times(
+        records["rollout"], writers, trainers, ahead, references, critics
+    )
+    own = trainers + apart + references + critics
     plans = role_plans(times, ranks or max(2, own))[:top]
     if as_json:
         print(
@@ -48,6 +51,7 @@ def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
         f"a phase of {times.answers:.0f} answers: writing {times.write:.2f} rank-seconds, training {times.train:.2f}, "
         f"weights {times.weights:.3f} s"
         + (f", reference model {times.reference:.2f}" if times.reference else "")
+        + (f", critic {times.critic:.2f}" if times.critic else "")
     )
     if ahead and writers_waited(times, writers, trainers):
         print(
@@ -59,6 +63,7 @@ def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
             "write",
             "train",
             *(["reference"] if times.reference else []),
+            *(["critic"] if times.critic else []),
             "staleness",
             "s/phase",
             "answers/s",
@@ -70,6 +75,7 @@ def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
                 "in turn" if plan.in_turn else str(plan.writers),
                 str(plan.trainers),
                 *([str(plan.references or "in turn")] if times.reference else []),
+                *([str(plan.critics or "in turn")] if times.critic else []),
                 str(plan.staleness),
                 f"{plan.seconds:.3f}",
                 f"{times.answers / plan.seconds:.1f}",

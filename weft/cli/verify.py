@@ -166,8 +166,10 @@ def _types(recipe: "Recipe", as_json: bool) -> int:
     if fault is None and recipe.rl and recipe.roles and recipe.roles.critic.is_apart:
         from weft.train.own_critic import critic_shape
 
+        role = recipe.roles.critic
+        layout = role.process_layout if role.elsewhere else recipe.layout
         fault = check_types(
-            critic_shape(shape, recipe), recipe.layout, recipe.train, policy=recipe.rl.policy_loss
+            critic_shape(shape, recipe), layout, recipe.train, policy=recipe.rl.policy_loss
         )  # fmt: skip
     if as_json:
         print(json.dumps({"ok": fault is None, "layout": str(recipe.layout), "world": recipe.layout.world,
@@ -199,6 +201,12 @@ def _numbers(recipe: "Recipe", steps: int, as_json: bool) -> int:
         )
     else:
         limit = TOLERANCE[dtype]
+        critic = recipe.roles and recipe.roles.critic
+        if critic and critic.elsewhere:
+            typer.echo(
+                "not compared: the critic, whose processes are not started; --set roles.critic.ranks=0 --layout "
+                f"{critic.process_layout} compares it under their layout"
+            )
         typer.echo(
             f"{recipe.layout} against {peer}, {steps} steps in {dtype} (limit {limit:.0e}):"
         )

@@ -38,13 +38,15 @@ MAXIMA = ("ratio", "mismatch")
 @dataclass
 class PolicyFigures:
     """Sums and maxima over the tokens of a step, which training reports to the user. ``sums``: float64 ``[len(SUMS)]``;
-    ``maxima``: float64 ``[len(MAXIMA)]``. Each rank adds those of its own passes.
+    ``maxima``: float64 ``[len(MAXIMA)]``. Each rank adds those of its own passes. ``seconds``: time of the steps of a
+    critic with layers of its own on this rank.
     """
 
     sums: T = field(default_factory=lambda: torch.zeros(len(SUMS), dtype=torch.float64))
     maxima: T = field(
         default_factory=lambda: torch.zeros(len(MAXIMA), dtype=torch.float64)
     )
+    seconds: float = 0.0
 
     def add(self, sums: T, maxima: T) -> None:
         """Add the figures of a policy in one pass, for the step's means and maxima. ``sums``: sums over the pass's
@@ -66,6 +68,15 @@ class PolicyFigures:
         """Move the figures of a critic from ``other`` to these, for a critic that computes apart from the policy."""
         self.add_values(other.sums[-OF_CRITIC:])
         other.sums = torch.zeros_like(other.sums)
+        self.seconds, other.seconds = self.seconds + other.seconds, 0.0
+
+    def take_value_sums(self, mesh: Mesh) -> T:
+        """Return the sums of a critic's figures over all ranks since the last call, for the last entries of
+        :data:`SUMS`. All ranks must call it.
+        """
+        own = self.sums[-OF_CRITIC:].to(mesh.device)
+        self.sums = torch.zeros_like(self.sums)
+        return step_sum(share_of_sum(own, mesh, **BY_DATA | {"pp": V}), mesh)
 
     def take(self, mesh: Mesh) -> dict[str, float]:
         """Return the figures of all ranks since the last call, as means and shares per token, by name. All ranks must

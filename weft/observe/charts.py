@@ -65,6 +65,7 @@ CHARTS = (
         Series("rollout", "rollout_s", "--c1", "writing and scoring"),
         Series("rollout", "prepare_s", "--c5", "log-probabilities"),
         Series("rollout", "weights_s", "--c2", "weights"), Series("rollout", "train_s", "--c3", "training"),
+        Series("rollout", "critic_s", "--c4", "of it, a critic with its own trunk"),
     )),
     Chart("Stream", "Samples of simulations so far, and those in the buffer", "", ".4s", (
         Series("stream", "received", "--c1", "have come"), Series("stream", "drawn", "--c3", "draws"),

@@ -464,6 +464,8 @@ class State:
         self.bring_home()
         self.settle()
         self.tiers.check()
+        for built in self.beside.values():
+            built.state.settle()
         parts = self.tensors()
         for h in self.held:
             if self.base_elsewhere and not h.learns:

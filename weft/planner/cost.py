@@ -7,7 +7,7 @@ Thakur et al. 2005 (collectives).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import cache
 from typing import Any, NamedTuple
@@ -791,9 +791,35 @@ def step_time(
 ) -> Cost:
     """Return the seconds of one optimizer step by cause, without the seconds that offloading adds.
 
-    ``shape``: the model; ``machine``: the cluster; ``plan``: the layout, or many of them as arrays. ``engine``:
-    constants that say how well the training program uses the machine.
+    A critic with layers of its own takes its step before. ``shape``: the model; ``machine``: the cluster; ``plan``: the
+    layout, or many of them as arrays. ``engine``: constants that say how well the training program uses the machine.
     """
+    cost = _step_time(shape, machine, plan, engine)
+    return with_critic_step(cost, shape, machine, plan, engine)
+
+
+def with_critic_step(
+    cost: Cost, shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
+) -> Cost:
+    """Return ``cost``, the seconds of a step of the model ``shape``, with those of a critic that has layers of its own.
+
+    Without such a critic ``cost`` is returned unchanged. The other arguments are those of :func:`step_time`.
+    """
+    if not np.any(shape.critic):
+        return cost
+    # its output has one number
+    alone = _step_time(replace(shape, vocab=1, critic=0), machine, plan, engine)
+    both = {
+        part.name: getattr(cost, part.name) + shape.critic * getattr(alone, part.name)
+        for part in fields(Cost)
+    }
+    return Cost(**both)
+
+
+def _step_time(
+    shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
+) -> Cost:
+    """Return the seconds of a step of the model ``shape`` alone, as :func:`step_time` does."""
     layer_seconds = passes(shape, machine, plan, engine)
     layer = layer_seconds.forward + layer_seconds.backward
     # --- one stage, one microbatch

@@ -23,6 +23,7 @@ from weft.planner.cost import (
     passes,
     rest,
     schedules,
+    with_critic_step,
 )
 from weft.planner.layout_search import USABLE, SearchResult, at
 from weft.planner.machine import Machine
@@ -416,7 +417,7 @@ def _final(
         cost = with_tiers(
             cost, shape, machine, plan, engine, microbatch, share * largest
         )
-    cost = at(cost, 0)
+    cost = at(with_critic_step(cost, shape, machine, plan, engine), 0)
     ranks, before = [], runs[-1].peaks
     for r, peak in enumerate(run.peaks):
         here = [stages[s] for s in numbers[r]]

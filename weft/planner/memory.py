@@ -4,7 +4,7 @@ Activations follow Korthikanti et al. 2022 (2205.05198, section 4), written for 
 alive follows the papers of the schedules.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -207,6 +207,12 @@ def rank_memory(
     if np.any(plan.secondary):
         near = 2 * layers * (layer + expert) / np.maximum(plan.secondary, 1)
         parameters = parameters + np.where(plan.secondary > 0, near, 0.0)
+    if np.any(shape.critic):
+        # with an embedding and without an output layer; its gradients and activations are gone before the model's come
+        own = replace(shape, critic=0)
+        alone = rank_memory(own, plan, engine, layers, np.minimum(tables, 1), 0.0)
+        parameters = parameters + shape.critic * alone.parameters
+        optimizer = optimizer + shape.critic * alone.optimizer
     return RankMemory(
         parameters=parameters,
         gradients=gradients,

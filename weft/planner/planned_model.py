@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -24,18 +24,21 @@ class PlannedModel:
 
     ``section``: the recipe's section of the model. ``recipe``: the other sections of a recipe that trains the model,
     except layout and batch. ``vocab``: size of the tokenizer's vocabulary, used if the section leaves it out.
-    ``layout``: the section ``[layout]`` of the user's recipe; None if the model is not from a recipe.
+    ``layout``: the section ``[layout]`` of the user's recipe; None if the model is not from a recipe. ``critic``: size
+    of a critic with layers of its own on the same ranks, as a multiple of the model's layers; 0: there is none.
     """
 
     section: ModelShape
     recipe: dict[str, Any]
     vocab: int = 0
     layout: dict[str, Any] | None = None
+    critic: float = 0.0
 
     @cached_property
     def shape(self) -> Shape:
         """The shape of the model, from which time and memory follow."""
-        return shape_of(self.section, self.vocab)
+        shape = shape_of(self.section, self.vocab)
+        return replace(shape, critic=self.critic) if self.critic else shape
 
     @property
     def untrainable(self) -> str:
@@ -135,7 +138,30 @@ def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> PlannedModel:
         if recipe.adapter
         else section
     )
-    return PlannedModel(section, tree, vocab_of(recipe), layout)
+    critic = critic_size(recipe, section, named)
+    return PlannedModel(section, tree, vocab_of(recipe), layout, critic)
+
+
+def critic_size(
+    recipe: Recipe, policy: ModelShape, named: Callable[[str], ModelShape]
+) -> float:
+    """Return the size of a critic with layers of its own on the policy's ranks, as a multiple of the policy's layers.
+
+    Returns 0 if the recipe has none there. ``policy``: shape of the policy. ``named``: returns the shape of a model
+    that ``roles.critic.model`` names.
+    """
+    role = recipe.roles and recipe.roles.critic
+    asked = recipe.rl is not None and recipe.rl.policy_loss.needs_values
+    if not (asked and role and role.is_apart) or role.elsewhere:
+        return 0.0
+    if not role.model:
+        return 1.0
+    vocab = vocab_of(recipe)
+    sizes = []
+    for section in (named(role.model), policy):
+        shape = shape_of(section, vocab)
+        sizes.append(shape.parameters - (2 - shape.tied) * shape.table)
+    return float(sizes[0] / sizes[1])
 
 
 def vocab_of(recipe: Recipe) -> int:

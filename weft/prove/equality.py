@@ -30,6 +30,7 @@ from weft.sync.presence import Presence
 from weft.sync.streams import open_streams
 from weft.train.build_step import build_step
 from weft.train.reference import with_computed_reference
+from weft.train.reference_layout import reference_beside
 from weft.train.setup import Job, build_for_training, device_type, prepare
 from weft.train.step import StepContext
 from weft.train.step_values import StepResult
@@ -207,6 +208,11 @@ def walk(
         for slot, part in h.slots.items():
             kept = dataclasses.replace(part, values=part.values.clone().cpu())
             trace.slots.setdefault(slot, {})[name] = kept
+    if (reference := reference_beside(state)) is not None:
+        for name, part in reference.state.parts().items():
+            slot, _, parameter = name.partition(".")
+            kept = dataclasses.replace(part, values=part.values.clone().cpu())
+            trace.slots.setdefault(slot, {})[parameter] = kept
 
 
 def prove(recipe: Recipe, steps: int) -> Difference | None:

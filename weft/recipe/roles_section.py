@@ -111,8 +111,10 @@ class ReferenceRole(Section):
     layout: Layout = Field(
         Layout(),
         description=(
-            "Layout of the reference model over these processes: a table with settings of [layout], such as { tp = 2 "
-            "}. If not set: each process holds a whole model and computes a part of the answers."
+            "Layout of the reference model: a table with settings of [layout], such as { tp = 2 }. With ranks = 0 it "
+            "is one over the ranks that train, which then keep the reference model under another layout than the "
+            "policy. If not set: as the policy's, and of processes each holds a whole model and computes a part of "
+            "the answers."
         ),
     )
     model: str = Field(
@@ -139,6 +141,11 @@ class ReferenceRole(Section):
     def elsewhere(self) -> bool:
         """Whether the reference model is in processes of its own."""
         return self.ranks > 0
+
+    @property
+    def has_own_layout(self) -> bool:
+        """Whether the ranks that train keep the reference model under a layout of its own."""
+        return not self.ranks and self.layout != Layout()
 
     @property
     def process_layout(self) -> Layout:
@@ -178,9 +185,36 @@ class CriticRole(Section):
         "shared",
         description=(
             "Whether the critic computes with the layers of the policy. 'shared': it is a second output of the "
-            "policy; 'own': it is a model of its own on the ranks that train, under the same layout, with gradients "
-            "and an optimizer of its own. This takes as much memory again."
+            "policy; 'own': it is a model of its own, with gradients and an optimizer of its own, on the ranks that "
+            "train, under the same layout. This takes as much memory again (see 'ranks')."
         ),
+    )
+    ranks: NonNegativeInt = Field(
+        0,
+        description=(
+            "For trunk = 'own': number of additional processes on the first rank's host that hold the critic and "
+            "train it, while the ranks that train the policy compute. 0: the ranks that train keep the critic beside "
+            "the policy, and train both in turn."
+        ),
+    )
+    layout: Layout = Field(
+        Layout(),
+        description=(
+            "For ranks above 0: layout of the critic over these processes, a table with settings of [layout], such as "
+            "{ tp = 2 }. If not set: each process holds a whole model and learns from a part of the answers."
+        ),
+    )
+    device: str = Field(
+        "cpu",
+        pattern=DEVICES.removeprefix("^$|"),
+        description=(
+            "Device on which these processes compute: 'cpu', 'cuda' (one GPU for each), or 'cuda:N' (the GPU with "
+            "number N)."
+        ),
+    )
+    threads: NonNegativeInt = Field(
+        0,
+        description="Number of CPU threads of each of these processes. 0: an equal share of the cores.",
     )
     model: str = Field(
         "",
@@ -202,6 +236,16 @@ class CriticRole(Section):
     def is_apart(self) -> bool:
         """Whether the critic is a model of its own, beside the policy."""
         return self.trunk == "own"
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the critic is in processes of its own."""
+        return self.ranks > 0
+
+    @property
+    def process_layout(self) -> Layout:
+        """Layout of the critic over its processes."""
+        return self.layout if self.layout.world > 1 else Layout(dp=max(1, self.ranks))
 
     def optimizer_settings(self, common: Optimizer) -> Optimizer:
         """Return the settings of the critic's optimizer. ``common``: the section ``[optimizer]`` of the recipe.
@@ -225,9 +269,9 @@ class Roles(Section):
     placement: Literal["local", "ray"] = Field(
         "local",
         description=(
-            "Where the processes of roles.rollout.ranks and roles.reference.ranks are started. 'local': on the first "
-            "rank's host; 'ray': where Ray finds room for them, on the cluster of RAY_ADDRESS, or on this host "
-            "without it. Weights, answers and log-probabilities never go through Ray."
+            "Where the processes of roles.rollout.ranks, roles.reference.ranks and roles.critic.ranks are started. "
+            "'local': on the first rank's host; 'ray': where Ray finds room for them, on the cluster of RAY_ADDRESS, "
+            "or on this host without it. Weights, answers and numbers of tokens never go through Ray."
         ),
     )
     rollout: RolloutRole = Field(

@@ -54,6 +54,8 @@ def why_none(recipe: Recipe) -> str:
         for kind in ("weights", "moments")
         if recipe.memory.place_of(kind) == "file"
     ]
+    if recipe.rl and recipe.roles and recipe.roles.critic.elsewhere:
+        return "the critic's state is in processes of its own, and comes to these ranks for checkpoints alone"
     if not away:
         return ""
     return f"memory.{away[0]} = 'file' says that the state does not fit in memory, so that no rank keeps another's part"

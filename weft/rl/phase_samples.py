@@ -15,10 +15,12 @@ from weft.rl.advantages import ScoredAnswer, token_advantages
 from weft.rl.log_probabilities import TokenReadings, token_readings
 from weft.rl.recorded_loader import shares_prompts
 from weft.train.own_critic import critic_of
+from weft.train.reference_layout import reference_beside
 
 if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
     from weft.parallel.build import Built
+    from weft.rl.critic_processes import CriticProcesses
     from weft.rl.reference_processes import ReferenceProcesses
     from weft.rl.rl_phases import RlPhases
     from weft.rl.scored_answers import ScoredGroup
@@ -45,14 +47,17 @@ def phase_samples(
     mesh: Mesh,
     elsewhere: ReferenceProcesses | None = None,
     seconds: dict[str, float] | None = None,
+    critic: CriticProcesses | None = None,
 ) -> list[PolicySample]:
     """Return the training samples of all answers of a rollout phase, group by group. All ranks must call it.
 
     Computes the advantages, and the log-probabilities that the loss needs: under the weights before the first update,
     and under the reference model. ``built``: the model that is trained, and its state. ``elsewhere``: the reference
     model in other processes; None: it is beside the policy, or the loss needs none. ``seconds``: gets the times of the
-    passes: ``old_s`` of policy and critic, ``reference_wait_s`` of the reference model or of waiting for it, and
-    ``reference_s`` of its own work.
+    passes: ``old_s`` of policy and critic, ``reference_wait_s`` of the reference model or of waiting for it,
+    ``reference_s`` of its own work, ``values_s`` of a critic with layers of its own on these ranks, and
+    ``critic_wait_s`` of waiting for one in other processes. ``critic``: such a critic; None: there is none, or it is on
+    these ranks.
     """
     loss = job.loss
     texts = [
@@ -62,22 +67,35 @@ def phase_samples(
     flat = [text for group in texts for text in group]
     old = reference = values = None
     begun = time.perf_counter()
-    if elsewhere is not None:  # which then computes meanwhile
-        elsewhere.request([(t.ids.tolist(), t.learns.tolist()) for t in flat])
+    marked = []
+    if critic is not None or elsewhere is not None:
+        marked = [(t.ids.tolist(), t.learns.tolist()) for t in flat]
+    if critic is not None:  # which then computes meanwhile
+        critic.request(marked)
+    if elsewhere is not None:  # which does, too
+        elsewhere.request(marked)
     if needs_old(job):
         old, _, values = _readings(flat, job, built, mesh)
-        if (critic := critic_of(built.state)) is not None:
-            values = _readings(flat, job, critic, mesh).values
+        if (beside := critic_of(built.state)) is not None:
+            since = time.perf_counter()
+            values = _readings(flat, job, beside, mesh).values
+            if seconds is not None:
+                seconds["values_s"] = time.perf_counter() - since
     read = time.perf_counter()
     if elsewhere is not None:
         reference = elsewhere.log_probabilities()
     elif loss.needs_reference:
-        with built.state.swapped(REFERENCE):
-            reference = _readings(flat, job, built, mesh).log_probabilities
+        reference = _reference_readings(flat, job, built, mesh)
+    if seconds is not None:
+        seconds["old_s"] = read - begun
     if seconds is not None and reference is not None:
-        waited = time.perf_counter() - read
-        seconds |= {"old_s": read - begun, "reference_wait_s": waited}
+        seconds["reference_wait_s"] = waited = time.perf_counter() - read
         seconds.setdefault("reference_s", waited)
+    if critic is not None:
+        begun = time.perf_counter()
+        values = critic.values()
+        if seconds is not None:
+            seconds |= {"critic_wait_s": time.perf_counter() - begun}
     count = iter(range(len(flat)))
     scored = [
         [
@@ -93,6 +111,9 @@ def phase_samples(
         for of_group, group in zip(texts, groups, strict=True)
     ]
     valued = [each for group in token_advantages(scored, loss) for each in group]
+    if critic is not None:
+        dues = [value.returns for value in valued if value.returns is not None]
+        critic.learn_from(dues)
     return [
         PolicySample(
             text.ids,
@@ -120,6 +141,17 @@ def needs_old(job: RlPhases) -> bool:
         or in_reward
         or loss.needs_values
     )
+
+
+def _reference_readings(
+    texts: Sequence[AnswerArrays], job: RlPhases, built: Built, mesh: Mesh
+) -> list[np.ndarray]:
+    """Return the log-probabilities of ``texts`` under the reference model on these ranks. Collective."""
+    own = reference_beside(built.state)
+    if own is not None:
+        return _readings(texts, job, own.built, own.mesh).log_probabilities
+    with built.state.swapped(REFERENCE):
+        return _readings(texts, job, built, mesh).log_probabilities
 
 
 def _readings(

@@ -30,16 +30,8 @@ def row_batches(
     """
     recipe = job.recipe
     per_pass, passes = recipe.rows_per_pass(mesh.layout)
-    longest = (
-        recipe.data.seq_len
-        if recipe.train.compile
-        else max(len(row.tokens) for row in rows)
-    )
-    loader = Loader(
-        RowList(rows), mesh.layout, mesh.batch_rank, mesh.rank("cp"), recipe.train.batch, per_pass, passes, longest,
-        joined=not recipe.train.compile,
-    )  # fmt: skip
-    batches = loader.step(0) or []
+    full = recipe.data.seq_len if recipe.train.compile else 0
+    batches = divided_rows(rows, mesh, recipe.train.batch, per_pass, passes, full)
     if shares_prompts(job, mesh.layout, job.shape):
         batches = [share_prompts(batch, mesh.size("tp")) for batch in batches]
     return [replace(b, samples=tuple(position + i for i in b.samples)) for b in batches]
@@ -58,6 +50,22 @@ def shares_prompts(job: RlPhases, layout: Layout, shape: ModelShape) -> bool:
     apart = job.roles.critic.is_apart or job.roles.rollout.invariant
     whole = layout.size("cp", "pp") == layout.ep == 1
     return job.rl.share_prompts and plain and attends and whole and not apart
+
+
+def divided_rows(
+    rows: Sequence[Row], mesh: Mesh, batch: int, per_pass: int, passes: int, full: int
+) -> list[Batch]:
+    """Divide the ``rows`` of a step of ``batch`` samples among the ranks of ``mesh``; return this rank's batches.
+
+    ``per_pass``, ``passes``: number of rows of a rank in a pass, and of passes. ``full``: number of tokens to which
+    every row is padded; 0: a rank joins its rows of a pass, which are padded to the longest of any rank.
+    """
+    longest = full or max(len(row.tokens) for row in rows)
+    loader = Loader(
+        RowList(rows), mesh.layout, mesh.batch_rank, mesh.rank("cp"), batch, per_pass, passes, longest,
+        joined=not full,
+    )  # fmt: skip
+    return loader.step(0) or []
 
 
 @dataclass(frozen=True)

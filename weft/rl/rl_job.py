@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weft.generate.sampling import Sampling
 from weft.layout.mesh import from_all
 from weft.models.invariant import invariant
+from weft.models.policy_loss import PolicyObjective
 from weft.rl.generation_model import GenerationModel
 from weft.rl.generation_turns import open_turns
 from weft.rl.local_rollouts import LocalRollouts
@@ -21,6 +22,7 @@ from weft.rl.recorded_loader import RecordedLoader
 from weft.rl.reward_workers import reward_workers
 from weft.rl.rl_loader import RlLoader
 from weft.rl.rl_phases import RlPhases
+from weft.train.own_critic import copied_critic
 
 if TYPE_CHECKING:
     from weft.data.order import Order
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from weft.parallel.build import Built
     from weft.recipe import Task
     from weft.recipe.roles_section import RolloutRole
+    from weft.rl.critic_processes import CriticProcesses
     from weft.rl.remote_rollouts import RemoteSettings
     from weft.rl.role_places import RolePlace
     from weft.rl.rollout import RolloutSource
@@ -129,10 +132,11 @@ class RlJob(RlPhases):
 
             reference = ReferenceProcesses(self, mesh, interrupted)
             stack.callback(reference.close)
+        critic = self._critic_processes(mesh, built, interrupted, stack)
         return RlLoader(
             self, mesh, built, recorder, turns, local, rollouts, workers, interrupted,
             lambda: built.state.updates, PhaseCurricula.of_job(self, kept), lines,
-            reference,
+            reference, critic,
         )  # fmt: skip
 
     def _address(self, mesh: Mesh) -> Address | None:
@@ -145,6 +149,27 @@ class RlJob(RlPhases):
         leads = group is None or group.rank() == 0
         (host, *_) = from_all(run_host(self.roles) if leads else "", group)
         return host, 0
+
+    def _critic_processes(
+        self,
+        mesh: Mesh,
+        built: Built,
+        interrupted: Callable[[], bool],
+        stack: ExitStack,
+    ) -> CriticProcesses | None:
+        """Start the processes of a critic that is in some, and return them. The arguments are those of
+        :meth:`training_loader`.
+        """
+        copy = copied_critic(built.state)
+        if copy is None:
+            return None
+        from weft.rl.critic_processes import CriticProcesses
+
+        objective = built.model.hooks.objective
+        assert isinstance(objective, PolicyObjective)
+        critic = CriticProcesses(self, mesh, interrupted, copy, objective.figures)
+        stack.callback(critic.close)
+        return critic
 
     def _rollout_places(self, role: RolloutRole, host: str) -> list[RolePlace]:
         """Return the places of processes that write answers, from which the run is reached at ``host``; none: here."""

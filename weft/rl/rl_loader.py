@@ -21,8 +21,6 @@ from weft.data.tasks import Answered
 from weft.errors import WeftError
 from weft.layout.mesh import from_all
 from weft.models.policy_loss import PolicyObjective
-from weft.parallel.reference_weights import set_reference
-from weft.rl.critic_start import start_critic
 from weft.rl.episode_groups import written_groups
 from weft.rl.kept_phases import keep_phase
 from weft.rl.local_rollouts import LocalRollouts, RolloutInterrupted
@@ -30,15 +28,18 @@ from weft.rl.phase_samples import phase_samples
 from weft.rl.questions import TaskQuestion, supervised_row
 from weft.rl.recorded_loader import row_batches
 from weft.rl.reward_workers import Scored
+from weft.rl.role_starts import complete_reference, start_roles
 from weft.rl.rollout import SentWeights
 from weft.rl.scored_answers import ScoredGroup, check_scored, phase_figures
 from weft.train.own_critic import critic_of
+from weft.train.reference_layout import reference_beside
 from weft.train.step_loader import AskedQuestions
 
 if TYPE_CHECKING:
     from weft.data.batch import Batch
     from weft.layout.mesh import Mesh
     from weft.parallel.build import Built
+    from weft.rl.critic_processes import CriticProcesses
     from weft.rl.generation_turns import GenerationTurns
     from weft.rl.phase_curricula import PhaseCurricula
     from weft.rl.reference_processes import ReferenceProcesses
@@ -77,6 +78,7 @@ class RlLoader:
         ``curricula``: choose the levels of questions.
         ``lines``: lines to print that engines in other processes have sent since the last phase.
         ``reference``: the reference model in other processes; None: it is beside the policy, or the loss needs none.
+        ``critic``: the critic in other processes; None: it is on these ranks, or the loss needs none.
     """
 
     job: RlPhases
@@ -92,6 +94,7 @@ class RlLoader:
     curricula: PhaseCurricula
     lines: deque[str] = field(default_factory=deque)
     reference: ReferenceProcesses | None = None
+    critic: CriticProcesses | None = None
     phase: int = -1
     #: The first rollout phase whose answers were not asked for yet, where engines in other processes write.
     unasked: int = 0
@@ -104,6 +107,9 @@ class RlLoader:
     sent: SentWeights = field(default_factory=SentWeights)
     #: When the last rollout phase was complete, in seconds.
     ended_at: float = 0.0
+    #: Bytes of weights that this rank has got for a reference model with a layout of its own since the last figures;
+    #: -1: those that do not learn may be missing.
+    reference_bytes: int = -1
 
     def __post_init__(self) -> None:
         self.rl, self.batch = self.job.rl, self.job.recipe.train.batch
@@ -136,7 +142,7 @@ class RlLoader:
         Returns False if a rank is asked to end the run meanwhile.
         """
         if position == self.job.supervised:
-            self._start_roles()
+            self.reference_bytes = start_roles(self.job, self.built.state, self.mesh)
         try:
             self._begin(self.job.place(position).phase)
         except RolloutInterrupted:
@@ -160,7 +166,11 @@ class RlLoader:
         count = self.job.answers
         epoch, first = divmod(place.first, count)
         order = permutation(count, self.job.recipe.train.seed, place.phase, epoch)
-        chosen = [self.samples[i] for i in order[first : first + self.batch]]
+        own = order[first : first + self.batch]
+        if self.critic is not None:
+            step = position // self.batch
+            self.critic.begin_step(own, step - self.rl.start.steps, step)
+        chosen = [self.samples[i] for i in own]
         rows = [
             policy_rows([sample], len(sample.ids), self.job.loss).rows[0]
             for sample in chosen
@@ -172,7 +182,10 @@ class RlLoader:
     def _begin(self, phase: int) -> None:
         """Collect the answers of rollout phase ``phase``, and what the loss needs of them."""
         begun = time.perf_counter()
-        self._log_policy()
+        if self.critic is None:
+            self._log_policy()
+        else:  # whose steps may not be over
+            self.critic.check()
         self._refresh()
         moved = time.perf_counter()
         self.curricula.begin(phase)
@@ -196,9 +209,15 @@ class RlLoader:
         if note := check_scored(groups, self.rl.most_unscored):
             self.recorder.event(note)
         passes = dict[str, float]()
+        if self.reference_bytes < 0:
+            self.reference_bytes = complete_reference(self.built.state, self.mesh)
         self.samples = phase_samples(
-            groups, self.job, self.built, self.mesh, self.reference, passes
+            groups, self.job, self.built, self.mesh, self.reference, passes, self.critic
         )
+        if self.critic is not None:
+            self._log_policy()
+            for line in self.critic.skipped.news():
+                self.recorder.event(line)
         self.phase = phase
         self.curricula.end(phase, answered)
         for task in self.curricula.levels:
@@ -222,19 +241,21 @@ class RlLoader:
             figures |= self._sent_figures()
         if self.reference is not None:
             figures |= self.reference.take_figures()
+        if self.critic is not None:
+            figures |= self.critic.take_figures()
+        elif "values_s" in passes:
+            objective = self.built.model.hooks.objective
+            assert isinstance(objective, PolicyObjective)
+            stepped, objective.figures.seconds = objective.figures.seconds, 0.0
+            figures["critic_s"] = passes["values_s"] + stepped
+        if reference_beside(self.built.state) is not None:
+            moved = sum(from_all(self.reference_bytes, self.mesh.step_group))
+            figures["reference_moved_bytes"], self.reference_bytes = moved, 0
         if self.job.roles.reward.ranks:
             figures |= self._reward_figures()
         self.ended_at = ended
         self.recorder.reinforcement(phase, figures)
         self._keep_examples(phase, groups)
-
-    def _start_roles(self) -> None:
-        """Let the reference model, and a critic with layers of its own, begin as the policy is now."""
-        state = self.built.state
-        if self.job.loss.needs_reference and self.reference is None:
-            set_reference(state)
-        if (critic := critic_of(state)) is not None and not self.job.roles.critic.model:
-            start_critic(state, critic.state, self.mesh)
 
     def _reward_figures(self) -> dict[str, int]:
         """Return the bytes of requests to servers of reward models, and of their replies, since the last phase."""

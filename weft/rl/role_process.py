@@ -1,8 +1,8 @@
-"""A process with the reference model of reinforcement learning: texts in, log-probabilities out.
+"""A process of a role of reinforcement learning: of the reference model, or of a critic (:mod:`weft.rl.critic_work`).
 
-It connects with the training run that has started it, learns which model to build, and answers until the run ends.
-Several such processes may divide the model or the texts among them, as a layout says: the first one has the texts, and
-gives them to the others.
+It connects with the training run that has started it, learns which model to build, and answers until the run ends: the
+reference model gets texts, and gives log-probabilities. Several such processes may divide the model or the texts among
+them, as a layout says: the first one has the texts, and gives them to the others.
 """
 
 from __future__ import annotations
@@ -21,25 +21,30 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.net.endpoint import Address, process_endpoint
 from weft.net.sockets import own_address
-from weft.net.wire import Frame, SealedConnection
+from weft.net.wire import SealedConnection
 from weft.parallel.build import Built, parallelize
 from weft.recipe import ModelShape, Recipe, Train
 from weft.rl.log_probabilities import token_log_probabilities
-from weft.rl.role_texts import MarkedText, packed_numbers, unpacked_texts
+from weft.rl.role_texts import packed_numbers, shared_texts
 from weft.run.rank_processes import own_device, rank_process, settle_in
 
-#: The name of the channel to the run, the variable with its secret, and seconds that connecting may take.
-ROLES, SECRET, DIAL_S = "role-processes", "WEFT_ROLE_SECRET", 30.0
+#: The variable with the secret of the channel to the run, and seconds that connecting may take.
+SECRET, DIAL_S = "WEFT_ROLE_SECRET", 30.0
 
 
-def run_role_process(run: Address) -> None:
-    """Serve the training run whose endpoint is at ``run`` as a process with its reference model, until the run ends.
+def role_channel(name: str) -> str:
+    """Return the name of the channel between a run and the processes of the role ``name``, such as "reference"."""
+    return f"role-{name}"
+
+
+def run_role_process(run: Address, name: str) -> None:
+    """Serve the training run whose endpoint is at ``run`` as a process of its role ``name``, until the run ends.
 
     An error is told to the run, which ends with it, and is exit code 1 of the process.
     """
     rank = int(os.environ.get("RANK", "0"))
     endpoint = process_endpoint(own_address(run[0]))
-    channel = endpoint.join(ROLES, os.environ.get(SECRET, ""))
+    channel = endpoint.join(role_channel(name), os.environ.get(SECRET, ""))
     try:
         connection = channel.dial(run, {"rank": rank}, DIAL_S)
     except OSError as error:
@@ -51,16 +56,22 @@ def run_role_process(run: Address) -> None:
         about = connection.receive().head
         layout, device = Layout(**about["layout"]), about["device"]
         with ExitStack() as stack:
-            if layout.world > 1:
+            # a critic is trained, as on a rank of a run
+            if layout.world > 1 or name == "critic":
                 ranks = rank_process(device, about["timeout"], about["threads"])
                 stack.enter_context(ranks)
                 mesh = Mesh.create(layout, own_device(device))
             else:
                 settle_in(device, about["threads"])
                 mesh = Mesh.single(torch.device(device))
-            built = reference_of(about, mesh)
-            connection.send({"kind": "ready"})
-            _answer(connection, built, mesh, about)
+            if name == "critic":
+                from weft.rl.critic_work import serve_critic
+
+                serve_critic(connection, about, mesh)
+            else:
+                built = reference_of(about, mesh)
+                connection.send({"kind": "ready"})
+                _answer(connection, built, mesh, about)
     except ConnectionError:
         pass  # the run has ended
     except (WeftError, ValueError, RuntimeError, OSError) as error:
@@ -101,7 +112,7 @@ def _answer(
     leads = mesh.layout.world == 1 or dist.get_rank() == 0
     while True:
         frame, begun = connection.receive(), time.perf_counter()
-        texts = _shared(frame, mesh)
+        texts = shared_texts(frame, mesh)
         numbers = token_log_probabilities(
             built.model,
             built.state,
@@ -119,16 +130,6 @@ def _answer(
             connection.send({"kind": "numbers", "seconds": spent}, payload)
 
 
-def _shared(frame: Frame, mesh: Mesh) -> list[MarkedText]:
-    """Return the texts of the request ``frame``, of which only the first process has the contents. Collective."""
-    given = [
-        unpacked_texts(frame.payload, frame.head["lengths"]) if frame.payload else []
-    ]
-    if mesh.layout.world > 1:
-        dist.broadcast_object_list(given, src=0)
-    return given[0]
-
-
 if __name__ == "__main__":
-    host, port = sys.argv[1:]
-    run_role_process((host, int(port)))
+    host, port, role = sys.argv[1:]
+    run_role_process((host, int(port)), role)

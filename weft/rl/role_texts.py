@@ -6,8 +6,14 @@ A text goes as token ids of 4 bytes and marks of 1 byte per token. Only marked t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.net.wire import Frame
 
 #: A text: its token ids, and for each token whether a number of it is wanted.
 MarkedText = tuple[Sequence[int], Sequence[bool]]
@@ -54,3 +60,23 @@ def unpacked_numbers(
         whole[mask] = own
         results.append(whole)
     return results
+
+
+def shared_texts(frame: Frame, mesh: Mesh) -> list[MarkedText]:
+    """Return the texts of the request ``frame``, of which only the first process has the contents. Collective."""
+    given = [
+        unpacked_texts(frame.payload, frame.head["lengths"]) if frame.payload else []
+    ]
+    if mesh.layout.world > 1:
+        dist.broadcast_object_list(given, src=0)
+    return given[0]
+
+
+def shared_returns(
+    frame: Frame, texts: Sequence[MarkedText], mesh: Mesh
+) -> list[np.ndarray]:
+    """Return the numbers of ``texts`` in ``frame``, of which only the first process has the contents. Collective."""
+    given = [unpacked_numbers(frame.payload, texts) if len(frame.payload) else []]
+    if mesh.layout.world > 1:
+        dist.broadcast_object_list(given, src=0)
+    return given[0]

@@ -57,6 +57,8 @@ class Shape:
         ``stored``: bytes per element of a layer's weights, less than 2 if quantised.
         ``cached``: elements per token and layer in the generation cache; 0: keys and values of all heads.
         ``hottest``: load of the busiest expert of a layer, as a multiple of the mean.
+        ``critic``: size of a critic with layers of its own that is trained beside the model in every step, as a
+            multiple of the model's layers; 0: there is none on the same ranks.
     """
 
     layers: Num
@@ -90,6 +92,7 @@ class Shape:
     stored: Num = 2
     cached: Num = 0
     hottest: Num = 1
+    critic: Num = 0
 
     @property
     def score_dim(self) -> Num:

@@ -1,11 +1,13 @@
 """A critic with layers of its own, trained beside the policy of reinforcement learning on the same ranks.
 
 It is a model that scores texts: its output at a token is the sum of the rewards that it predicts to follow (Schulman et
-al. 2017, 1707.06347). It learns from the batches of the policy, with an optimizer of its own.
+al. 2017, 1707.06347). It learns from the batches of the policy, with an optimizer of its own. Where it is trained in
+other processes (:mod:`weft.rl.critic_processes`), only a copy for checkpoints is here.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +17,9 @@ import torch
 
 from weft.errors import UsageError, WeftError
 from weft.models.hooks import Hooks
-from weft.models.policy_loss import PolicyObjective
+from weft.models.policy_loss import PolicyFigures, PolicyObjective
 from weft.parallel.build import Built, parallelize
+from weft.train.critic_copy import CopiedState, CriticCopy
 from weft.train.rule_optimizer import RuleOptimizer, learning_rate
 from weft.train.step import Step, StepContext, plain_step
 from weft.train.step_values import MOST_SKIPPED
@@ -34,29 +37,20 @@ if TYPE_CHECKING:
 CRITIC = "critic"
 
 
-def add_rl_states(
-    state: State, shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None
-) -> None:
-    """Add what reinforcement learning keeps beside the policy, as the recipe asks: the reference model's weights as a
-    slot of every parameter (unless it is in processes of its own), and a critic that has layers of its own. Collective.
-
-    ``state``, ``shape``: the policy's. ``values``: the initial values of the policy; None: seeded ones, or those of a
-    checkpoint that is loaded later.
-    """
-    assert recipe.rl is not None
-    loss, roles = recipe.rl.policy_loss, recipe.roles
-    if loss.needs_reference and not (roles and roles.reference.elsewhere):
-        from weft.parallel.reference_weights import add_reference
-
-        add_reference(state)
-    if loss.needs_values and roles and roles.critic.is_apart:
-        state.beside[CRITIC] = _build_critic(shape, mesh, recipe, values)
-
-
 def critic_of(state: State) -> Built | None:
-    """Return the critic with layers of its own beside the policy with the state ``state``; None if there is none."""
-    critic: Built | None = state.beside.get(CRITIC)
-    return critic
+    """Return the critic with layers of its own that is trained beside the policy with the state ``state``; None if
+    there is none on these ranks.
+    """
+    critic = state.beside.get(CRITIC)
+    return critic if isinstance(critic, Built) else None
+
+
+def copied_critic(state: State) -> CopiedState | None:
+    """Return the copy of a critic that is trained in other processes, beside the policy with the state ``state``; None
+    if there is no such critic.
+    """
+    critic = state.beside.get(CRITIC)
+    return critic.state if isinstance(critic, CriticCopy) else None
 
 
 def critic_shape(policy: ModelShape, recipe: Recipe) -> ModelShape:
@@ -106,9 +100,14 @@ def critic_optimizer(recipe: Recipe) -> Optimizer:
     return recipe.roles.critic.optimizer_settings(recipe.optimizer)
 
 
-def _build_critic(
+def build_critic(
     policy: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None
 ) -> Built:
+    """Build a critic with layers of its own on this rank of ``mesh``. Collective.
+
+    ``policy``: shape of the policy. ``values``: initial values of the policy; None: seeded ones, or those of a
+    checkpoint that is loaded later.
+    """
     assert recipe.rl is not None
     assert recipe.roles is not None
     shape = critic_shape(policy, recipe)
@@ -139,6 +138,40 @@ def _first_values(shape: ModelShape, recipe: Recipe) -> Values | None:
 
 
 @dataclass
+class SkippedUpdates:
+    """Counts the updates of a critic that were left out.
+
+    ``in_a_row``: their number since the last one that was not. ``lines``: lines about them that were not printed yet.
+    """
+
+    in_a_row: int = 0
+    lines: list[str] = field(default_factory=list)
+
+    def count(self, skipped: bool, begun: int) -> None:
+        """Count an update. ``skipped``: whether it was left out. ``begun``: number of steps of the run before it.
+
+        Raises :class:`WeftError` after as many in a row as end a run when the policy's are left out.
+        """
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if not skipped:
+            return
+        if self.in_a_row >= MOST_SKIPPED:
+            raise WeftError(
+                f"the critic's loss or gradient norm were not finite in {self.in_a_row} steps in a row, which "
+                f"changed nothing in it; ended at step {begun}: lower lr in roles.critic.optimizer, or look at "
+                "the rewards and the weights it began with"
+            )
+        self.lines.append(
+            f"the critic's loss or gradient norm was not finite in step {begun + 1}: it has not learned from it"
+        )
+
+    def news(self) -> list[str]:
+        """Return the lines to print that are new since the last call."""
+        lines, self.lines = self.lines, []
+        return lines
+
+
+@dataclass
 class CriticStep(Step):
     """A training step of a policy, and of a critic with layers of its own.
 
@@ -148,8 +181,8 @@ class CriticStep(Step):
         ``begun``: number of steps of the run that were taken before.
         ``start``: number of steps at the beginning of the run in which the critic does not learn.
         ``steps``: number of steps after these.
-        ``skipped_in_a_row``: number of the critic's updates that were left out since the last one that was not.
-        ``lines``: lines about them that were not printed yet.
+        ``skipped``: counts the critic's updates that were left out.
+        ``figures``: figures of the critic, to which the time of its steps is added.
     """
 
     critic: Step = None  # type: ignore[assignment]
@@ -157,59 +190,44 @@ class CriticStep(Step):
     begun: int = 0
     start: int = 0
     steps: int = 0
-    skipped_in_a_row: int = 0
-    lines: list[str] = field(default_factory=list)
+    skipped: SkippedUpdates = field(default_factory=SkippedUpdates)
+    figures: PolicyFigures = field(default_factory=PolicyFigures)
 
     def take(
         self, batches: Sequence[Batch], lr: float, stop: bool = False
     ) -> list[StepResult]:
         # supervised batches have no rewards that could be predicted
         if all(batch.rollout is not None for batch in batches):
-            step = max(0, self.begun - self.start)
+            step, since = max(0, self.begun - self.start), time.perf_counter()
             # which resuming counts again in the same way
             self.critic.state.updates = step
             rate = learning_rate(self.optimizer, step, self.steps)
             for result in self.critic.take(batches, rate):
-                self._count(result)
+                self.skipped.count(result.skipped, self.begun)
+            self.figures.seconds += time.perf_counter() - since
         self.begun += 1
         return super().take(batches, lr, stop)
 
     def news(self) -> list[str]:
-        lines, self.lines = self.lines, []
-        return [*super().news(), *lines]
-
-    def _count(self, result: StepResult) -> None:
-        """Count an update of the critic that was left out.
-
-        Raises :class:`WeftError` after as many in a row as end a run when the policy's are left out.
-        """
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
-        if not result.skipped:
-            return
-        if self.skipped_in_a_row >= MOST_SKIPPED:
-            raise WeftError(
-                f"the critic's loss or gradient norm were not finite in {self.skipped_in_a_row} steps in a row, which "
-                f"changed nothing in it; ended at step {self.begun}: lower lr in roles.critic.optimizer, or look at "
-                "the rewards and the weights it began with"
-            )
-        self.lines.append(
-            f"the critic's loss or gradient norm was not finite in step {self.begun + 1}: it has not learned from it"
-        )
+        return [*super().news(), *self.skipped.news()]
 
 
 def with_critic(step: Step, context: StepContext, recipe: Recipe) -> Step:
-    """Return a training step that also trains the critic beside the policy. If the critic's loss or gradient norm is
-    not finite, its parameters stay as they are.
+    """Return a training step that also trains the critic beside the policy, if it is on these ranks. If the critic's
+    loss or gradient norm is not finite, its parameters stay as they are.
 
     ``step``: the step of the policy. ``context``: the policy's model, state and mesh, and functions to call.
     """
     critic, inspect = critic_of(context.state), context.inspect
-    assert critic is not None and recipe.rl is not None
+    if critic is None:
+        return step
+    assert recipe.rl is not None
     named = None if inspect is None else partial(_inspect_critic, inspect)
     own = StepContext(
         critic.model, critic.state, context.mesh, context.before_update, named
     )
-    optimizer = critic_optimizer(recipe)
+    optimizer, objective = critic_optimizer(recipe), critic.model.hooks.objective
+    assert isinstance(objective, PolicyObjective)
     start = recipe.rl.start.steps
     return CriticStep(
         step.state,
@@ -224,6 +242,7 @@ def with_critic(step: Step, context: StepContext, recipe: Recipe) -> Step:
         begun=context.begun,
         start=start,
         steps=recipe.train.steps - start,
+        figures=objective.figures,
     )
 
 

@@ -324,9 +324,14 @@ def checkpoint_size(job: Job) -> int:
         slot_bytes(job.recipe.optimizer, wide),
         0 if job.shape.adapter else wide,
     )
-    return round(sum(
+    size = round(sum(
         p.numel * (wide + moments if learns(p.name, job.shape, train.freeze) else frozen) for p in parameters(job.shape)
     ))  # fmt: skip
+    if job.recipe.rl is not None:
+        from weft.train.beside_size import beside_bytes
+
+        size += beside_bytes(job, checkpoint_size)
+    return size
 
 
 def _choose(

@@ -347,7 +347,7 @@ def build_for_training(
             optimizer=RuleOptimizer(recipe.optimizer, mesh),
         )
     if recipe.rl is not None:
-        from weft.train.own_critic import add_rl_states
+        from weft.train.rl_states import add_rl_states
 
         add_rl_states(state, shape, mesh, recipe, values)
     if mesh.islands > 1:

@@ -23,6 +23,15 @@ def has_critic_apart(asked: AskedRecipe) -> bool:
     )
 
 
+def has_critic_beside(asked: AskedRecipe) -> bool:
+    """Return whether the recipe ``asked`` has a critic with layers of its own on the ranks of its policy."""
+    return (
+        has_critic_apart(asked)
+        and asked.roles is not None
+        and not asked.roles.critic.elsewhere
+    )
+
+
 @register(
     "samples",
     "rl",
@@ -45,21 +54,21 @@ def has_critic_apart(asked: AskedRecipe) -> bool:
              "leave it out, or use rl.method = 'ppo'"),
         Rule("settings of a critic that shares all", "rl roles",
              lambda a: a.rl is not None and a.roles is not None and not a.roles.critic.is_apart
-             and bool(a.roles.critic.model or a.roles.critic.optimizer),
-             "roles.critic.model and optimizer are about a critic with layers of its own, and roles.critic.trunk = "
-             "'shared'", "set trunk = 'own', or leave them out"),
+             and a.roles.critic != type(a.roles.critic)(),
+             "[roles.critic] is about a critic with layers of its own, and roles.critic.trunk = 'shared'",
+             "set trunk = 'own', or leave its other settings out"),
         Rule("a critic apart beside an adapter", "rl roles adapter",
              lambda a: has_critic_apart(a) and a.adapter is not None,
              "roles.critic.trunk = 'own' trains all weights of a second model, and [adapter] is there to train few",
              "use trunk = 'shared', or leave [adapter] out"),
         Rule("a critic apart that is not on the device", "rl roles memory",
-             lambda a: has_critic_apart(a) and bool(a.memory.away),
+             lambda a: has_critic_beside(a) and bool(a.memory.away),
              "roles.critic.trunk = 'own' keeps the critic on the device, and [memory] keeps tensors elsewhere to save "
-             "memory there", "use trunk = 'shared', or leave [memory] out"),
+             "memory there", "set roles.critic.ranks, use trunk = 'shared', or leave [memory] out"),
         Rule("a critic apart under layouts that plan one model", "rl roles layout",
-             lambda a: has_critic_apart(a) and (a.layout.placement == "moving" or a.layout.skip > 0),
+             lambda a: has_critic_beside(a) and (a.layout.placement == "moving" or a.layout.skip > 0),
              "roles.critic.trunk = 'own' trains two models in every step, and layout.skip and layout.placement = "
-             "'moving' plan the passes of one", "use trunk = 'shared', or leave these out"),
+             "'moving' plan the passes of one", "set roles.critic.ranks, use trunk = 'shared', or leave these out"),
         Rule("a critic apart of a plugin's model", "rl roles model",
              lambda a: has_critic_apart(a) and bool(a.model.kind),
              "roles.critic.trunk = 'own' makes a critic of Weft's transformer, and model.kind = {0.model.kind!r} is "
