@@ -256,8 +256,8 @@ class PagedReader:
             return self.model(numbers[:1], numbers[1:], ends, only=only)[0]
         named = [lent.name if lent else "" for lent in row.adapters]
         models = [self.others.get(name, self.model) for name in named]
-        pairs = zip(row.adapters, models, strict=True)
-        adapters = [lent if model is self.model else None for lent, model in pairs]
+        pairs = zip(named, row.adapters, strict=True)
+        adapters = [None if name in self.others else lent for name, lent in pairs]
         groups = RowGroups(row._replace(adapters=adapters), models, numbers, self.size)
         with invariant(self.alike):
             x = joined_rows(
