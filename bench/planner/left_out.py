@@ -14,7 +14,9 @@ sources of five rows or more:
 
 ``checks`` are eight rows of Dao 2023 (2307.08691, table 1: A100, FlashAttention 1 and 2), which nothing was fitted to.
 ``regret`` is the mean over jobs of how much slower the first choice is than the best layout measured; once more without
-sources whose times are sums of pieces instead of steps that ran (``evaluate.composed``). The profile is the median
+sources whose times are sums of pieces instead of steps that ran (``evaluate.composed``), and for jobs whose rows can
+tell (``telling.py``), without and with rows that the source's own rows contradict. ``jobs`` lists the jobs that ran.
+The profile is the median
 ratio of predicted to measured time, by kind, with presets and with sources left out.
 """
 
@@ -32,6 +34,7 @@ from evaluate import composed, error, regrets
 from numpy.typing import NDArray
 from rows import parse, read_rows
 from script import run
+from telling import choice, jobs
 
 from weft.planner.fit import KNOBS, Measurement, fit, predict
 
@@ -155,6 +158,35 @@ def within(rows: Sequence[Measurement]) -> dict[str, float]:
     return {way: float(np.mean(values)) for way, values in errors.items()}
 
 
+def telling(
+    by_source: dict[str, list[Measurement]], ways: dict[str, dict[str, Array]]
+) -> tuple[dict[str, float], list[dict[str, object]]]:
+    """Return the regret of jobs whose rows can tell, by way, and every job whose steps ran."""
+    regret: dict[str, list[float]] = {}
+    table: list[dict[str, object]] = []
+    for name, rows in by_source.items():
+        for job in jobs(rows):
+            picked = {way: choice(rows, job, times[name]) for way, times in ways.items() if name in times}  # fmt: skip
+            if not (job.ran and picked):
+                continue
+            for way, each in picked.items():
+                if job.tells:
+                    regret.setdefault(f"{way}, rows that can tell", []).append(
+                        each.regret
+                    )
+                    regret.setdefault(f"{way}, and odd rows", []).append(each.among_all)
+            first = rows[next(iter(job.layouts.values()))[0]]
+            table.append({
+                "source": name[:60], "layers": first.shape.layers, "width": first.shape.embed,
+                "ranks": first.plan.world, "batch": first.plan.batch, "layouts": len(job.layouts),
+                "odd": [rows[i].id for plan in job.odd for i in job.layouts[plan]],
+                "gap": round(100 * job.gap, 1), "noise": round(100 * job.noise, 1), "tells": job.tells,
+                "regret": {way: round(each.regret, 1) for way, each in picked.items()},
+                "with odd rows": {way: round(each.among_all, 1) for way, each in picked.items()},
+            })  # fmt: skip
+    return {way: statistics.fmean(each) for way, each in regret.items()}, table
+
+
 def middle(values: dict[str, float]) -> dict[str, float]:
     numbers = list(values.values())
     return {"median": round(statistics.median(numbers), 2), "mean": round(statistics.fmean(numbers), 2)}  # fmt: skip
@@ -218,13 +250,16 @@ def measure(path: Path, sample: int) -> dict[str, object]:
         ]
         for way, times in ways.items()
     }
+    told, table = telling({name: by_source[name] for name in names}, ways)
     checks = check_rows()
     ratio = predict(checks, np.zeros(len(KNOBS))) / seconds(checks)
     return {
         "command": "python bench/planner/left_out.py measured.csv",
         "rows": len(rows),
         "errors": {way: middle(values) for way, values in by_way.items()},
-        "regret": {way: round(statistics.fmean(each), 2) for way, each in choices.items()},
+        "regret": {way: round(statistics.fmean(each), 2) for way, each in choices.items()}
+        | {way: round(mean, 2) for way, mean in told.items()},
+        "jobs": table,
         "checks": {row.id: round(float(r), 3) for row, r in zip(checks, ratio, strict=True)},
         "sources": {
             way: {name[:60]: round(wrong, 1) for name, wrong in values.items()}
@@ -249,6 +284,9 @@ def main() -> None:
         print(part)
         for name, value in found[part].items():  # type: ignore[attr-defined]
             print(f"  {name:60} {value}")
+    print("jobs")
+    for job in found["jobs"]:  # type: ignore[attr-defined]
+        print(f"  {job}")
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 

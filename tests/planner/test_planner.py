@@ -13,6 +13,7 @@ import calibrate as calibrate_script
 import evaluate as evaluate_script
 import numpy as np
 import pytest
+import telling
 from calibrate import apply, calibrate, held_out
 from evaluate import composed, error, fits, regrets
 from rows import CONSTANTS, find_shape, parse, read_rows
@@ -558,6 +559,38 @@ def test_regret_is_the_price_of_the_choice(rows: list[Measurement]) -> None:
     ]
     assert regrets(jobs, np.array([4.0, 2.0, 3.0, 5.0])) == [(0.0, 0.0)]
     assert regrets(jobs, np.array([1.0, 2.0, 3.0, 5.0])) == [(100.0, 0.0)]
+
+
+def test_rows_that_others_of_the_source_contradict_tell_nothing(
+    rows: list[Measurement],
+) -> None:
+    row = next(row for row in rows if row.seconds)
+    slower = {1: 1.0, 2: 0.94, 4: 0.92, 8: 0.95}
+    runs = [
+        replace(
+            row,
+            shape=replace(row.shape, embed=width),
+            plan=replace(row.plan, micro_batch=micro),
+            seconds=width * by * (1.4 if (width, micro) == (512, 1) else 1.0),
+        )
+        for width in range(512, 520)
+        for micro, by in slower.items()
+    ]
+    runs.append(replace(runs[-1], seconds=1.02 * float(runs[-1].seconds or 0)))
+    found = telling.jobs(runs)
+    assert [[p.micro_batch for p in job.odd] for job in found] == [[1], *[[]] * 7]
+    # three layouts are too few, and layouts that differ by no more than repeats tell nothing
+    assert [job.tells for job in found] == [False, *[True] * 7]
+    assert found[1].noise == pytest.approx(0.02)
+    assert found[1].gap == pytest.approx(0.945 / 0.92 - 1)
+    assert not found[1]._replace(noise=0.03).tells
+    predicted = np.array([float(run.plan.micro_batch) for run in runs])
+    assert telling.choice(runs, found[1], predicted)[1:] == pytest.approx(
+        [100 * (1 / 0.92 - 1)] * 2
+    )
+    assert telling.choice(runs, found[0], predicted)[1:] == pytest.approx(
+        [100 * (0.94 / 0.92 - 1), 100 * (1.4 / 0.92 - 1)]
+    )
 
 
 @pytest.mark.slow
