@@ -88,6 +88,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "rewards without gradients": ("", f"{REWARDED} optimizer.estimate=zeroth-order optimizer.kind=sgd"),
     "rewards of combined replicas": ("dp=4", f"{REWARDED} resilience.aggregate=trimmed-mean resilience.faulty=1"),
     "room for weights that do not leave": ("", "memory.buffer=2"),
+    "reads ahead of nothing": ("", "memory.read_ahead=false"),
     "blocks of what stays": ("", "memory.blocks=2"),
     "alternating updates away from the host": ("", "memory.alternate=0.5"),
     "alternating updates that ask other ranks": (

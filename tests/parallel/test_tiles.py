@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
         {"layout": {"shard": 3}, "memory": {"weights": "file", "moments": "host", "gradients": "host"},
          "recompute": "full"},
         {"layout": {"dp": 2, "tp": 2}, "memory": FILES, "micro_batch": 1, "tied": True, "kv_heads": 1},
-        {"layout": {"cp": 2, "shard": 2}, "memory": FILES, "recompute": "full"},
+        {"layout": {"cp": 2, "shard": 2}, "memory": FILES | {"read_ahead": False}, "recompute": "full"},
         {"layout": {"pp": 2, "shard": 2, "schedule": "zb-h1"}, "memory": FILES, "micro_batch": 1},
         {"layout": {"pp": 2, "dp": 2}, "memory": {"weights": "host"}, "micro_batch": 1,
          "freeze": ["blocks.0.*", "blocks.1.ffn.*"]},
@@ -55,14 +57,31 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
 
 
 def counted(values: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of the third of three steps, those by the formula, and the most that buffers have taken."""
+    """Bytes of the third of three steps, those by the formula, and the most that buffers have taken.
+
+    ``together``: by size, the most buffers that were in use at a time.
+    """
     settings, mesh, model, state, loader = start(values)
     stepper = build_step(StepContext(model, state, mesh), settings)
     before: dict[str, int] = {}
-    for step in range(3):
-        before = state.tiers.bytes
-        batches = loader.step(step * settings.train.batch) or []
-        stepper.take(batches, 1e-3)
+    pool, in_use, together = state.tiers.pool, Counter[int](), Counter[int]()
+    take, give = pool.take, pool.give
+
+    def taken(size: int) -> torch.Tensor:
+        buffer = take(size)
+        in_use[buffer.numel()] += 1
+        together[buffer.numel()] = max(together[buffer.numel()], in_use[buffer.numel()])
+        return buffer
+
+    def given(buffer: torch.Tensor) -> None:
+        in_use[buffer.numel()] -= 1
+        give(buffer)
+
+    with mock.patch.multiple(pool, take=taken, give=given):
+        for step in range(3):
+            before = state.tiers.bytes
+            batches = loader.step(step * settings.train.batch) or []
+            stepper.take(batches, 1e-3)
     moved = {way: n - before[way] for way, n in state.tiers.bytes.items()}
     formula, largest, most = {"read": 0, "written": 0}, 0, 0
     passes, groups = len(batches), state.tiers.groups
@@ -82,27 +101,37 @@ def counted(values: dict[str, Any]) -> dict[str, Any]:
     return {
         "moved": moved,
         "formula": formula,
-        "pool": state.tiers.pool.most,
+        "pool": pool.most,
+        "together": together,
         "tile": largest,
         "unit": most,
         "names": {n for n, _ in model.named_parameters()},
     }
 
 
+@pytest.mark.parametrize(
+    "ahead", [pytest.param(True, marks=pytest.mark.slow(1)), False]
+)
 def test_bytes_and_memory_are_those_of_the_formula(
-    pool: Any, corpus: str, tmp_path: Path
+    pool: Any, corpus: str, tmp_path: Path, ahead: bool
 ) -> None:
-    """Tiles come twice in every pass; buffers have room for two tiles, whatever the size of their weight."""
+    """Tiles come twice in every pass; one or two have room in buffers, whatever the size of their weight."""
     values = tree(corpus, {"layout": {"shard": 1}, "micro_batch": 2, "model": WIDE})
     values["model"] |= {"ffn": 16 * 8}
-    values["memory"] = {"folder": str(tmp_path), "weights": "file", "tiles": 8}
+    values["memory"] = {
+        "folder": str(tmp_path),
+        "weights": "file",
+        "tiles": 4,
+        "read_ahead": ahead,
+    }
     values["train"]["batch"] = 4
     result = pool.run(1, counted, values)[0]
     assert result["moved"] == result["formula"]
-    assert result["tile"] == PAGE
+    assert result["tile"] == 2 * PAGE
     assert "blocks.0.ffn.gate" not in result["names"], "whole in memory"
     # weights, gradient and two moments of a tile and the next, and of what is not tiled
     assert result["pool"] <= 8 * result["tile"] + 3 * result["unit"]
+    assert result["together"][result["tile"]] == (8 if ahead else 4)
 
 
 @pytest.mark.slow(3)

@@ -274,16 +274,18 @@ class Tiers(OnDevice):
         ``device``: device on which tensors are used.
         ``timeout``: seconds that one transfer may take.
         ``room``: bytes of weights that may stay in memory between uses, beyond those that a step always needs.
+        ``ahead``: whether tensors are read before they are used, and written while others are in use. Otherwise only
+            one unit's tensors are in memory, and every transfer is waited for.
     """
 
     def __init__(
         self, places: Mapping[str, str], folder: str = ".", device: torch.device = CPU, timeout: float = 600,
-        room: int = 0,
+        room: int = 0, ahead: bool = True,
     ) -> None:  # fmt: skip
         self.places = places
         self.folder = Path(folder).expanduser()
         self.timeout = timeout
-        self.room = room
+        self.room, self.ahead = room, ahead
         self.pool = BufferPool(pinned=device.type == "cuda")
         self.groups = defaultdict(dict)
         self.order = AccessOrder()  # of updates that stand
@@ -354,8 +356,10 @@ class Tiers(OnDevice):
 
         ``owner``: the unit (parameters that are updated together); ``kinds``: some of "weights", "gradients" and
             "moments".
+
+        Nothing is read yet if nothing is to be read ahead.
         """
-        for kind in kinds:
+        for kind in kinds if self.ahead else ():
             if group := self._group(owner, kind):
                 group.fetch()
 
@@ -417,7 +421,7 @@ class Tiers(OnDevice):
                 self.tried.append(group)
             if group.leaving is not None and group.coming is None:
                 self.leaving.append(group)
-                self._drain(MOST_LEAVING)
+                self._drain(MOST_LEAVING if self.ahead else 0)
 
     @contextmanager
     def updating(self, owner: Hashable, behind: int = 1) -> Iterator[None]:
@@ -430,7 +434,7 @@ class Tiers(OnDevice):
             yield
             return
         self._drain(behind * len(groups))
-        for each in (owner, self.order.after(owner)):
+        for each in self._to_read(owner, self.order):
             for group in self.groups.get(each, {}).values():
                 group.fetch()
         with ExitStack() as stack:
@@ -447,12 +451,18 @@ class Tiers(OnDevice):
         """
         kinds = [kind for kind in self.groups.get(owner, ()) if kind != "gradients"]
         self._drain(len(kinds))
-        for each in (owner, self.trials.after(owner)):
+        for each in self._to_read(owner, self.trials):
             self.fetch(each, *kinds)
         with ExitStack() as stack:
             for kind in kinds:
                 stack.enter_context(self.at_hand(owner, kind, changes=True, apart=True))
             yield
+
+    def _to_read(self, owner: Hashable, order: AccessOrder) -> Sequence[Hashable]:
+        """Return the unit ``owner``, which is used now, and the unit that is expected next by ``order``, if its tensors
+        are read ahead.
+        """
+        return (owner, order.after(owner))[: 1 + self.ahead]
 
     def stand(self) -> None:
         """Make all changes that were made in :meth:`trying` permanent: :meth:`undo` can no longer take them back."""

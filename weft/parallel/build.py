@@ -227,7 +227,8 @@ def tiers_of(memory: Memory, mesh: Mesh, timeout: float) -> OnDevice:
         return OnDevice()
     from weft.memory.resting import Tiers
 
-    return Tiers(memory.away, memory.folder, mesh.device, timeout, memory.buffer << 20)
+    room, ahead = memory.buffer << 20, memory.read_ahead
+    return Tiers(memory.away, memory.folder, mesh.device, timeout, room, ahead)
 
 
 def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) -> bool:

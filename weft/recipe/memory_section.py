@@ -75,6 +75,14 @@ class Memory(Section):
             "not read them again. 0: backward reads all of them again."
         ),
     )
+    read_ahead: bool = Field(
+        True,
+        description=(
+            "For weights, gradients and moments in files: whether those of the next block or tile are read while the "
+            "present one computes, and written while the next one computes. False: only one block or tile is in "
+            "memory at a time, and computation waits for all transfers."
+        ),
+    )
     experts: Literal["all", "chosen"] = Field(
         "all",
         description=(
@@ -186,6 +194,11 @@ MEMORY_RULES: tuple[Rule[AskedMemory], ...] = (
     Rule("room for weights that do not leave", "memory", lambda a: a.memory.buffer > 0 and a.memory.weights != "file",
          "memory.buffer = {0.memory.buffer} is room for weights that come from a file, and memory.weights = "
          "{0.memory.weights!r}", "set memory.weights = 'file', or leave memory.buffer out"),
+    Rule("reads ahead of nothing", "memory",
+         lambda a: not a.memory.read_ahead
+         and "file" not in [a.memory.place_of(kind) for kind in ("weights", "gradients", "moments")],
+         "memory.read_ahead = false is for state that is read from files, and memory.weights = {0.memory.weights!r}",
+         "set memory.weights = 'file', or leave memory.read_ahead out"),
     Rule("blocks of what stays", "memory", lambda a: a.memory.blocks > 0 and not a.memory.offloads_activations,
          "memory.blocks = {0.memory.blocks} says how many blocks' activations leave, and memory.activations = 'device' "
          "keeps all", "set memory.activations to 'host' or 'file', or leave memory.blocks out"),

@@ -283,6 +283,7 @@ def _into_files(
     resting state is read and written, except gradients, which are only read.
     """
     held = {"weights": "weights", "gradients": "gradients", "moments": "slots"}
+    ahead = recipe.memory.read_ahead
     sizes = {kind: memory["optimizer" if kind == "moments" else kind] for kind in held}
     filed = {
         kind: size * (recipe.memory.place_of(kind) == "file")
@@ -292,8 +293,8 @@ def _into_files(
         if filed[kind]:
             of_block, of_ends = getattr(block, name), getattr(ends, name)
             memory["optimizer" if kind == "moments" else kind] = (
-                min(BUFFERS, layers) * of_block + of_ends
-            )
+                min(BUFFERS, layers) if ahead else 1
+            ) * of_block + of_ends
     # until backward
     stay = min(
         recipe.memory.buffer << 20, max(0.0, filed["weights"] - memory["weights"])
@@ -308,11 +309,13 @@ def _into_files(
         (sum(filed.values()), weights + filed["moments"]),
     )
     read, write = bytes_per_s(disk["read"]), bytes_per_s(disk["write"])
-    seen = (
-        exposed_seconds(r / read + w / write, compute, layers + 1)
-        for (r, w), compute in zip(moved, computed, strict=True)
-    )
-    return float(sum(seen))
+    waits = [r / read + w / write for r, w in moved]
+    if ahead:
+        waits = [
+            exposed_seconds(wait, compute, layers + 1)
+            for wait, compute in zip(waits, computed, strict=True)
+        ]
+    return float(sum(waits))
 
 
 def _runtime(device: torch.device) -> tuple[float, float]:

@@ -78,8 +78,8 @@ if TYPE_CHECKING:
     recipe="files.toml --set memory.tiles=4",
     proof="tests/parallel/test_tiles.py",
     figure="equal to one device to 1e-10 under shard, dp, tp, cp and pp; bytes counted; with 16 tiles of weights of "
-    "32 MiB steps have 0.39 of a weight more in memory than without these weights, 12.31 without tiles "
-    "(`bench/tiles.py`); not measured on a GPU",
+    "32 MiB steps have 0.39 of a weight more in memory than without these weights, 0.13 if one is read at a time, "
+    "12.3 without tiles (`bench/tiles.py`); not measured on a GPU",
 )
 class TiledWeightsTechnique(StepTechnique):
     """Cuts the weights of projections in tiles, which are fetched, used and freed one by one (Rajbhandari et al. 2021).
