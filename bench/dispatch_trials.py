@@ -1,12 +1,17 @@
 """What trials of dispatch options cost, and how often they choose well, by drawn pass times; nothing is sent.
 
-    python bench/dispatch_trials.py [--draws 300] [--json bench/results/dispatch_trials.json]
+    python bench/dispatch_trials.py [--draws 300] [--recorded TIMED.json] [--json bench/results/dispatch_trials.json]
 
 Seven options get times that are up to some three times the best one's. A pass takes its option's time, times noise of
 the option, of the machine's state, which changes slowly, and now and then of a stall; the first pass with an option
-takes twice as long. As in ``timed_dispatch.py`` a first run leaves its table, and the second is judged: by how much the
-mean of its passes without the slowest tenth is above that of passes with the best option alone (``over best``), and by
-how much longer than the best its options take without noise (``by its options``).
+takes twice as long, and, if buffers of the network are full, a pass after one with a slower option takes a share of the
+difference longer. As in ``timed_dispatch.py`` a first run leaves its table, and the second is judged, at another pace
+of the machine: by how much the mean of its passes without the slowest tenth is above that of passes with the best
+option alone (``over best``), and by how much longer than the best its options take without noise (``by its options``).
+``drifting`` is noise as ``timed_dispatch.py`` has met it on two cores that other programs use too.
+
+``--recorded`` replays the passes of every setting that ``timed_dispatch.py --json TIMED.json`` has recorded, instead of
+drawn ones: a pass takes what its option took at that time, and a run begins at a drawn pass.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import json
 import math
 import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -24,23 +30,30 @@ from typing import Any, NamedTuple
 from weft.techniques.dispatch.timed.trials import OptionTimes
 
 OPTIONS = 7
-PASSES = (40, 60, 200)
+PASSES = (40, 60, 200, 800)
+#: Standard deviation of the logarithm of the pace of a machine from run to run.
+PACE = 0.2
 
 
 class Noise(NamedTuple):
-    """Standard deviations of the logarithms of an option's noise and of a step of the machine's state, and how likely
-    a pass is to stall.
+    """Standard deviations of the logarithms of an option's noise and of a step of the machine's state, how likely a
+    pass is to stall, what share of the difference a pass takes longer after one with a slower option, and what share of
+    the machine's state stays from pass to pass.
     """
 
     option: float
     state: float
     stall: float
+    carried: float
+    stays: float
 
 
 NOISES = {
-    "quiet": Noise(0.03, 0.005, 0.01),
-    "usual": Noise(0.05, 0.02, 0.03),
-    "busy": Noise(0.1, 0.05, 0.05),
+    "quiet": Noise(0.03, 0.005, 0.01, 0.0, 0.95),
+    "usual": Noise(0.05, 0.02, 0.03, 0.0, 0.95),
+    "busy": Noise(0.1, 0.05, 0.05, 0.0, 0.95),
+    "usual, full buffers": Noise(0.05, 0.02, 0.03, 0.1, 0.95),
+    "drifting": Noise(0.13, 0.05, 0.03, 0.0, 0.99),
 }
 
 
@@ -52,6 +65,7 @@ class Machine:
     noise: Noise
     bases: list[float] = field(default_factory=list)
     state: float = 0.0
+    pace: float = 1.0
 
     def __post_init__(self) -> None:
         self.bases = [1.0] + [
@@ -65,15 +79,48 @@ class Machine:
 
     def turn(self) -> None:
         """Let the machine's state change."""
-        self.state = 0.95 * self.state + self.draw.gauss(0, self.noise.state)
+        self.state *= self.noise.stays
+        self.state += self.draw.gauss(0, self.noise.state)
 
-    def seconds(self, option: int) -> float:
-        """Return the seconds of a pass with ``option``."""
-        seconds = self.bases[option] * math.exp(
-            self.draw.gauss(0, self.widths[option]) + self.state
-        )
+    def restart(self) -> None:
+        """Begin another run, which has to make its connections anew."""
+        self.pace = math.exp(self.draw.gauss(0, PACE))
+        self.seen.clear()
+
+    def seconds(self, option: int, before: int) -> float:
+        """Return the seconds of a pass with ``option``, after one with the option ``before``."""
+        longer = max(0.0, self.bases[before] - self.bases[option])
+        base = self.pace * (self.bases[option] + self.noise.carried * longer)
+        seconds = base * math.exp(self.draw.gauss(0, self.widths[option]) + self.state)
         if self.draw.random() < self.noise.stall:
             seconds *= 1 + self.draw.expovariate(2)
+        if option not in self.seen:
+            self.seen.add(option)
+            seconds *= 2
+        return seconds
+
+
+@dataclass
+class Recorded:
+    """Replays recorded passes. ``times``: the seconds of each option, pass by pass; ``at``: number of the next pass."""
+
+    times: list[list[float]]
+    at: int
+
+    def __post_init__(self) -> None:
+        usual = [trimmed(each) for each in self.times]
+        self.bases = [each / min(usual) for each in usual]
+        self.seen = set[int]()
+
+    def turn(self) -> None:
+        self.at += 1
+
+    def restart(self) -> None:
+        self.seen.clear()
+
+    def seconds(self, option: int, before: int) -> float:
+        """Return the seconds that ``option`` took at the time of the present pass."""
+        seconds = self.times[option][self.at % len(self.times[option])]
         if option not in self.seen:
             self.seen.add(option)
             seconds *= 2
@@ -89,7 +136,7 @@ class Run(NamedTuple):
     times: OptionTimes
 
 
-def driven(machine: Machine, times: OptionTimes, passes: int) -> Run:
+def driven(machine: Machine | Recorded, times: OptionTimes, passes: int) -> Run:
     """Run the choice of ``times`` for so many passes."""
     run = Run([], [], [[] for _ in machine.bases], times)
     for _ in range(passes):
@@ -97,13 +144,13 @@ def driven(machine: Machine, times: OptionTimes, passes: int) -> Run:
         if times.due:
             times.learn(list(times.forward), list(times.backward))
         option, noted = times.next()
-        seconds = machine.seconds(option)
+        seconds = machine.seconds(option, run.took[-1] if run.took else option)
         if noted:
             times.note(option, seconds / 3, seconds * 2 / 3)
         run.timed.append(seconds)
         run.took.append(option)
         for side, each in enumerate(run.fixed):
-            each.append(machine.seconds(side))
+            each.append(machine.seconds(side, side))
     return run
 
 
@@ -111,13 +158,14 @@ def trimmed(seconds: list[float]) -> float:
     return statistics.mean(sorted(seconds)[: max(1, len(seconds) * 9 // 10)])
 
 
-def judged(noise: Noise, passes: int, draws: int) -> dict[str, float]:
-    """Return medians, the worst, and the share of draws within 3 %, over drawn settings."""
-    over, by = [], []
-    for seed in range(draws):
-        machine = Machine(random.Random(seed), noise)
-        first = driven(machine, OptionTimes([inf] * OPTIONS), passes).times
+def judged(machines: Sequence[Machine | Recorded], passes: int) -> dict[str, float]:
+    """Return medians, the worst, and the share within 3 %, over settings (``machines``)."""
+    over, by, draws = [], [], len(machines)
+    for machine in machines:
+        options = len(machine.bases)
+        first = driven(machine, OptionTimes([inf] * options), passes).times
         turn = first.turn if not first.rounds else 0
+        machine.restart()
         run = driven(machine, OptionTimes(list(first.known), turn=turn), passes)
         over.append(trimmed(run.timed) / min(map(trimmed, run.fixed)) - 1)
         by.append(statistics.mean(machine.bases[o] for o in run.took) - 1)
@@ -126,18 +174,38 @@ def judged(noise: Noise, passes: int, draws: int) -> dict[str, float]:
         "most over best": round(max(over), 3),
         "within 3 %": round(sum(x <= 0.03 for x in over) / draws, 3),
         "median by its options": round(statistics.median(by), 4),
+        "mean by its options": round(statistics.mean(by), 4),
+        "most by its options": round(max(by), 3),
+        "within 3 % by its options": round(sum(x <= 0.03 for x in by) / draws, 3),
     }
+
+
+def settings(
+    name: str, draws: int, recorded: Path | None
+) -> Sequence[Machine | Recorded]:
+    """Return so many settings with the noise ``name``, or from the file ``recorded``, each as often."""
+    if recorded is None:
+        return [Machine(random.Random(seed), NOISES[name]) for seed in range(draws)]
+    rows = json.loads(recorded.read_text())["settings"]
+    draw = random.Random(0)
+    times = [row["passes ms"] for row in rows]
+    return [
+        Recorded(each, draw.randrange(len(each[0])))
+        for each in times
+        for _ in range(max(1, draws // len(times)))
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=300)
+    parser.add_argument("--recorded", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: dict[str, Any] = {}
-    for name, noise in NOISES.items():
+    for name in ["recorded"] if options.recorded else NOISES:
         for passes in PASSES:
-            row = judged(noise, passes, options.draws)
+            row = judged(settings(name, options.draws, options.recorded), passes)
             rows[f"{name}, {passes} passes"] = row
             print(f"{name}, {passes} passes: {row}")
     if options.json:

@@ -11,6 +11,9 @@ the setting has left, as a machine's second run does; ``cold`` is that first run
 ``over best apart`` is ``over best`` where one half of the passes says which option is the best and the other half what
 it takes, so that few passes do not make the best look better than it is: 8 minutes are ``--passes 40``.
 
+``interval`` holds nine tenths of the values of ``over best apart`` if passes are drawn again from those taken.
+A setting is ``surely within 3 %`` (``surely over 3 %``) if its interval lies below (above) that.
+
 ``by its options`` is the mean, over the passes of ``timed``, of how much longer the option that it took takes than the
 best one, by the same turns: what the choice costs without what the machine did meanwhile.
 
@@ -168,6 +171,26 @@ def over_best_apart(times: dict[str, list[float]], sizes: int) -> float:
     return statistics.mean(over)
 
 
+def interval(
+    times: dict[str, list[float]], sizes: int, draws: int = 200
+) -> list[float]:
+    """The fifth and 95th percentile of :func:`over_best_apart` over rounds of passes drawn with replacement.
+
+    A round has a pass of every size by every side. Rounds of each half are drawn from that half.
+    """
+    rounds, rng = len(times["timed"]) // sizes, random.Random(2)
+    values = []
+    for _ in range(draws):
+        drawn = [rng.randrange(at % 2, rounds, 2) for at in range(rounds)]
+        again = {
+            side: [each[r * sizes + at] for r in drawn for at in range(sizes)]
+            for side, each in times.items()
+        }
+        values.append(over_best_apart(again, sizes))
+    values.sort()
+    return [values[draws // 20], values[-draws // 20 - 1]]
+
+
 def measured(setting: Setting, passes: int) -> dict[str, Any]:
     """Of a setting the time of each option and of the choice, and what was chosen."""
     bench = Bench(setting)
@@ -214,8 +237,11 @@ def measured(setting: Setting, passes: int) -> dict[str, Any]:
         "best s": min(of_side.values()), "worst s": max(of_side.values()),
         "over best": timed / min(of_side.values()) - 1, "over worst": max(of_side.values()) / timed,
         "over best apart": apart,
+        # other ranks wait meanwhile
+        "interval": interval(times, sizes) if not dist.get_rank() else [],
         "by its options": by_options / min(of_side.values()) - 1,
         "cold over best": sum(slowest(cold)) / passes / min(of_side.values()) - 1,
+        "passes ms": [[round(1e3 * s, 3) for s in times[str(option)]] for option in range(options)],
     }  # fmt: skip
 
 
@@ -295,6 +321,9 @@ def main() -> None:
             row["over best apart"] for row in rows
         ),
         "within 3 % apart": sum(row["over best apart"] <= 0.03 for row in rows),
+        "surely within 3 %": sum(row["interval"][1] <= 0.03 for row in rows),
+        "surely over 3 %": sum(row["interval"][0] > 0.03 for row in rows),
+        "within 3 % by its options": sum(row["by its options"] <= 0.03 for row in rows),
         "median over best": statistics.median(over),
         "within 3 %": sum(each <= 0.03 for each in over),
         "over worst": statistics.median(row["over worst"] for row in rows),

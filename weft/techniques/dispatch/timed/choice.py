@@ -89,6 +89,8 @@ class TimedDispatch(Adaptive):
             self.agree(trials, x.device)
             if tries:
                 self.keep(size, trials)
+                # the next pass is timed, on ranks that would wait for the first one's file
+                dist.all_reduce(torch.zeros(1, device=x.device), group=self.ranks.group)
         option, timed = trials.next()
         return self._by(option, x, choice, trials if timed else None)
 
