@@ -171,6 +171,8 @@ def test_a_call_that_was_cut_comes_back_as_the_model_wrote_it() -> None:
     ({"role": "user", "content": [{"type": "image_url"}]}, "only parts of type 'text' are read"),
     ({"role": "assistant", "tool_calls": [{"function": {}}]}, "which names no function"),
     ({"role": "assistant", "audio": {"id": "x"}}, "has 'audio'"),
+    ({"role": "user"}, "has no 'content'; give it one"), ({"role": "user", "contents": "x"}, "in place of 'contents'"),
+    ({"role": "system", "text": "x"}, "in place of 'text'"),
 ])  # fmt: skip
 def test_what_is_no_message_is_named(
     served: InProcess, message: Any, said: str

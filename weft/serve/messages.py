@@ -6,6 +6,7 @@ nothing, but an answer can be empty.
 
 import json
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from weft.data.chat.conversation import ROLES, Message
@@ -50,6 +51,11 @@ def _message(message: Any, number: int) -> Message:
             else f"has the unknown role {shown_json(role)}"
         )
         raise UsageError(f"{name} {lacks}; {nearest(str(role), ROLES)}")
+    if "content" not in message and role in ("user", "system", "developer"):
+        alike = get_close_matches("content", given, 1)
+        alike = alike or [key for key in ("text", "value") if key in given]
+        instead = f" in place of {alike[0]!r}" if alike else ""
+        raise UsageError(f"{name} ({role}) has no 'content'; give it one{instead}")
     if "audio" in given:
         raise UsageError(f"{name} ({role}) has 'audio'; only texts are read")
     read = given | {
