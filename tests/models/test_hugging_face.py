@@ -17,7 +17,14 @@ from weft.layout.dims import Dim
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Place
-from weft.models.hugging_face import INDEX, SINGLE, export, hf_values, tokenizer_files
+from weft.models.hugging_face import (
+    INDEX,
+    SINGLE,
+    check_stored,
+    export,
+    hf_values,
+    tokenizer_files,
+)
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize, resident_state
 from weft.recipe import ModelShape, RopeScaling, Train
@@ -507,9 +514,6 @@ def test_old_and_new_keys_mean_the_same(tmp_path: Path) -> None:
         rope_scaling=older,
     )
     assert shape_from_config(old) == shape_from_config(new) == shape_from_config(older)
-    both = {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 3e4, **LLAMA3}}
-    both = write_config(tmp_path / "both", **both)
-    assert shape_from_config(both) == shape_from_config(old)
     assert shape_from_config(old).rope_scaling == RopeScaling(
         factor=8, original_max_position=16
     )
@@ -585,6 +589,12 @@ def test_shapes_survive(shape: ModelShape, tmp_path: Path) -> None:
     ({"model_type": []}, ["model_type", "texts"]),
     ({"rope_scaling": "yarn"}, ["rope_scaling = 'yarn'", "sets of values"]),
     ({"rope_scaling": {"rope_type": []}}, ["rope_type"]),
+    ({"is_causal": False}, ["is_causal = 'False'"]),
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": 3, "layer_types": ["full_attention"] * 2},
+     ["layer_types", "sliding_attention"]),
+    ({"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_theta": 1e4}}, ["rope_parameters", "each of"]),
+    ({"architectures": ["Gemma3ForCausalLM"], "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+     ["rope_type", "yarn"]),
 ])  # fmt: skip
 def test_what_weft_would_compute_differently_is_refused(
     change: dict[str, Any], words: list[str], tmp_path: Path
@@ -595,6 +605,19 @@ def test_what_weft_would_compute_differently_is_refused(
         caught.value
     )
     assert "\n" not in str(caught.value)
+
+
+def test_an_output_layer_beside_a_tied_one_is_not_dropped(tmp_path: Path) -> None:
+    """transformers computes with it, whatever the configuration says."""
+    theirs("qwen3 tied", tmp_path)
+    tensors, shape = load_file(tmp_path / SINGLE), shape_from_config(tmp_path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / SINGLE)
+    check_stored(tmp_path, shape)  # some programs write both
+    tensors["lm_head.weight"] *= 2
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(WeftError, match=r"lm_head.weight of its own, .* say false"):
+        check_stored(tmp_path, shape)
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"a": ', b"\xff\xfe", b"[1]"])

@@ -100,6 +100,10 @@ def _shifted(values: T, offset: float) -> T:
     return values.to(torch.promote_types(values.dtype, torch.float32)) + offset
 
 
+#: The output layer.
+HEAD = "lm_head.weight"
+
+
 class HuggingFaceFolder:
     """Reader of tensors in a Hugging Face folder, which reads only the requested box of each tensor.
 
@@ -153,7 +157,7 @@ class HuggingFaceFolder:
         if name not in self.files or name not in self.reader(self.files[name]).keys():  # noqa: SIM118 (no dictionary)
             hint = (
                 "set model.tied = true"
-                if name == "lm_head.weight"
+                if name == HEAD
                 else "the model section is not of the model stored there, or a part of it is missing"
             )
             raise WeftError(
@@ -263,7 +267,8 @@ def hf_values(
 
 
 def check_stored(folder: Path, shape: ModelShape) -> None:
-    """Check, without reading data, that ``folder`` has all tensors of a model of ``shape``, and no further experts.
+    """Check that ``folder`` has all tensors of a model of ``shape``, no further experts, and no output layer of its own
+    if that is tied. Hardly any data are read.
 
     Raises :class:`WeftError` if it does not.
     """
@@ -292,6 +297,23 @@ def check_stored(folder: Path, shape: ModelShape) -> None:
             )
         if name.endswith("router.table"):  # of more experts all would be found
             stored.find(names[0], row.shape)
+    if shape.tied and HEAD in files:
+        _check_tied(stored, shape)
+
+
+def _check_tied(stored: HuggingFaceFolder, shape: ModelShape) -> None:
+    """Raise :class:`WeftError` if the folder has an output layer that is not the embedding, although both are tied."""
+    size = whole_table(shape)["embedding.table"].shape
+    (embedding,) = hf_names("embedding.table", shape)
+    rows, width = size
+    for row in range(0, rows, max(1, rows // 16)):
+        box = ((row, row + 1), (0, width))
+        own, head = (stored.read(name, size, box) for name in (embedding, HEAD))
+        if not torch.equal(own, head):
+            raise WeftError(
+                f"{stored.folder} has a {HEAD} of its own, and its config.json says tie_word_embeddings = true; say "
+                "false there if the model was trained with it, or take it out"
+            )
 
 
 def exported_dtype(asked: str | None, files: Mapping[str, bytes]) -> torch.dtype | None:

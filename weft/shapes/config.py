@@ -65,7 +65,7 @@ KINDS_OF_FIELDS: dict[type, tuple[str, ...]] = {
 ONLY = {
     "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1,
     "attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False,
-    "truncate": True,
+    "truncate": True, "is_causal": True,
 }  # fmt: skip
 
 #: The most layers that a recipe can have.
@@ -161,6 +161,8 @@ def _computed(config: ConfigFields) -> ModelShape:
     if scores:
         tree |= {"output": "score", "tied": False}
     if gemma:
+        if tree.get("rope_scaling", {}).get("kind") == "yarn":
+            config.refuse("rope_type", "'default', 'linear' and 'llama3'", "yarn")
         theta = local.get("rope_theta", 1e4) if tree.get("window") else None
         scalar = config.get("query_pre_attn_scalar", 256)
         tree |= {"query_dim": scalar, "window_theta": theta}
@@ -271,12 +273,22 @@ def _rope(config: ConfigFields) -> tuple[dict[str, Any], dict[str, Any]]:
     transformers 5 writes ``rope_parameters``, of Gemma 3 a set per kind of layer; 4 wrote ``rope_scaling`` beside
     ``rope_theta`` and ``rope_local_base_freq``.
     """
-    stated = config.get("rope_parameters") or {}
-    rope = config.get("rope_scaling") or stated
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = config.get("model_type")
     gemma = kind == "gemma3_text" or "Gemma3ForCausalLM" in (
         config.get("architectures") or ()
     )
+    if (
+        gemma
+        and rope
+        and rope == config.get("rope_parameters")
+        and not rope.keys() & {FULL, SLIDING}
+    ):
+        config.refuse(
+            "rope_parameters",
+            f"a set of values for each of {FULL!r} and {SLIDING!r}",
+            rope,
+        )
     local = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
     if any(isinstance(value, dict) for value in rope.values()):
         if not gemma or rope.keys() - {"full_attention", "sliding_attention"}:
@@ -286,8 +298,7 @@ def _rope(config: ConfigFields) -> tuple[dict[str, Any], dict[str, Any]]:
         if local.get("rope_type", "default") != "default":
             field = "rope_parameters.sliding_attention.rope_type"
             config.refuse(field, "'default'", local["rope_type"])
-    usual = stated.get("rope_theta", 1e6 if gemma or kind == "mixtral" else 1e4)
-    theta = config.get("rope_theta", usual)
+    theta = config.get("rope_theta", 1e6 if gemma or kind == "mixtral" else 1e4)
     return {"rope_theta": theta, **rope}, local
 
 
@@ -297,8 +308,9 @@ def _windows(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
     window = config.get("sliding_window", usual)
     kinds = list(config.get("layer_types") or ())
     if name.startswith(("Llama", "Mi", "Deepseek")):
-        if SLIDING in kinds:
-            config.refuse("layer_types", repr(FULL))
+        usual_kind = SLIDING if name.startswith("Mi") and window else FULL
+        if set(kinds) - {usual_kind}:
+            config.refuse("layer_types", repr(usual_kind))
         kinds = [SLIDING if name.startswith("Mi") else FULL] * layers
     elif name == "Gemma3ForCausalLM":
         every = config.get("sliding_window_pattern") or 6
