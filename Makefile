@@ -29,13 +29,13 @@ train: install
 	$(BIN)/weft train recipes/quickstart.toml
 
 # Three processes, each with whole files of tests and a pool of ranks, keep two cores busy: tests wait for files, limits and
-# each other's ranks.
+# each other's ranks. They are forks of one that has collected all tests (tests/workers.py).
 # Files begin in the order of tests/conftest.py. Hundreds of tests start processes, kill them and measure times, on cores
 # that others use too: what fails is tried a second time, and named among the last lines. `make soak` does not.
 # Each of those processes would compile Weft anew where the environment forbids it to keep what it has compiled.
 JOBS ?= 3
 test test-quick soak: export PYTHONDONTWRITEBYTECODE :=
-PYTEST := $(BIN)/python -m pytest tests -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest tests -q -p tests.workers --workers $(JOBS)
 
 test: install
 	$(PYTEST) --reruns 1 -r fER -m "not soak"
@@ -64,7 +64,7 @@ soak-versions:
 		$$folder/bin/python -m pip install --quiet $(PIP_ARGS) --upgrade "$$wanted" && \
 		$$folder/bin/python -m pip freeze | grep '^torch==' >> .constraints-torch && \
 		$$folder/bin/python -m pip install --quiet $(PIP_ARGS) --constraint .constraints-torch --editable '.[test]' && \
-		$$folder/bin/python -m pytest $(TESTS) -q -n $(JOBS) --dist loadfile --reruns 1 -r fERs \
+		$$folder/bin/python -m pytest $(TESTS) -q -p tests.workers --workers $(JOBS) --reruns 1 -r fERs \
 			-m "not slow and not soak" || exit 1; \
 	done
 

@@ -69,11 +69,14 @@ def dumped_dom(page: Path, ready: str = "true") -> str:
 
 @functools.cache
 def _shared() -> str:
-    """Where one talks to the browser that shows all pages of this process, one after another, without a network."""
+    """Where one talks to the browser that shows all pages of this process, one after another.
+
+    It has no network but this machine.
+    """
     profile = tempfile.TemporaryDirectory(
         prefix="weft-browser-", ignore_cleanup_errors=True
     )
-    words = ["--host-resolver-rules=MAP * ~NOTFOUND", "about:blank"]
+    words = ["--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1", "about:blank"]
     process, port = _started(Path(profile.name), words)
 
     def end() -> None:
@@ -119,30 +122,26 @@ def measured(page: Path, width: int, wanted: dict[str, str]) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(address: str, profile: Path) -> Iterator[Page]:
-    """A page of this machine's in a browser that can be talked to."""
-    # a server's time is real
-    process, port = _started(
-        profile, ["--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1", address]
-    )
-    try:
-        for _ in range(300):
-            with urllib.request.urlopen(
-                f"http://{port}/json/list", timeout=30
-            ) as answer:
-                pages = [
-                    one
-                    for one in json.load(answer)
-                    if one["type"] == "page" and one["url"].startswith(address)
-                ]
-            if pages:
-                break
-            time.sleep(0.1)
-        with connect(pages[0]["webSocketDebuggerUrl"], max_size=None) as socket:
-            yield Page(socket)
-    finally:
-        process.kill()
-        process.wait()
+def opened(address: str) -> Iterator[Page]:
+    """A page of this machine's in a browser that can be talked to, which knows nothing of other pages."""
+    with urllib.request.urlopen(f"http://{_shared()}/json/version") as answer:
+        whole = json.load(answer)["webSocketDebuggerUrl"]
+    with connect(whole, max_size=None) as socket:
+        browser = Page(socket)
+        own = browser.call("Target.createBrowserContext")["browserContextId"]
+        target = browser.call(
+            "Target.createTarget",
+            url=address,
+            browserContextId=own,
+            width=1400,
+            height=900,
+        )["targetId"]
+        tab = f"ws://{_shared()}/devtools/page/{target}"
+        try:
+            with connect(tab, max_size=None) as talk:
+                yield Page(talk)
+        finally:
+            browser.call("Target.disposeBrowserContext", browserContextId=own)
 
 
 class Page:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
+import subprocess
 import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -22,23 +23,35 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from tests import started
+from tests import forked_writers, started  # noqa: F401  # the first changes how checkpoints are written
+from tests.forked_python import SERVER, forking, server_address
+from tests.started import Started
 from weft import plugins, registry
 from weft.cli import run_command_line
+from weft.memory.heap import keep_heap
 from weft.prove.pool import ProcessPool
 from weft.run.signals import requests
 
+# Also before tests are collected: threads that have computed once do not outlive a fork, and would be waited for.
+torch.set_num_threads(1)
 
-@pytest.hookimpl(trylast=True)  # after the plugin of reruns
+
+@pytest.hookimpl(trylast=True)  # once there is a folder for files
 def pytest_configure(config: pytest.Config) -> None:
-    """Save time: no circles are looked for while tests are collected, and half of a run does not wait for the other.
+    """Save time: no circles are looked for while tests are collected, and the server of ranks starts beside that.
 
-    It tells the other process about each test in two messages, of which the second need not wait 40 ms.
+    One server is for all processes of tests, unless each counts its processor time.
     """
     gc.disable()
-    notes = getattr(getattr(config, "failures_db", None), "sock", None)
-    if notes is not None:
-        notes.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    counts = config.pluginmanager.hasplugin("tests.spent")
+    if config.getoption("workers", 0) and not counts and not config.option.collectonly:
+        started.start_server(ranks_print(config))
+
+
+def ranks_print(config: pytest.Config) -> Path:
+    """The file to which ranks of the pool print, if all processes of tests have one server."""
+    folder: Path = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    return folder / "ranks.txt"
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
@@ -83,16 +96,25 @@ def pytest_runtest_makereport(
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say why tests were run again: what a second run hides is a fault that shows seldom."""
+    config = terminalreporter.config
+    if config.getoption("workers", 0) and terminalreporter.stats.get("failed"):
+        terminalreporter.line(f"what ranks printed: {ranks_print(config)}")
     for report in terminalreporter.stats.get("rerun", ()):
         terminalreporter.section(f"why {report.nodeid} was run again", "-")
         terminalreporter.line("\n".join(report.longreprtext.splitlines()[-60:]))
 
 
-def pytest_collection_finish() -> None:
-    """What tests are made of stays; halves of a run share the cores, and threads that wait for a core only spin."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What tests are made of stays; processes of tests share the cores, and threads that wait for one only spin."""
+    option = session.config.option
+    if session.config.getoption("workers", 0) and not option.collectonly:
+        for name in (*started.USUAL, *started.PRELOAD):  # once for all of them
+            import_module(name)
     gc.enable()
     gc.freeze()
+    gc.set_threshold(10_000)  # as commands do
     torch.set_num_threads(1)
+    keep_heap()  # as ranks do
     # A job in the background ignores Ctrl-C, and so would all that it starts, of which tests expect that it stops.
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -128,7 +150,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
-    """The worker processes of this session, or of this half of it; see :mod:`weft.prove.pool`."""
+    """The worker processes of this session, or of this process of it; see :mod:`weft.prove.pool`."""
     pool = ProcessPool(started.PRELOAD)
     yield pool
     pool.close()
@@ -163,6 +185,15 @@ def launched() -> Command:
         return done.returncode, done.stdout, done.stderr
 
     return run
+
+
+@pytest.fixture
+def forked_python(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """Interpreters that the test starts are forks; see :mod:`tests.forked_python`. Returns those of this process."""
+    interpreters = list[Started]()
+    monkeypatch.setenv(SERVER, server_address())
+    monkeypatch.setattr(subprocess, "Popen", forking(interpreters.append))
+    return interpreters
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 ``python -m tests.spent [-o FILE] [words of pytest]`` runs tests and prints the thirty dearest, or those of an earlier
 FILE with ``--print``. A control group of the kernel counts, which needs the right to make one (root, on most machines).
-Each process of ``-n`` has a group of its own. What a rank of the pool or a process left behind does after its test is
-counted for a later one; the sum is exact.
+Each process of ``--workers`` has a group of its own. What a rank of the pool or a process left behind does after its
+test is counted for a later one; the sum is exact.
 """
 
 from __future__ import annotations
@@ -89,9 +89,19 @@ class Account:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Count in every process that runs tests; the one that only hands them out has none."""
-    if not config.getoption("numprocesses", None):
-        config.pluginmanager.register(Account(Path(os.environ[RECORDS])))
+    config.pluginmanager.register(Account(Path(os.environ[RECORDS])), "account")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_worker_begins(config: pytest.Config) -> None:
+    """Count anew in a process that runs tests."""
+    config.pluginmanager.unregister(name="account")
+    pytest_configure(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_worker_ends(config: pytest.Config) -> None:
+    config.pluginmanager.get_plugin("account").pytest_sessionfinish()
 
 
 def table(path: Path, rows: int = 30) -> str:
@@ -132,6 +142,8 @@ def main() -> int:
             sys.executable,
             "-m",
             "pytest",
+            "-p",
+            "tests.workers",
             "-p",
             "tests.spent",
             "-m",

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from multiprocessing import reduction
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, reduction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -25,8 +25,17 @@ import psutil
 
 from weft.prove.pool import fork_server
 
-#: What the server imports besides what every worker of the pool needs.
-PRELOAD = ("pytest", "weft.cli.app", "weft.api", "weft.generate.leader")
+#: What every worker of the pool needs.
+USUAL = ("torch._dynamo", "torch.distributed.tensor", "weft.train.training")
+#: What the server imports besides that.
+PRELOAD = (
+    "pytest",
+    "weft.cli.app",
+    "weft.api",
+    "weft.generate.leader",
+    "tests.forked_writers",
+    "tests.warm",
+)
 
 
 def interpreter(*words: object) -> list[str]:
@@ -38,7 +47,8 @@ class Started:
     """A command that runs; used as :class:`subprocess.Popen`.
 
     ``stdout`` and ``stderr`` are files to write to, or None for a pipe each. ``main``: a top-level function that is
-    called with the words, in place of ``weft``.
+    called with the words, in place of ``weft``. ``handles``: open files that it gets, too; words that are their numbers
+    become the numbers that they have there.
     """
 
     def __init__(
@@ -50,6 +60,7 @@ class Started:
         stderr: IO[Any] | int | None = None,
         start_new_session: bool = False,
         main: Callable[..., object] | None = None,
+        handles: Sequence[int] = (),
     ) -> None:
         ours, theirs = list[Any](), list[int]()
         for given in (stdout, stderr):
@@ -68,6 +79,7 @@ class Started:
                     os.dup(given if isinstance(given, int) else given.fileno())
                 )
                 ours.append(None)
+        theirs += map(os.dup, handles)
         self.stdout, self.stderr = ours
         self.args = ["weft", *map(str, words)]
         self._process = fork_server(PRELOAD).Process(
@@ -78,6 +90,7 @@ class Started:
                 dict(os.environ if env is None else env),
                 start_new_session,
                 main,
+                list(map(str, handles)),
                 *map(_Handle, theirs),
             ),
             daemon=True,  # else pytest would wait for it at its end
@@ -105,6 +118,9 @@ class Started:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -144,6 +160,23 @@ class Started:
             ),
             key=lambda child: child.pid,
         )
+
+
+def start_server(prints: Path) -> None:
+    """Start the server now, for this process and forks of it. What ranks of the pool print goes to ``prints``."""
+    if sys.platform != "linux":
+        return
+    fork_server(PRELOAD)
+    kept = [os.dup(place) for place in (1, 2)]
+    with prints.open("ab") as file:
+        for place in (1, 2):
+            os.dup2(file.fileno(), place)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for place, handle in zip((1, 2), kept, strict=True):
+            os.dup2(handle, place)
+            os.close(handle)
 
 
 def run(
@@ -186,10 +219,14 @@ def _run(
     environment: dict[str, str],
     session: bool,
     main: Callable[..., object] | None,
+    given: list[str],
     out: int,
     err: int,
+    *handles: int,
 ) -> None:
     """Be ``weft`` with these words, or call ``main`` with them."""
+    numbers = dict(zip(given, map(str, handles), strict=True))
+    words = [numbers.get(word, word) for word in words]
     gc.freeze()  # what the server has imported need not be looked at again
     for handle, place in ((out, 1), (err, 2)):
         os.dup2(handle, place)
@@ -205,6 +242,10 @@ def _run(
     os.environ.update(environment)
     tempfile.tempdir = None
     mp.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    if address := environment.get("WEFT_TESTS_SERVER"):
+        from tests.forked_python import use_server
+
+        use_server(address)
     if main is not None:
         main(*words)
         return

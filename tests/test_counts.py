@@ -24,7 +24,6 @@ from catalogue import (
     wrong_rows,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from typer.main import get_command
 
 from tests.cases import recipe, start, write_corpus
 from weft.curation.read_pipeline import load_pipeline
@@ -180,7 +179,7 @@ def test_selective_recompute_skips_attention_and_its_moves(
 
 
 def test_catalogue_names_what_exists() -> None:
-    from weft.cli.app import app
+    from weft.cli.app import command_line
     from weft.recipe.shipped import catalogue_rows
 
     root = Path(__file__).parents[1]
@@ -190,7 +189,7 @@ def test_catalogue_names_what_exists() -> None:
             assert "/" not in path or (root / path).exists(), path
         words = row[3].replace("`", "").replace(",", " ").split()
         if words[0] == "weft":
-            command: Any = get_command(app)
+            command: Any = command_line()
             for word in words[1:]:
                 command = getattr(command, "commands", {}).get(word, command)
             known = {name for param in command.params for name in param.opts}

@@ -9,11 +9,13 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "weft"
+from tests.sources import PACKAGE, sources
+
+#: Whose tests read the same files: they run in one process.
+TOGETHER = "sources"
 
 #: Every room may import those before it.
 ORDER = (
@@ -49,15 +51,14 @@ def is_open(module: str) -> bool:
 def imported_names() -> dict[str, list[tuple[str, str]]]:
     """Every file of the package with all that it imports anywhere, also for types and in functions: module, name."""
     return {
-        path.relative_to(PACKAGE).as_posix(): [
+        file: [
             ("", alias.name)
             if isinstance(node, ast.Import)
             else (node.module or "", alias.name)
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Import | ast.ImportFrom)
+            for node in source.imports
             for alias in node.names
         ]
-        for path in PACKAGE.rglob("*.py")
+        for file, source in sources().items()
     }
 
 
@@ -110,6 +111,17 @@ def test_imports_point_downward() -> None:
         "these imports point upward: move down what both need, or hand it in"
     )
     assert not UPWARD.keys() - found, "these are mended: take them out of UPWARD"
+
+
+def test_nothing_imports_a_leaf() -> None:
+    """But another leaf, whose file then needs the first one's."""
+    importing = {
+        file
+        for file, names in imported_names().items()
+        if room(file) != "techniques"
+        and any(source.startswith("weft.techniques") for source, _ in names)
+    }
+    assert not importing
 
 
 def test_no_cycle_between_rooms() -> None:
@@ -170,12 +182,9 @@ def test_no_circle_of_files() -> None:
 def test_no_two_public_classes_share_a_name() -> None:
     """One name, one meaning: whoever reads ``Row`` somewhere need not ask which of several it is."""
     homes: dict[str, set[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, set()).add(
-                    path.relative_to(PACKAGE).as_posix()
-                )
+    for file, source in sources().items():
+        for name in source.classes:
+            homes.setdefault(name, set()).add(file)
     assert homes.keys() >= {"Recipe", "Layout"}, "the package's classes were not found"
     shared = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
     assert not shared, "give all but one of these a more exact name"
@@ -188,9 +197,9 @@ BACKENDS = {"parallel/sharded.py", "shapes/foreign_names.py", "observe/measured.
 
 def test_only_the_backend_knows_who_holds_the_state() -> None:
     named = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        if re.search(r"fsdp|dtensor", path.read_text(), re.IGNORECASE)
+        file
+        for file, source in sources().items()
+        if re.search(r"fsdp|dtensor", source.text, re.IGNORECASE)
     }
     assert {name for name in named if room(name) != "planner"} == BACKENDS
 
@@ -225,20 +234,16 @@ BESIDE_NET = {
 def test_connections_are_made_in_net_alone() -> None:
     """Every other byte between processes goes through an endpoint, or PyTorch's groups; nothing there is unpickled."""
     users: dict[str, set[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        file = path.relative_to(PACKAGE).as_posix()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names = {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names = {f"{node.module}.{alias.name}" for alias in node.names}
-                names.add(node.module)
-            else:
-                continue
+    for file, source in sources().items():
+        for node in source.imports:
+            names = {alias.name for alias in node.names}
+            if isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{name}" for name in names}
+                names.add(node.module or "")
             if room(file) != "net" and not names.isdisjoint(WIRES):
                 users.setdefault(file, set()).update(names.intersection(WIRES))
     assert users == BESIDE_NET
-    text = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    text = "".join(source.text for source in sources().values())
     assert "weights_only=False" not in text and "allow_pickle" not in text
 
 
@@ -255,10 +260,9 @@ def undeclared_imports() -> set[tuple[str, str]]:
     brought = {"pydantic_core", "click", "h11", "tqdm"}
     known = declared | brought | sys.stdlib_module_names | {"weft"}
     return {
-        (path.relative_to(PACKAGE).as_posix(), name)
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.Import | ast.ImportFrom)
+        (file, name)
+        for file, source in sources().items()
+        for node in source.at_once
         for whole in (
             [alias.name for alias in node.names]
             if isinstance(node, ast.Import)

@@ -30,30 +30,32 @@ def clone(folder: Path) -> Path:
     return folder
 
 
+def build(source: Path, kind: str, folder: Path) -> Path:
+    """The wheel that pip would build of ``source``, or the editable one, in ``folder``."""
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", code, folder],
+        cwd=source,
+        check=True,
+        timeout=300,
+        capture_output=True,
+    )
+    (wheel,) = folder.glob("weft-*.whl")
+    return wheel
+
+
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with Weft from a wheel, and everything else from that of the tests."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = clone(folder / "source")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run(
-        [*pip, "wheel", *offline, "--wheel-dir", folder, source],
-        check=True,
-        timeout=300,
-    )
+    wheel = build(clone(folder / "source"), "wheel", folder)
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", folder / "env"],
         check=True,
         timeout=60,
     )
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder / "env")}))
-    (wheel,) = folder.glob("weft-*.whl")
-    subprocess.run(
-        [*pip, "install", *offline, "--no-compile", "--target", site, wheel],
-        check=True,
-        timeout=300,
-    )
+    shutil.unpack_archive(wheel, site, "zip")
     # A path file of another environment is not read, so the checkout that is installed there stays out of sight.
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))
     return folder / "env/bin/python"
@@ -78,17 +80,8 @@ def run(python: Path, folder: Path, *words: str) -> str:
 def test_an_editable_install_is_found_beside_the_clone(tmp_path: Path) -> None:
     """The clone's folder is named weft, too: Python took it for the package, and ``weft.Recipe`` was not there."""
     source = clone(tmp_path / "weft")
-    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
-    subprocess.run(
-        [sys.executable, "-c", build, tmp_path],
-        cwd=source,
-        check=True,
-        timeout=120,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("weft-*.whl")
     site = tmp_path / "site"
-    shutil.unpack_archive(wheel, site, "zip")
+    shutil.unpack_archive(build(source, "editable", tmp_path), site, "zip")
     others = sysconfig.get_path("purelib")
     code = f"import site; site.addsitedir({str(site)!r}); import sys; sys.path.append({others!r}); "
     code += "import weft; from weft.recipe.shipped import shipped_recipes; "

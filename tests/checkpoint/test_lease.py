@@ -26,6 +26,8 @@ from weft.observe.run_metrics import read_metrics
 from weft.recipe import Recipe
 from weft.train.runs import open_run
 
+#: Files that want the S3 server: it starts for them once, and stops after them.
+TOGETHER = "s3"
 HOLD = """
 import sys, time
 from pathlib import Path

@@ -30,6 +30,8 @@ from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import verify
 from weft.errors import UsageError, WeftError
 
+#: Files that want the S3 server: it starts for them once, and stops after them.
+TOGETHER = "s3"
 BIG = random.Random(0).randbytes(2 * PART + 12_345)
 
 

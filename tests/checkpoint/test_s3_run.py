@@ -27,6 +27,9 @@ from weft.checkpoint.store import candidates, open_checkpoint, prune, verify
 from weft.errors import WeftError
 from weft.observe.run_metrics import read_metrics
 
+#: Files that want the S3 server: it starts for them once, and stops after them.
+TOGETHER = "s3"
+
 
 def go_with(
     env: dict[str, str], values: dict[str, Any], out: str, resume: str | None = None

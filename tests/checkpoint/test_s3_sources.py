@@ -14,6 +14,9 @@ from weft.errors import WeftError
 from weft.recipe import Source
 from weft.recipe.storage_address import storage_address
 
+#: Files that want the S3 server: it starts for them once, and stops after them.
+TOGETHER = "s3"
+
 
 @pytest.mark.slow(10)
 def test_objects_of_a_bucket_are_read(

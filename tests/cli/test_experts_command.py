@@ -36,7 +36,8 @@ def documents(path: Path, alphabet: str) -> str:
     return f"data.kind=jsonl data.path={path}"
 
 
-@pytest.mark.slow(60)
+@pytest.mark.usefixtures("forked_python")
+@pytest.mark.slow(10)
 def test_experts_that_were_trained_apart_answer_as_a_model(
     launched: Command, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_tree_holds_few_sums_and_counts_all() -> None:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[SharedUpdates]:
+    """With an aggregator that is a real interpreter."""
     with SharedUpdates(4) as aggregator:
         yield aggregator
 
@@ -77,6 +78,7 @@ def test_shared_memory_is_the_flat_sum(shared: SharedUpdates, count: int) -> Non
     assert shared.peak() <= 4 + 1
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow(5)
 def test_a_dead_aggregator_is_one_line(shared: SharedUpdates) -> None:
     other = SharedUpdates(3)
@@ -105,6 +107,7 @@ def test_a_robust_rule_takes_no_garbage() -> None:
         assert torch.allclose(alike, kept[0]["x"])
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("process", [False, pytest.param(True, marks=pytest.mark.slow(5))])  # fmt: skip
 def test_a_policy_adds_up_as_its_recipe_says(process: bool) -> None:

@@ -235,6 +235,7 @@ def test_a_cpu_whose_sums_would_overflow_multiplies_by_tiles(
     assert torch.equal(logits(model), logits(whole))
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_mask_of_onednn_is_obeyed() -> None:
     """A CPU without VNNI, which a mask makes of one that has it: PyTorch says that it has, and its kernel overflows."""
     script = "from weft.models.products import has_kernel_of_bytes; print(has_kernel_of_bytes())"

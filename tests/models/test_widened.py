@@ -139,6 +139,7 @@ def test_the_note(slow: None) -> None:
     )
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_the_processor_is_asked_by_multiplying() -> None:
     """A mask takes bfloat16 from one that has it; float32 is never wider than itself."""
     assert not multiplies_slowly(torch.float32)

@@ -26,6 +26,9 @@ from weft.observe.checkpoint_times import (
 from weft.observe.run_metrics import FILE, Metrics, read_metrics
 from weft.observe.run_page import checkpoint_card, write_report
 
+#: Files that want a browser: it starts for them once.
+TOGETHER = "browser"
+
 STAGES = {"stage_s": 0.02, "copy_s": 0.1, "hash_s": 0.05, "write_s": 0.8}
 
 

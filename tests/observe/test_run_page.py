@@ -26,6 +26,9 @@ from weft.observe.run_page import (
 )
 from weft.recipe import Recipe, build_recipe
 
+#: Files that want a browser: it starts for them once.
+TOGETHER = "browser"
+
 TITLES = ["Loss", "Throughput", "Model flops utilisation", "Step time", "Gradient norm", "Memory", "Learning rate",
           "Machine", "Memory of the machine", "Power"]  # fmt: skip
 

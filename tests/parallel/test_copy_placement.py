@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from tests.cases import start, write_corpus
 from tests.parallel.test_experts import tree
@@ -70,6 +69,9 @@ def least_skew(loads: Array, owners: Array, ranks: int, spare: int) -> float:
 
     ``here[e, n, r]``: of expert ``e``, which has ``n + 1`` copies, one is on rank ``r``.
     """
+    # not for the ranks of other tests, which import this file as well
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     experts = len(loads)
     size, here = (
         experts * ranks * ranks,

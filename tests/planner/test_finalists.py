@@ -30,6 +30,9 @@ from weft.planner.planned_model import SHAPES, load_model
 from weft.planner.planned_recipe import recipe_tree
 from weft.recipe import build_recipe
 
+#: Files that want a browser: it starts for them once.
+TOGETHER = "browser"
+
 
 def found_for(
     model: str, gpus: int, batch: int, seq: int = 8192, pins: tuple[str, ...] = ()

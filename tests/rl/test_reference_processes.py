@@ -74,6 +74,7 @@ def answered(
     return got, wanted, figures
 
 
+@pytest.mark.usefixtures("forked_python")  # the soak test below has interpreters
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "ranks"),
@@ -108,7 +109,8 @@ def test_a_run_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
         assert marked == pytest.approx(16 * phase["length"]) and marked < tokens
 
 
-@pytest.mark.slow(8)
+@pytest.mark.usefixtures("forked_python")
+@pytest.mark.slow(3)
 def test_a_process_that_is_killed_ends_the_run_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,13 +8,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import transformers
 
 from tests.generate.test_best_answer import words_model
 from tests.rl.test_rl_loader import TREE, recipe, records
+from tests.started import Started
 from weft.api import start as train
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
@@ -54,9 +54,9 @@ def given(judge: Path | str, folder: Path, ranks: int) -> Recipe:
     return recipe(tasks=[task], rl=START, roles=roles, train=steps)
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(10)
 def test_a_run_with_a_served_reward_model_is_the_same(
-    judge: Path, tmp_path: Path
+    judge: Path, tmp_path: Path, forked_python: list[Started]
 ) -> None:
     loaded = train(given(judge, tmp_path, 0), out=tmp_path / "loaded")
     served = train(given(judge, tmp_path, 1), out=tmp_path / "served")
@@ -67,8 +67,8 @@ def test_a_run_with_a_served_reward_model_is_the_same(
         # at least the question, and {"score": x}, for each of 16 answers
         assert phase["reward_sent_bytes"] > 16 * len('{"messages": [{"role"')
         assert phase["reward_received_bytes"] >= 16 * len('{"score":0.0}')
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(judge) in (p.info["cmdline"] or ())]  # fmt: skip
-    assert not left
+    (server,) = (each for each in forked_python if str(judge) in each.args)
+    assert server.poll() is not None
 
 
 def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
         prepare(without)
 
 
-@pytest.mark.slow(5)
+@pytest.mark.slow(5)  # by a real interpreter
 def test_a_server_that_does_not_start_is_named(tmp_path: Path) -> None:
     nowhere = given(tmp_path / "no", tmp_path, 1).tasks
     with pytest.raises(WeftError, match=r"/no \(roles.reward\) has ended with exit co"):

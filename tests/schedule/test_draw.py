@@ -17,6 +17,9 @@ from weft.schedule.kinds import KINDS
 from weft.schedule.simulate import Simulation, simulate, uniform_costs
 from weft.schedule.times import Times
 
+#: Files that want a browser: it starts for them once.
+TOGETHER = "browser"
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 

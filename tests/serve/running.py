@@ -59,7 +59,10 @@ class Running:
         self.thread.start()
         self.address: tuple[str, int] = listening.getsockname()
         self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.address[1]}", timeout=120, headers=JSON
+            base_url=f"http://127.0.0.1:{self.address[1]}",
+            timeout=120,
+            headers=JSON,
+            verify=False,
         )
         until(lambda: self.uvicorn.started)
 

@@ -13,6 +13,9 @@ from tests.browser import CHROMIUM, Page, opened
 from tests.serve.running import Running, until
 from weft.data.tokenizer import load_tokenizer
 
+#: Files that want a browser: it starts for them once.
+TOGETHER = "browser"
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium"),
@@ -35,8 +38,8 @@ def server() -> Iterator[Running]:
 
 
 @pytest.fixture
-def page(server: Running, tmp_path: Path) -> Iterator[Page]:
-    with opened(str(server.client.base_url), tmp_path) as page:
+def page(server: Running) -> Iterator[Page]:
+    with opened(str(server.client.base_url)) as page:
         page.wait("document.title == 'tiny · Weft chat'")
         yield page
 
@@ -122,11 +125,11 @@ def test_a_refusal_is_shown(server: Running, page: Page) -> None:
     )
 
 
-def test_a_key_is_asked_for(tmp_path: Path) -> None:
+def test_a_key_is_asked_for() -> None:
     running = Running(
         replace(load_tokenizer("bytes"), chat_template=TEMPLATE), keys=("secret",)
     )
-    with opened(str(running.client.base_url), tmp_path) as page:
+    with opened(str(running.client.base_url)) as page:
         assert "no valid API key" in page.wait(
             "document.querySelector('article.error')?.textContent"
         )

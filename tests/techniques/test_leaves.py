@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from collections.abc import Callable
@@ -128,16 +127,6 @@ def test_each_file_declares_its_name(kind: str, name: str) -> None:
     technique = find(kind, name)
     assert technique.module == registry._own_module(kind, name)
     assert technique.implementation.__doc__
-
-
-def test_nothing_imports_a_leaf() -> None:
-    """But another leaf, whose file then needs the first one's."""
-    for path in PACKAGE.rglob("*.py"):
-        if path.is_relative_to(PACKAGE / "techniques"):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            module = node.module if isinstance(node, ast.ImportFrom) else None
-            assert not (module or "").startswith("weft.techniques"), path
 
 
 def test_a_declaration_does_without_pytorch() -> None:
