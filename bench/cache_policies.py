@@ -3,24 +3,25 @@
     nice -n 10 python bench/cache_policies.py [--model FOLDER] [--work FOLDER] [--quick] [--json FILE]
 
 ``alisa`` reads prompts whole and chooses keys for what is written, as its paper does: perplexity is then that of the
-second half as a continuation of the first, and a needle's digits continue the question. ``alisa-prompts`` chooses for
-all tokens of the text, as the other policies do.
+second half as a continuation of the first, and a needle's digits continue the question. ``alisa-query`` is
+``alisa:SHARE:query``, ``alisa-prompts`` chooses for all tokens of the text, as the other policies do.
 
 Two models: SmolLM2-135M in ``--model`` (a Hugging Face folder), and a small one that Weft trains here on files of the
 standard library (recipes/quickstart.toml on one rank, kept in ``--work``). Perplexity is that of the second half of
 each text, where a policy leaves most out; texts are prose of Python's documentation for SmolLM2, and held-out files of
-the library for the small model. A needle is a name with five digits somewhere in such a text; the model is asked for
+the library for the small model. ``--lengths`` are the tokens of a text; all policies are measured at the first length,
+ALISA alone at the others. A needle is a name with five digits somewhere in such a text; the model is asked for
 the digits at its end. ``recalled`` is how often all of them are the likeliest tokens, ``log_probability`` the mean of
-theirs. All policies read the same texts, in turn. ``attended`` is no policy but a bound: ALISA's choice by the
-weights of the present queries, for which all keys are read.
+theirs. All policies read the same texts. ``attended`` is no policy but a bound: ALISA's choice by the
+weights of the present query, for which all keys are read.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import sysconfig
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,19 +29,14 @@ from typing import Any, NamedTuple
 import torch
 from data_laws import run
 from picture import FONT, INK, LINE, SOFT, text
+from policy_readings import AttendedWindow, Readings, perplexity
 from step import machine, write
 
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.data.tokenizer import Tokenizer
-from weft.generate.cache_policy import cache_policy_of
-from weft.generate.engine import Engine
-from weft.generate.sampling import GREEDY
-from weft.models.block_selector import BlockSelector, SelectedPages
-from weft.models.spans import Span
+from weft.generate.cache_policy import CachePolicy, cache_policy_of
 from weft.models.transformer import Transformer
 from weft.recipe import load_recipe
-from weft.techniques.cache_policies.alisa import SparseWindow
-from weft.techniques.cache_policies.alisa.alisa_selector import LEAST, WeightSumSelector
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "cache_policies.json"
@@ -52,19 +48,20 @@ COLOURS = {
     "window": "#667085",
     "blocks": "#2563eb",
     "alisa": "#dc2626",
+    "alisa-query": "#a21caf",
     "alisa-prompts": "#f59e0b",
     "attended": "#16a34a",
 }
 
 
 class Subject(NamedTuple):
-    """A model and what it reads. ``prose``: long texts; ``length``: tokens that are read of each."""
+    """A model and what it reads. ``prose``: long texts; ``lengths``: tokens that are read of each."""
 
     name: str
     model: Transformer
     tokenizer: Tokenizer
     prose: Sequence[str]
-    length: int
+    lengths: Sequence[int]
 
 
 def policies(length: int, shares: Sequence[float]) -> dict[str, str]:
@@ -73,110 +70,30 @@ def policies(length: int, shares: Sequence[float]) -> dict[str, str]:
     for share in shares:
         words[f"window {share}"] = f"window:{int(share * length) - SINK}"
         words[f"blocks {share}"] = f"blocks:{share}"
-        words[f"alisa {share}"] = f"continued:{share}"
-        words[f"alisa-prompts {share}"] = f"alisa:{share}:prompts"
-    words["alisa-int8 0.25"] = "continued:0.25:int8"
-    words["attended 0.25"] = "attended:0.25"
+        words[f"alisa {share}"] = f"alisa:{share}"
+        words[f"alisa-query {share}"] = f"alisa:{share}:query"
+    words["alisa-prompts 0.25"] = "alisa:0.25:prompts"
+    words["alisa-int8 0.25"] = "alisa:0.25:int8"
+    words["attended 0.25"] = "attended"
     return words
 
 
-class ContinuedSelector(WeightSumSelector):
-    """ALISA's choice for the tokens from number ``prompt`` on, as if they had been written behind a prompt."""
-
-    prompt = 0
-
-    def dense_until(self, span: Span) -> int:
-        return self.prompt
-
-    def count(self, every: int, chosen: int, read: int) -> None:
-        """Count what is written alone: the pass behind the prompt, which is a pass of its own."""
-        self.passes = getattr(self, "passes", 0) + 1
-        if self.passes > 1:
-            super().count(every, chosen, read)
+#: What is measured at further lengths.
+LONG = {
+    "none 1": "none",
+    "window 0.25": "window",
+    "alisa 0.25": "alisa:0.25",
+    "alisa-query 0.25": "alisa:0.25:query",
+    "attended 0.25": "attended",
+}
 
 
-class ContinuedWindow(SparseWindow):
-    """Cache policy of :class:`ContinuedSelector`."""
-
-    prompt = 0
-    kind = ContinuedSelector
-
-    def selector(self, size: int) -> BlockSelector:
-        selector = self.kind(self.share, size, self.rounded)
-        selector.prompt = self.prompt
-        return selector
-
-
-class AttendedSelector(ContinuedSelector):
-    """ALISA's choice with the weights of the queries themselves in place of sums over earlier queries.
-
-    All keys are read for it, so it saves nothing: it shows how much of the loss is the fault of the sums.
-    """
-
-    def attend(self, pages: SelectedPages, q: torch.Tensor, out: torch.Tensor, window: int) -> None:  # fmt: skip
-        self.queries, self.keys = q, pages.store[0]
-        super().attend(pages, q, out, window)
-
-    def _choose(self, span: Span) -> torch.Tensor:
-        if span.past < self.prompt:
-            return super()._choose(span)
-        heads, before = self.keys.shape[2], span.past // self.size * self.size
-        count = max(LEAST * self.size, math.ceil(self.share * (before + self.size)))
-        count -= self.size
-        last = before if count >= before else count - count // 2
-        end = span.past + span.last - span.first
-        near = torch.arange(before - last, end).expand(heads, -1)
-        if last == before:
-            return near
-        keys = self.keys[list(span.table[: before // self.size])].flatten(0, 1)
-        # [tokens, kv_heads, group, width]
-        queries = self.queries[span.first : span.last].unflatten(1, (heads, -1))
-        scores = torch.einsum("thgw,khw->htgk", queries, keys) * keys.shape[-1] ** -0.5
-        weights = scores.softmax(-1).sum((1, 2))[:, : before - last]
-        return torch.cat([weights.topk(count // 2, -1).indices, near], 1)
-
-
-class AttendedWindow(ContinuedWindow):
-    """Cache policy of :class:`AttendedSelector`."""
-
-    kind = AttendedSelector
-
-
-class Scores(NamedTuple):
-    """Log-probabilities of the tokens of each text from the second one on, those of the likeliest beside them, and the
-    share of the keys that were attended to.
-    """
-
-    texts: list[list[tuple[float, dict[int, float]]]]
-    share: float
-
-
-def scores(
-    subject: Subject, word: str, texts: Sequence[Sequence[int]], prompt: int
-) -> Scores:
-    """Score texts, of which the first ``prompt`` tokens are the prompt."""
-    name, _, argument = word.partition(":")
-    bench = {"attended": AttendedWindow, "continued": ContinuedWindow}
-    policy: Any = (
-        bench[name].of_argument(argument) if name in bench else cache_policy_of(word)
-    )
-    if name in bench:
-        policy.prompt = prompt
-    engine = Engine(subject.model, cache_policy=policy, budget=prompt)
-    said = []
-    for ids in texts:
-        for layer in engine.reader.pages:
-            if isinstance(
-                selector := getattr(layer, "selector", None), ContinuedSelector
-            ):
-                selector.passes = 0
-        asked = engine.submit(ids, 1, GREEDY, top=1, scored=True)[0]
-        engine.run()
-        said.append(asked.prompt_scores)
-    selectors = [getattr(pages, "selector", None) for pages in engine.reader.pages]
-    reads = [each.reads for each in selectors if each is not None]
-    share = sum(r.chosen for r in reads) / sum(r.all for r in reads) if reads else 1.0
-    return Scores(said, share)
+def policy_of(word: str, length: int) -> CachePolicy | None:
+    if word == "attended":
+        policy = AttendedWindow(0.25)
+        policy.word = word
+        return policy
+    return cache_policy_of(f"window:{length // 4 - SINK}" if word == "window" else word)
 
 
 def needles(subject: Subject, count: int, length: int) -> list[tuple[list[int], int]]:
@@ -203,34 +120,38 @@ def needles(subject: Subject, count: int, length: int) -> list[tuple[list[int], 
 
 
 def measure(
-    subject: Subject, texts: int, count: int, shares: Sequence[float]
+    subject: Subject, length: int, texts: int, count: int, words: dict[str, str]
 ) -> dict[str, Any]:
-    length = subject.length
     prose = [
         [*map(int, subject.tokenizer.encode(each)[:length])]
         for each in subject.prose[:texts]
     ]
     assert all(len(ids) == length for ids in prose)
-    asked = needles(subject, count, length)
+    texts_read = Readings(subject.model, prose, [length // 2] * texts)
+    asked = needles(subject, count, length) if count else []
+    needles_read = asked and Readings(
+        subject.model, [ids for ids, _ in asked], [len(ids) - n for ids, n in asked]
+    )
     rows: dict[str, Any] = {}
-    for name, word in policies(length, shares).items():
-        said, share = scores(subject, word, prose, length // 2)
-        # the token behind the prompt is the first whose own keys are chosen
-        losses = [-p for each in said for p, _ in each[length // 2 :]]
-        right, logs = 0, []
-        for ids, answer in asked:
-            tail = scores(subject, word, [ids], len(ids) - answer).texts[0][-answer:]
-            logs += [p for p, _ in tail]
-            best = [max(top, key=top.__getitem__) for _, top in tail]
-            right += best == ids[-answer:]
+    for name, word in words.items():
+        began, policy = time.monotonic(), policy_of(word, length)
+        scored = texts_read.scores(policy)
         rows[name] = {
-            "word": word, "share": share, "perplexity": math.exp(sum(losses) / len(losses)),
-            "recalled": right / count, "log_probability": sum(logs) / len(logs),
-        }  # fmt: skip
+            "word": word,
+            "share": scored.share,
+            "perplexity": perplexity(scored),
+        }
         rows[name]["over_none"] = (
             rows[name]["perplexity"] / rows["none 1"]["perplexity"]
         )
-        print(subject.name, name, rows[name], flush=True)
+        if needles_read:
+            answers = needles_read.scores(policy)
+            right = [bool((best == torch.tensor(ids[-n:])).all())
+                     for best, (ids, n) in zip(answers.likeliest, asked, strict=True)]  # fmt: skip
+            rows[name]["recalled"] = sum(right) / count
+            rows[name]["log_probability"] = torch.cat(answers.logs).mean().item()
+        seconds = f"{time.monotonic() - began:.0f} s"
+        print(subject.name, length, name, rows[name], seconds, flush=True)
     return {"texts": texts, "length": length, "needles": count, "policies": rows}
 
 
@@ -256,19 +177,21 @@ def library(folder: Path, size: int) -> list[str]:
     return [t[2_000:12_000] for t in held]
 
 
-def small_model(work: Path, quick: bool) -> Subject:
+def small_model(work: Path, lengths: Sequence[int], quick: bool) -> Subject:
     held = library(work / "texts", 60_000 if quick else 3_000_000)
-    length = 256 if quick else 512
+    length = 256 if quick else max(lengths)
     words = [
         f"data.sources=[{{ kind = 'text', path = '{work}/texts' }}]", f"data.seq_len={length}", "layout.shard=1",
-        "layout.tp=1", "train.batch=4", f"train.steps={4 if quick else 400}", f"optimizer.decay={1 if quick else 120}",
+        "layout.tp=1", f"train.batch={max(1, 2048 // length)}",
+        f"train.steps={4 if quick else 400}", f"optimizer.decay={1 if quick else 120}",
         f"optimizer.warmup={1 if quick else 30}", f"data.cache='{work}/cache'", "train.threads=1",
         "validation.every=0",
     ]  # fmt: skip
     recipe = load_recipe(ROOT / "recipes" / "quickstart.toml", words)
     folder = run(work / "small", recipe)
     model, files, _ = open_model(folder, "cpu", print)
-    return Subject("small", model, tokenizer_of(files, str(folder)), held, length)
+    tokenizer = tokenizer_of(files, str(folder))
+    return Subject("small", model, tokenizer, held, [length] if quick else lengths)
 
 
 def panel(every: dict[str, Any], key: str, title: str, x0: int, y0: int) -> str:
@@ -305,6 +228,7 @@ def panel(every: dict[str, Any], key: str, title: str, x0: int, y0: int) -> str:
 def plot(rows: dict[str, Any], path: Path) -> None:
     """Perplexity over that of no policy, and how likely the digits of needles are."""
     kinds = {"over_none": "perplexity over none", "log_probability": "log-probability of a needle"}  # fmt: skip
+    rows = {name: row for name, row in rows.items() if row["needles"]}
     panels = [
         panel(rows[name]["policies"], key, f"{name}: {what}", 60 + column * (WIDTH + 80), 50 + line * (HEIGHT + 80))
         for line, name in enumerate(rows)
@@ -324,9 +248,9 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=Path("/tmp/inside-smollm2"))
     parser.add_argument("--work", type=Path, default=Path("/tmp/weft-cache-policies"))
-    parser.add_argument("--texts", type=int, default=4)
-    parser.add_argument("--needles", type=int, default=6)
-    parser.add_argument("--length", type=int, default=1024, help="tokens of SmolLM2")
+    parser.add_argument("--texts", type=int, default=3)
+    parser.add_argument("--needles", type=int, default=4)
+    parser.add_argument("--lengths", type=int, nargs="+", default=(1024, 2048))
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--quick", action="store_true", help="tiny: whether it runs")
     parser.add_argument("--json", type=Path, default=RESULTS)
@@ -335,14 +259,18 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: dict[str, Any] = {}
     work = given.work / "quick" if given.quick else given.work
-    subjects = [small_model(work, given.quick)]
+    subjects = [small_model(work, given.lengths, given.quick)]
     if given.model.is_dir() and not given.quick:
         model, files, _ = open_model(str(given.model), "cpu", print)
         tokenizer = tokenizer_of(files, str(given.model))
-        subjects.append(Subject("SmolLM2-135M", model, tokenizer, documentation(), given.length))  # fmt: skip
+        subjects.append(Subject("SmolLM2-135M", model, tokenizer, documentation(), given.lengths))  # fmt: skip
     for subject in subjects:
         texts, count = (1, 2) if given.quick else (given.texts, given.needles)
-        rows[subject.name] = measure(subject, texts, count, given.shares)
+        first, *others = subject.lengths
+        words = policies(first, given.shares)
+        rows[subject.name] = measure(subject, first, texts, count, words)
+        for length in others:
+            rows[f"{subject.name} at {length}"] = measure(subject, length, texts, 0, LONG)  # fmt: skip
     path = given.json.with_suffix(".quick.json") if given.quick else given.json
     plot(rows, path.with_suffix(".svg") if given.quick else PLOT)
     write({"machine": before, **rows}, path)

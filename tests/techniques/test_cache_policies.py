@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,20 @@ from weft.generate.lookup import Lookup
 from weft.generate.open_engine import EngineOptions
 from weft.generate.sampling import GREEDY
 from weft.layout.layout import Layout
+from weft.models.spans import Span
 from weft.models.transformer import Transformer
+from weft.techniques.cache_policies.alisa import query_selector
 
 PROMPTS = [[(7 * i + 3 * j) % 31 for i in range(n)] for j, n in enumerate((5, 24, 40))]
 NEW = 14
-EXACT = ("window:100", "blocks:1.0", "alisa:1.0", "alisa:1")
-SPARSE = ("window:8", "blocks:0.2", "alisa:0.2", "alisa:0.2:host=48:int8:prompts")
+EXACT = ("window:100", "blocks:1.0", "alisa:1.0", "alisa:1:query")
+SPARSE = (
+    "window:8",
+    "blocks:0.2",
+    "alisa:0.2",
+    "alisa:0.2:host=48:int8:prompts",
+    "alisa:0.5:query",
+)
 #: Settings that may change nothing, and whether they move blocks or take them from requests.
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunks": {"budget": 7},
@@ -177,6 +186,36 @@ def test_alisa_reads_prompts_whole_and_chooses_for_what_is_written() -> None:
     assert selector.reads.chosen == selector.reads.all
 
 
+def test_the_query_finds_the_tokens_with_most_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By all elements of keys exactly, on the device and on the host; elements that it reads count as keys."""
+    size, heads, width = 4, 2, 8
+    drawn = torch.Generator().manual_seed(0)
+    store = torch.randn(2, 12, size, heads, width, dtype=torch.double, generator=drawn)
+    q = torch.randn(1, 3 * heads, width, dtype=torch.double, generator=drawn)
+    table = [3, 0, 5, 1, 7, 9, 2, 8, 4, 6]
+    span = Span(0, 1, 37, table)
+    selector = query_selector.QuerySelector(0.9, size, False)
+    selector.sums = torch.zeros(2, 12, size, heads)
+    monkeypatch.setattr(selector, "elements", 1.0)
+    seen = selector._choose(span, store, q)
+    # of 36 tokens before its block 32; half of them for the elements
+    assert selector._looked(span, store) == 18 and seen.shape == (heads, 14 + 2)
+    keys = store[0, table].flatten(0, 1)[:37]
+    weights = torch.einsum("hgw,khw->hgk", q[0].unflatten(0, (heads, -1)), keys[:36])
+    weights = (weights * width**-0.5).softmax(-1).sum(1)
+    for head, places in enumerate(seen.tolist()):
+        far = [place for place in places if place < 36 - 4]
+        best = weights[head, : 36 - 4].topk(10).indices
+        assert sorted(far) == sorted(best.tolist())
+    pages: Any = SimpleNamespace(store=store)
+    selector._move(pages, [(5, -1), (9, -2)])
+    store[:, [5, 9]] = 0
+    table[2], table[5] = -1, -2
+    assert torch.equal(selector._choose(span, store, q).sort(1).values, seen.sort(1).values)  # fmt: skip
+
+
 def test_beams_see_what_texts_see() -> None:
     """The prompt is read whole, and beams that fork choose for each written token as a text alone does."""
     best, alone = (
@@ -255,6 +294,7 @@ def test_each_rank_selects_for_its_heads(pool: Any, layout: str) -> None:
     ("alisa:0.2:int4", "cannot be"), ("alisa:0.2:int8:int8", "cannot be"),
     ("alisa:0.2:host=x", "cannot be"), ("none:3", "cannot be"),
     ("window:3", "is less than a cache block of 4 tokens; give window:4 or more"),
+    ("alisa:0.5:query:query", "cannot be"), ("alisa:0.1:query", "give a share of 0.125 or more, or leave query out"),
     ("alisa:0.5:host=3", "room on the host for less than a cache block of 4 tokens; give host=4 or more"),
 ])  # fmt: skip
 def test_words_that_cannot_be(word: str, line: str) -> None:

@@ -11,6 +11,9 @@ from weft.registry import register
 if TYPE_CHECKING:
     from weft.models.block_selector import BlockSelector
 
+#: The least share with which queries choose: they look at a sixteenth of keys and values.
+QUERY_LEAST = 1 / 8
+
 
 @register(
     "cache-policy",
@@ -34,11 +37,16 @@ class SparseWindow(CachePolicy):
     ``host``: tokens for which the host has room; None: as many as the cache has. ``rounded``: whether keys and values
     are rounded to 8 bits when they are computed, so that the host keeps them in 8 bits. ``prompts``: whether tokens of
     a prompt see a fraction of the tokens, too.
+
+    ``query`` is not the paper's: each token chooses the others by its own queries in place of sums. It looks at those
+    elements of all keys that are largest in its queries (SparQ, 2312.04985), which count in the share. Sums say what
+    earlier tokens attended to; a text that returns to something is then lost.
     """
 
     example: ClassVar[str] = "alisa:0.25"
     remembers: ClassVar[bool] = True
     windows: ClassVar[bool] = False
+    words: ClassVar[tuple[str, ...]] = ("int8", "prompts", "query")
 
     def __init__(
         self,
@@ -46,24 +54,25 @@ class SparseWindow(CachePolicy):
         host: int | None = None,
         rounded: bool = False,
         prompts: bool = False,
+        query: bool = False,
     ) -> None:
         self.share, self.host, self.rounded = share, host, rounded
-        self.prompts = prompts
+        self.prompts, self.query = prompts, query
 
     @classmethod
     def of_argument(cls, argument: str) -> Self | None:
         first, *others = argument.split(":")
         share = share_of(first)
-        rounded, prompts = "int8" in others, "prompts" in others
-        rooms = [word for word in others if word not in ("int8", "prompts")]
+        flags = [word in others for word in cls.words]
+        rooms = [word for word in others if word not in cls.words]
         if share is None or len(rooms) > 1 or len({*others}) < len(others):
             return None
         if not rooms:
-            return cls(share, None, rounded, prompts)
+            return cls(share, None, *flags)
         name, _, room = rooms[0].partition("=")
         if name != "host" or not room.isdecimal():
             return None
-        return cls(share, int(room), rounded, prompts)
+        return cls(share, int(room), *flags)
 
     def check_size(self, size: int) -> None:
         if self.host is not None and 0 < self.host < size:
@@ -71,13 +80,25 @@ class SparseWindow(CachePolicy):
                 f"--cache-policy {self.word} has room on the host for less than a cache block of {size} tokens; "
                 f"give host={size} or more, or host=0"
             )
+        if self.query and self.share < QUERY_LEAST:
+            raise UsageError(
+                f"--cache-policy {self.word} leaves too few tokens beside what queries look at; give a share of "
+                f"{QUERY_LEAST:g} or more, or leave query out"
+            )
 
     def selector(self, size: int) -> BlockSelector:
+        given = self.share, size, self.rounded, self.prompts
+        if self.query:
+            from weft.techniques.cache_policies.alisa.query_selector import (
+                QuerySelector,
+            )
+
+            return QuerySelector(*given)
         from weft.techniques.cache_policies.alisa.alisa_selector import (
             WeightSumSelector,
         )
 
-        return WeightSumSelector(self.share, size, self.rounded, self.prompts)
+        return WeightSumSelector(*given)
 
     def most_blocks(self, tokens: int, budget: int, size: int) -> int:
         from weft.techniques.cache_policies.alisa.host_phase import NEAR

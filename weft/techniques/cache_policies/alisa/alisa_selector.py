@@ -73,14 +73,19 @@ class WeightSumSelector(BlockSelector):
     choice thus does not depend on the pieces in which a text is computed. ``size``: tokens of a block; ``in_bytes``:
     whether keys and values are rounded to 8 bits; ``prompts``: whether tokens of a prompt choose, too. Otherwise these
     see all tokens before them, and the last ones of them begin the sums.
+
+    The attribute ``together`` is the largest number of tokens that choose together; ``sums_weights``: whether attention
+    weights are summed; ``near``: the share of the seen tokens that are the last ones.
     """
+
+    sums_weights, near = True, 0.5
 
     def __init__(
         self, share: float, size: int, in_bytes: bool, prompts: bool = False
     ) -> None:
         super().__init__()
         self.share, self.size, self.in_bytes = share, size, in_bytes
-        self.prompts = prompts
+        self.prompts, self.together = prompts, size
         # sums from finished blocks of queries, and from the present one: [2, blocks, size, kv_heads]
         self.sums: T | None = None
         self.host: HostTokens | None = None
@@ -178,7 +183,7 @@ class WeightSumSelector(BlockSelector):
                 part = span._replace(first=first, last=last, past=past)
                 (whole if here else sparse if kind == 2 else dense).append(part)
         # sums of a prompt's tokens come before the choice of written ones
-        return whole, [*self._rounds(dense, q), *self._rounds(sparse, q)]
+        return whole, [*self._rounds(dense, q), *self._rounds(sparse, q, self.together)]
 
     def _pieces(self, span: Span) -> Iterator[tuple[int, int, int]]:
         """Yield where pieces of a span begin and end: those that see all tokens and count in no sums (0), those that
@@ -192,9 +197,10 @@ class WeightSumSelector(BlockSelector):
                 yield first, last, kind
             first = last
 
-    def _rounds(self, spans: Sequence[Span], q: T) -> list[_Round]:
+    def _rounds(self, spans: Sequence[Span], q: T, together: int = 0) -> list[_Round]:
+        """Return rounds of the spans, in pieces of ``together`` tokens; 0: of a block."""
         called = list[_Round]()
-        for pieces in rounds(spans, self.size):
+        for pieces in rounds(spans, together or self.size):
             rows = torch.tensor([[*range(p.first, p.last)] for p in pieces], device=q.device)  # fmt: skip
             past = torch.tensor([[p.past] for p in pieces], device=q.device)
             at = past + torch.arange(rows.shape[1], device=q.device)
@@ -205,7 +211,7 @@ class WeightSumSelector(BlockSelector):
     def _attend_round(self, store: T, q: T, out: T, texts: _Round) -> int:
         """Attend in one call, and add to the sums. Return how many keys tokens attend to."""
         heads, tokens = store.shape[3], texts.rows.shape[1]
-        chosen = [self._choose(span) for span in texts.pieces]
+        chosen = [self._choose(span, store, q) for span in texts.pieces]
         most = max(each.shape[1] for each in chosen)
         # [texts, kv_heads, keys], positions in the texts; behind the last one where a text has fewer
         places = torch.stack(
@@ -226,34 +232,51 @@ class WeightSumSelector(BlockSelector):
         weights = scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
         attended = weights @ values[:, :, None]
         out[texts.rows] = attended.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out.dtype)
-        if self.share < 1:
+        if self.share < 1 and self.sums_weights:
             counted = [each.past >= self._counted_from(each) for each in texts.pieces]
             counts = known & torch.tensor(counted, device=q.device)[:, None, None]
             self._add(blocks, places % self.size, weights.sum((2, 3)) * counts)
             self._finish(texts.pieces)
         # the last ones of a piece see more of it than the first
         own = len(chosen) * tokens * (tokens - 1) // 2
-        return heads * (tokens * sum(each.shape[1] for each in chosen) - own)
+        read = tokens * sum(each.shape[1] for each in chosen) - own
+        return heads * (read + sum(self._looked(p, store) for p in texts.pieces))
 
-    def _choose(self, span: Span) -> T:
-        """Return the positions of the tokens that the new tokens of a piece see: ``[kv_heads, keys]``."""
+    def _choose(self, span: Span, store: T, q: T) -> T:
+        """Return the positions of the tokens that the new tokens of a piece see: ``[kv_heads, keys]``. ``store``: keys
+        and values of the layer; ``q``: queries of all new tokens of the pass.
+        """
         assert self.sums is not None
         size, heads = self.size, self.sums.shape[-1]
         if span.past < self.dense_until(span):
             end = span.past + span.last - span.first
             return torch.arange(end, device=self.sums.device).expand(heads, -1)
         before = span.past // size * size
-        count = max(LEAST * size, ceil(self.share * (before + size) - 1e-9)) - size
-        last = before if count >= before else count - count // 2
+        count = self._budget(before) - self._looked(span, store)
+        others = int(count * (1 - self.near))
+        last = before if count >= before else count - others
         near = torch.arange(before - last, span.past + span.last - span.first, device=self.sums.device)  # fmt: skip
         near = near.expand(heads, -1)
         if last == before:
             return near
         blocks = torch.tensor(span.table[: before // size], device=self.sums.device)
-        # [kv_heads, tokens]
-        sums = self._sums_of(blocks).flatten(0, 1)[: before - last].T
-        best = sums.topk(count // 2, -1).indices
-        return torch.cat([best, near], 1)
+        standing = self._standing(span, store, q, blocks)[:, : before - last]
+        return torch.cat([standing.topk(others, -1).indices, near], 1)
+
+    def _budget(self, before: int) -> int:
+        """Return how many of the ``before`` tokens in the blocks before its own a token sees, or looks at."""
+        share = ceil(self.share * (before + self.size) - 1e-9)
+        return max(LEAST * self.size, share) - self.size
+
+    def _looked(self, span: Span, store: T) -> int:
+        """Return as how many keys counts what a token of a piece reads to choose. ``store``: the layer's cache."""
+        return 0
+
+    def _standing(self, span: Span, store: T, q: T, blocks: T) -> T:
+        """Return by what the tokens of ``blocks`` are chosen: ``[kv_heads, tokens]``. ``span``: the piece that chooses;
+        ``store``: the layer's cache; ``q``: queries of all new tokens of the pass.
+        """
+        return self._sums_of(blocks).flatten(0, 1).T
 
     def _sums_of(self, blocks: T) -> T:
         """Return the sums of blocks on the device and on the host: ``[blocks, size, kv_heads]``."""

@@ -1,0 +1,107 @@
+"""Variants of ALISA's choice of tokens, at a quarter of the keys: perplexity over that of all keys, text by text.
+
+    python bench/alisa_choices.py [--model FOLDER] [--lengths 1024] [--texts 2] [--skip 0] [--only NAME ...] [--json FILE]
+
+The second half of each text is read as the continuation of the first, which is read whole. Settings are chosen by some
+texts (``--texts``) and judged by others (``--skip``). What is counted as attended is said for each variant.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from cache_policies import documentation
+from policy_readings import AttendedSelector, Readings
+
+from weft.checkpoint.model import open_model, tokenizer_of
+from weft.models.block_selector import BlockSelector
+from weft.techniques.cache_policies.alisa import SparseWindow
+from weft.techniques.cache_policies.alisa.alisa_selector import WeightSumSelector
+from weft.techniques.cache_policies.alisa.query_selector import QuerySelector
+
+SHARE = 0.25
+
+
+class Variant(SparseWindow):
+    """A policy with selectors of the class ``kind``, whose attributes are changed to those of ``changed``. ``whole``:
+    so many first layers see all but nothing, and the others less for it.
+    """
+
+    def __init__(
+        self,
+        kind: Any = QuerySelector,
+        whole: int = 0,
+        layers: int = 30,
+        **changed: Any,
+    ) -> None:
+        super().__init__(SHARE)
+        self.kind, self.whole, self.layers, self.changed = kind, whole, layers, changed
+        self.layer, self.word = 0, "alisa"
+
+    def selector(self, size: int) -> BlockSelector:
+        share = self.share
+        if self.whole:
+            rest = (SHARE * self.layers - self.whole) / (self.layers - self.whole)
+            share = 0.9999 if self.layer < self.whole else rest
+        selector = self.kind(share, size, False)
+        for name, value in self.changed.items():
+            setattr(selector, name, value)
+        self.layer += 1
+        return selector
+
+
+def variants(layers: int) -> dict[str, Variant]:
+    return {
+        "sums": Variant(WeightSumSelector),
+        "query": Variant(),
+        "query near 0.5": Variant(near=0.5),
+        "query near 0.125": Variant(near=0.125),
+        "query of 1/16": Variant(elements=1 / 16),
+        "query of 1/4": Variant(elements=1 / 4),
+        "attended": Variant(AttendedSelector),
+        "2 whole, query": Variant(whole=2, layers=layers),
+        "sums near 0.25": Variant(WeightSumSelector, near=0.25),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, default=Path("/tmp/inside-smollm2"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
+    parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--skip", type=int, default=0, help="texts that are left out")
+    parser.add_argument("--only", nargs="+", help="names of variants")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    model, files, _ = open_model(str(given.model), "cpu", print)
+    tokenizer = tokenizer_of(files, str(given.model))
+    prose = documentation()[given.skip : given.skip + given.texts]
+    rows: dict[str, Any] = {}
+    for length in given.lengths:
+        texts = [[*map(int, tokenizer.encode(each)[:length])] for each in prose]
+        readings = Readings(model, texts, [length // 2] * len(texts))
+        dense = [logs[1:].mean().item() for logs in readings.scores(None).logs]
+        print(length, "perplexities", *(f"{math.exp(-x):.2f}" for x in dense), flush=True)  # fmt: skip
+        for name, policy in variants(model.shape.layers).items():
+            if given.only and name not in given.only:
+                continue
+            began, scored = time.monotonic(), readings.scores(policy)
+            ratios = [math.exp(a - b[1:].mean().item()) for a, b in zip(dense, scored.logs, strict=True)]  # fmt: skip
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            rows[f"{length} {name}"] = {"ratios": ratios, "mean": mean, "share": scored.share}  # fmt: skip
+            seconds = f"{time.monotonic() - began:.0f} s"
+            said = " ".join(f"{r:.3f}" for r in ratios)
+            print(f"{length} {name}: {mean:.4f} ({said}), share {scored.share:.3f}, {seconds}", flush=True)  # fmt: skip
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
