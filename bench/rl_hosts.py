@@ -6,7 +6,7 @@ host, bit by bit. Then hosts lose their cable and all their processes in the mid
 writes, whose run goes on with a process on the last host and ends with the same weights; and that of the reference
 model, whose run ends with a line. Needs root and the package ray.
 
-    python bench/rl_hosts.py [--json bench/results/rl_hosts.json]
+    python bench/rl_hosts.py [--parts placed,lost_rollouts] [--json bench/results/rl_hosts.json]
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ class Cluster:
 
     def __init__(self, places: Sequence[Host], folder: Path) -> None:
         self.places, self.folder = places, folder
+        # by which the hosts of this cluster know each other
+        self.token = secrets.token_hex(32)
         (folder / "reward.py").write_text(REWARD)
         lines = [json.dumps({"prompt": f"say {i}", "answer": ""}) for i in range(64)]
         (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
@@ -132,7 +134,18 @@ class Cluster:
         # Ray notices that a host is lost within seconds
         beat = ["period_ms=1000", "timeout_ms=1000", "initial_delay_ms=1000", "failure_threshold=3"]  # fmt: skip
         checks = [f"RAY_health_check_{each}" for each in beat]
-        shell = ["env", *checks, "unshare", "-m", "sh", "-c", mounted, str(own)]
+        access = ["RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN={self.token}"]
+        shell = [
+            "env",
+            *checks,
+            *access,
+            "unshare",
+            "-m",
+            "sh",
+            "-c",
+            mounted,
+            str(own),
+        ]
         return self.places[number].command([*shell, sys.executable, *words])
 
     def train(
@@ -210,74 +223,93 @@ def digest(out: Path) -> str:
     return str(digest_of([[name, p.detach().contiguous().numpy().tobytes().hex()] for name, p in named]))  # fmt: skip
 
 
-def campaign(cluster: Cluster) -> dict[str, Any]:
-    """Run all, and return what came of it."""
-    results: dict[str, Any] = {}
+def placed_run(cluster: Cluster) -> dict[str, Any]:
+    """Compare a run whose roles are on other hosts with one whose roles are on its own."""
     places = dict[str, int | None]()
 
     def look(process: subprocess.Popen[str], out: Path) -> None:
         await_phases(process, out, 1)
         places.update({role: cluster.host_of(role) for role in ROLES})
 
-    def nothing(process: subprocess.Popen[str], out: Path) -> None:
-        pass
-
     both = [WRITERS, REFERENCE]
     here = cluster.train("here", "local", both, 20, nothing)
     placed = cluster.train("placed", "ray", both, 20, look)
     assert here["code"] == placed["code"] == 0
-    results["placed"] = {
+    return {
         "seconds_here": here["seconds"], "seconds_placed": placed["seconds"], "hosts": {**places},
         "weights_equal": digest(cluster.folder / "here") == digest(cluster.folder / "placed"),
     }  # fmt: skip
-    print(results["placed"], flush=True)
 
-    lost = list[int]()
 
-    def lose(role: str) -> Callable[[subprocess.Popen[str], Path], None]:
-        def watch(process: subprocess.Popen[str], out: Path) -> None:
-            await_phases(process, out, PHASES)
-            number = cluster.host_of(role)
-            assert number is not None and number > 0, f"{role} runs on host {number}"
-            lost.append(number)
-            cluster.lose(number)
+def nothing(process: subprocess.Popen[str], out: Path) -> None:
+    """Leave a run alone."""
 
-        return watch
 
+def lost_host(
+    cluster: Cluster, role: str, lost: list[Host]
+) -> Callable[[subprocess.Popen[str], Path], None]:
+    """Return a function that loses the host of a ``role`` in the middle of a run, and adds the host to ``lost``."""
+
+    def watch(process: subprocess.Popen[str], out: Path) -> None:
+        await_phases(process, out, PHASES)
+        number = cluster.host_of(role)
+        assert number is not None and number > 0, f"{role} runs on host {number}"
+        lost.append(cluster.places[number])
+        cluster.lose(number)
+
+    return watch
+
+
+def lost_rollouts(cluster: Cluster) -> dict[str, Any]:
+    """Lose the host of a process that writes answers, and compare with a run that loses nothing."""
+    lost = list[Host]()
     plain = cluster.train("plain", "local", [WRITERS], 60, nothing)
-    survived = cluster.train("survived", "ray", [WRITERS], 60, lose("rollout"))
-    address = cluster.places[lost[-1]].address
-    results["lost_rollouts"] = {
-        "code": survived["code"], "seconds": survived["seconds"], "seconds_undisturbed": plain["seconds"],
-        "line": next((line for line in survived["said"] if address in line), ""),
-        "weights_equal": survived["code"] == 0
-        and digest(cluster.folder / "plain") == digest(cluster.folder / "survived"),
+    watch = lost_host(cluster, "rollout", lost)
+    survived = cluster.train("survived", "ray", [WRITERS], 60, watch)
+    code, (host,) = survived["code"], lost
+    return {
+        "code": code, "seconds": survived["seconds"], "seconds_undisturbed": plain["seconds"],
+        "line": next((line for line in survived["said"] if f"host {host.address}" in line), ""),
+        "weights_equal": not code and digest(cluster.folder / "plain") == digest(cluster.folder / "survived"),
     }  # fmt: skip
-    print(results["lost_rollouts"], flush=True)
-    ended = cluster.train("ended", "ray", [REFERENCE], 60, lose("reference"))
-    address = cluster.places[lost[-1]].address
-    results["lost_reference"] = {
+
+
+def lost_reference(cluster: Cluster) -> dict[str, Any]:
+    """Lose the host of the reference model."""
+    lost = list[Host]()
+    watch = lost_host(cluster, "reference", lost)
+    ended = cluster.train("ended", "ray", [REFERENCE], 60, watch)
+    (host,) = lost
+    return {
         "code": ended["code"], "seconds": ended["seconds"],
-        "line": next((line for line in ended["said"] if address in line), ""),
+        "line": next((line for line in ended["said"] if f"host {host.address}" in line), ""),
     }  # fmt: skip
-    print(results["lost_reference"], flush=True)
-    return results
+
+
+#: The parts of the campaign. Each host is lost once at most.
+PARTS = {"placed": placed_run, "lost_rollouts": lost_rollouts, "lost_reference": lost_reference}  # fmt: skip
 
 
 def main() -> None:
     """Make the hosts and the cluster, and write what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--parts", default=",".join(PARTS), help="which to run; others stay in the file")  # fmt: skip
     args = parser.parse_args()
     if why := unavailable():
         raise SystemExit(why)
     torch.set_num_threads(1)
-    about = machine()
+    results = machine()
+    if args.json and args.json.exists():
+        results = json.loads(args.json.read_text()) | results
     name = f"rl-{secrets.token_hex(2)}"
     with tempfile.TemporaryDirectory() as folder, hosts(3, name) as places:
-        results = campaign(Cluster(places, Path(folder)))
-    if args.json:
-        write(about | results, args.json)
+        cluster = Cluster(places, Path(folder))
+        for part in args.parts.split(","):
+            results[part] = PARTS[part](cluster)
+            print(part, results[part], flush=True)
+            if args.json:
+                write(results, args.json)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def backward_after_prompts(
     alike, seen = prompt_parts(*cu_seqlens.tolist())
     for segments in alike:
         at, own = _moved(segments)
-        given = (x[at] for x in (grad, q, k, v, out, lse))
-        for total, part in zip(totals, differentiate(*given, own), strict=True):
+        parts = differentiate(grad[at], q[at], k[at], v[at], out[at], lse[at], own)
+        for total, part in zip(totals, parts, strict=True):
             total[at] = part
     for s in seen:
         rows, keys = slice(s.q0, s.q1), slice(s.k0, s.k1)
