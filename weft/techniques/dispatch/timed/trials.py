@@ -13,7 +13,7 @@ mean that the load has changed.
 A machine is faster at one time than at another, and an option that was left out early would seem to be fast if the
 machine has slowed down since. So two options are compared by their medians over those turns in which both were tried.
 The chosen option has part in all turns of a round. An option's first pass in a run, in which connections and buffers
-are made, is not timed.
+are made, is not timed. A run's passes become faster at first, so every other turn has the options in reverse order.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,8 @@ class OptionTimes:
     Attributes:
         ``known``: for each option, its usual time in seconds on the slowest rank; inf: never tried.
         ``chosen``: index of the chosen option, -1 before the first choice.
-        ``left``: options that this round still tries, in order; empty between rounds.
+        ``left``: options that this round still tries, in order; every other turn takes them in reverse order. Empty
+            between rounds.
         ``warm``: options that this run has used; ``cold``: those that the next turn first uses in a pass that is not
             timed.
         ``best``: for each option, the shortest time in this round.
@@ -126,7 +127,8 @@ class OptionTimes:
         """Count a pass. Return the index of the option that this pass uses, and whether the pass is to be timed."""
         at, self.passes = self.passes, self.passes + 1
         if self.left:
-            option = [*self.cold, *self.left][at]
+            left = self.left[:: -1 if self.turn % 2 else 1]
+            option = [*self.cold, *left][at]
             self.warm.add(option)
             return option, at >= len(self.cold)
         self.warm.add(self.chosen)
