@@ -169,7 +169,8 @@ class RlLoader:
         own = order[first : first + self.batch]
         if self.critic is not None:
             step = position // self.batch
-            self.critic.begin_step(own, step - self.rl.start.steps, step)
+            number = step - self.rl.start.steps
+            self.critic.begin_step(own.tolist(), number, step)
         chosen = [self.samples[i] for i in own]
         rows = [
             policy_rows([sample], len(sample.ids), self.job.loss).rows[0]
