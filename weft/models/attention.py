@@ -248,13 +248,16 @@ def attention_backward(
     ``grad``: the gradient of its output ``out``; ``out`` and ``lse``: its results. The other arguments are those of the
     forward call.
     """
-    flat = *(x.flatten(0, 1) for x in (grad, q, k, v, out)), lse
+    g, fq, fk, fv, o = (x.flatten(0, 1) for x in (grad, q, k, v, out))
     if cu_seqlens.dim() > 1:
         from weft.models.prompt_attention import backward_after_prompts
 
-        grads = backward_after_prompts(attend_backward, *flat, cu_seqlens)
+        grads = backward_after_prompts(
+            attend_backward, g, fq, fk, fv, o, lse, cu_seqlens
+        )
     else:
-        grads = attend_backward(*flat, document_segments(cu_seqlens, window))
+        segments = document_segments(cu_seqlens, window)
+        grads = attend_backward(g, fq, fk, fv, o, lse, segments)
     return QkvGradients(
         *(d.view(x.shape) for d, x in zip(grads, (q, k, v), strict=True))
     )

@@ -115,9 +115,9 @@ class SummedLoss(torch.autograd.Function):
 
 class _LinearCrossEntropy(SummedLoss):
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[no-untyped-def]
         ctx, hidden, weight, labels, first, chunk, group, counts, entropies, kept
-    ):  # type: ignore[no-untyped-def]
+    ):
         ctx.tokens, ctx.rows = len(hidden), labelled_rows(labels)
         if ctx.rows is not None:
             hidden, labels = hidden[ctx.rows], labels[ctx.rows]
