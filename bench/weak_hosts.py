@@ -12,8 +12,8 @@ receives at ``--rate``. The ranks are those of ``weft generate --layout tp=4``: 
    or not worse by more than the noise: not slower than the fastest in all but one of the rounds or more.
 2. Tokens: seconds a token of a model of SmolLM2-135M's shape with a third of its layers (weights are random, which no
    time depends on).
-3. One host at half the speed: an even cut beside ``tp_shares = "auto"``, of two layers of Llama-3-8B's shape. What
-   a rank does for a token beside products is not cut, and narrow layers would be little else.
+3. One host at half the speed: an even cut beside ``tp_shares = "auto"``, of a layer of Llama-3-70B's shape. What
+   a rank does for a token beside products is not cut, and in narrow layers it is most.
    Four hosts share two cores here, so a host's
    processor is emulated: after what a rank has computed between two exchanges it sleeps, as long as makes it a
    processor of ``SPEED`` of a core (half of that on the last host). What is computed and sent is real; a host that
@@ -48,9 +48,10 @@ RANKS = 4
 SHAPE = {
     "vocab": 49152, "layers": 10, "embed": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "tied": True,
 }  # fmt: skip
-#: Layers of Llama-3-8B's shape: their products take most of a token's time.
+#: A layer of Llama-3-70B's shape, a model for several weak hosts: its products take most of a token's time. Of two
+#: layers of Llama-3-8B's shape, a third of the time on the slow host was what no cut divides.
 WIDE = {
-    "vocab": 4096, "layers": 2, "embed": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "tied": True,
+    "vocab": 4096, "layers": 1, "embed": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "tied": True,
 }  # fmt: skip
 #: Part of a core that a host's processor is, where hosts differ; the last host has half of it.
 SPEED = 0.1
@@ -59,8 +60,8 @@ LONGEST_S = 8.0
 #: Rounds in which sums are measured in turn, and sums of a round, of which the first is not measured. A choice that is
 #: slower than the fastest in all but one of the rounds is worse by more than the noise (sign test, 3.5 %).
 SUM_ROUNDS, BURST = 8, 4
-#: Times that every side is measured, in turn, and tokens that it writes each time.
-ROUNDS, NEW = 2, 5
+#: Times that every side is measured, in turn; tokens that it reads and writes each time where cuts are compared.
+ROUNDS, PROMPT, NEW = 2, 32, 5
 #: Tokens of the two sums, and of the prompt of a long text.
 SIZES = (1, 512)
 
@@ -257,7 +258,7 @@ def cuts_of_rank(shape: dict[str, Any], quick: bool) -> dict[str, Any]:
         for _ in range(1 if quick else ROUNDS):
             for name, model in models.items():
                 times.clear()
-                first, each, texts[name] = written(model, 64, NEW)
+                first, each, texts[name] = written(model, PROMPT, NEW)
                 firsts[name].append(first)
                 tokens[name].append(each)
                 computed[name].append(of_a_token(times))
