@@ -18,9 +18,9 @@ def run_command_line() -> None:
     gc.set_threshold(10_000)
     requests.watch()
     try:
-        from weft.cli.app import command_line
+        from weft.cli.app import app
 
-        code = command_line()(standalone_mode=False) or 0
+        code = app(standalone_mode=False) or 0
         leave(code)
         sys.exit(code)
     except WeftError as error:

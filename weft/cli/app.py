@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from functools import cache
 from typing import Annotated
 
 import typer
@@ -126,12 +125,3 @@ app.command(
 )(train_command)
 app.command("prune")(prune_model_command)
 app.command("plan", no_args_is_help=True)(plan_command)
-
-
-@cache
-def command_line() -> Callable[..., int | None]:
-    """Return all commands as one function.
-
-    It is built once in 20 ms: ranks that are forks of their launcher have it.
-    """
-    return typer.main.get_command(app)
