@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 from catalogue import (
     PAGE,
     catalogue,
@@ -179,7 +180,7 @@ def test_selective_recompute_skips_attention_and_its_moves(
 
 
 def test_catalogue_names_what_exists() -> None:
-    from weft.cli.app import command_line
+    from weft.cli.app import app
     from weft.recipe.shipped import catalogue_rows
 
     root = Path(__file__).parents[1]
@@ -189,7 +190,7 @@ def test_catalogue_names_what_exists() -> None:
             assert "/" not in path or (root / path).exists(), path
         words = row[3].replace("`", "").replace(",", " ").split()
         if words[0] == "weft":
-            command: Any = command_line()
+            command: Any = typer.main.get_command(app)
             for word in words[1:]:
                 command = getattr(command, "commands", {}).get(word, command)
             known = {name for param in command.params for name in param.opts}

@@ -8,6 +8,8 @@ run in one process, in order, so what its fixtures hold is computed once; so do 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import logging
 import os
 import signal
 import sys
@@ -18,12 +20,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, active_children, forkserver
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 
-#: What processes get to end in, once the run is interrupted.
-END_S = 20
+#: Seconds that processes get to end in, once the run is interrupted, and after which the tests that run are named.
+END_S, NAMED_S = 20, 600
 
 
 class Hooks:
@@ -52,6 +54,8 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     option = session.config.option
+    if option.workers < 0 or (option.workers and option.usepdb):
+        raise pytest.UsageError("--workers needs 0 or more, and 0 with --pdb")
     failed = session.testsfailed and not option.continue_on_collection_errors
     if not option.workers or option.collectonly or failed:
         return None
@@ -95,6 +99,7 @@ class Workers:
             files.setdefault(key, []).append(place)
         self.files = deque(files.values())
         self.workers = list[Worker]()
+        self.crashed = set[int]()
         self.started = 0
 
     def run(self, count: int) -> None:
@@ -103,12 +108,21 @@ class Workers:
             for _ in range(min(count, len(self.files))):
                 self.start(self.files.popleft())
             while self.workers:
-                ready = wait([worker.connection for worker in self.workers])
+                ready = wait([each.connection for each in self.workers], NAMED_S)
+                if not ready:
+                    self.name_those_that_run()
                 for worker in list(self.workers):
                     if worker.connection in ready:
                         self.hear(worker)
         finally:
             self.stop()
+
+    def name_those_that_run(self) -> None:
+        """Say which tests have run for long, so that a run that hangs says in what."""
+        for worker in self.workers:
+            if worker.runs is not None:
+                name = self.session.items[worker.runs].nodeid
+                print(f"\n{name} has run for over {NAMED_S} s", file=sys.__stderr__)
 
     def start(self, places: list[int]) -> None:
         """Fork a process that begins with these tests."""
@@ -127,7 +141,11 @@ class Workers:
         """Take a message: a test has begun or ended, or the process wants more to do, or it has ended itself."""
         try:
             message = worker.connection.recv()
-        except (EOFError, ConnectionError):
+            if message is None:
+                places = self.files.popleft() if self.files else []
+                worker.left += places
+                worker.connection.send(places)
+        except (EOFError, OSError):
             self.bury(worker)
             return
         match message:
@@ -139,10 +157,6 @@ class Workers:
                 self.report(message)
             case str():
                 raise self.session.Interrupted(message)
-            case None:
-                places = self.files.popleft() if self.files else []
-                worker.left += places
-                worker.connection.send(places)
 
     def report(self, outcome: Outcome) -> None:
         """Tell pytest what a test came to, as if it had run here."""
@@ -172,20 +186,26 @@ class Workers:
         if code == 0 and not worker.left:
             return
         if worker.runs is None:
-            raise RuntimeError(f"a process of tests ended between tests: code {code}")
+            # what has failed so far is still printed
+            why = f"a process of tests ended between tests: code {code}"
+            raise self.session.Interrupted(why)
         item = self.session.items[worker.runs]
+        reruns = getattr(self.session.config.option, "reruns", 0)
+        again = bool(reruns) and worker.runs not in self.crashed
+        self.crashed.add(worker.runs)
         report = pytest.TestReport(
             nodeid=item.nodeid,
             location=item.location,
             keywords={},
-            outcome="failed",
+            outcome=cast(Any, "rerun" if again else "failed"),
             longrepr=f"the process ended within this test, with exit code {code}",
             when="call",
         )
         data = self.hook.pytest_report_to_serializable(
             config=self.session.config, report=report
         )
-        worker.left.remove(worker.runs)
+        if not again:
+            worker.left.remove(worker.runs)
         self.report(Outcome(worker.runs, [data]))
         if worker.left:
             self.start(list(worker.left))
@@ -250,6 +270,8 @@ def be_worker(
 ) -> NoReturn:
     """Run tests until there are no more, and end this process."""
     config, code = session.config, 1
+    if sys.platform == "linux":  # 1 is PR_SET_PDEATHSIG: no process outlives the run
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     atexit._clear()  # what the other process leaves at its end is not for this one to remove
     try:
         recorder = _prepare(config, number)
@@ -270,10 +292,14 @@ def be_worker(
         config.hook.pytest_worker_ends(config=config)
         code = 0
     except (KeyboardInterrupt, EOFError, ConnectionError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes
         config.pluginmanager.get_plugin("runner").pytest_sessionfinish(session)
     except BaseException:
         connection.send(f"a process of tests failed: {traceback.format_exc()}")
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(END_S)  # for exit functions that block
         for process in active_children():
             process.kill()
         atexit._run_exitfuncs()  # a browser is ended there
@@ -289,6 +315,13 @@ def _prepare(config: pytest.Config, number: int) -> Recorder:
     capture.stop_global_capturing()
     capture.start_global_capturing()
     capture.suspend_global_capture()
+    for reference in logging._handlerList:  # type: ignore[attr-defined]
+        handler = reference()
+        stream = getattr(handler, "stream", None)
+        if isinstance(handler, logging.StreamHandler) and getattr(stream, "closed", 0):
+            # it was made while tests were collected, and transformers keeps a flush of that time
+            handler.stream = sys.__stderr__
+            vars(handler).pop("flush", None)
     factory = config._tmp_path_factory  # type: ignore[attr-defined]
     factory._basetemp = factory.getbasetemp() / f"worker-{number}"
     factory._basetemp.mkdir()

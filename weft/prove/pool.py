@@ -259,7 +259,8 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
         leaving = False
         try:
             outcome = _call(rank, world, dist.PrefixStore(prefix, store), timeout, task)
-            leaving = _too_many_threads()
+            # after a failure a connection to the store may be in the middle of an answer
+            leaving = not outcome.ok or _too_many_threads()
             try:
                 conn.send(replace(outcome, leaving=leaving))
             except ConnectionError:  # the pool has hung up in the middle of a call
