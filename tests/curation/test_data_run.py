@@ -8,6 +8,7 @@ import random
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow.parquet
 import pytest
@@ -382,6 +383,15 @@ def test_names_and_fields_that_are_no_unicode(tmp_path: Path) -> None:
     (row,) = rows(tmp_path)
     assert row["id"] == "data:a\\xff.jsonl#1" and row["tags"] == ["?"]
     assert json.loads(row["of"]) == {"?": 1}
+
+
+def test_steps_whose_addresses_differ_behind_a_query_have_other_digests() -> None:
+    steps = [
+        mock.Mock(operator="words", model_dump=mock.Mock(return_value={"of": f"https://h/?{query}"}))
+        for query in "ab"
+    ]  # fmt: skip
+    first, second = (operator_code.step_digests(step, mock.Mock(spec=["late"], late=())) for step in steps)  # fmt: skip
+    assert first.early != second.early and first.whole != second.whole
 
 
 def test_labels_of_sources_are_different() -> None:

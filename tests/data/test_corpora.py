@@ -87,6 +87,21 @@ def test_cells_of_tables_are_texts_and_have_values_all_the_same(
     assert read("csv", tmp_path / "t.csv", where=where) == kept
 
 
+def test_large_numbers_of_tables_are_exact_and_texts_of_other_files_are_no_numbers(
+    tmp_path: Path,
+) -> None:
+    large = 2**53 + 1
+    (tmp_path / "t.csv").write_text(f"text,n\na,{large}\nb,{large - 1}\n")
+    assert read("csv", tmp_path / "t.csv", where={"n": large}) == ["a"]
+    (tmp_path / "t.jsonl").write_text(
+        '{"text": "a", "n": "1"}\n{"text": "b", "n": 1}\n'
+    )
+    assert read("jsonl", tmp_path / "t.jsonl", where={"n": 1}) == ["b"]
+    rows = pa.table({"text": ["a"], "n": ["1"]})
+    pq.write_table(rows, tmp_path / "t.parquet")
+    assert read("parquet", tmp_path / "t.parquet", where={"n": 1}) == []
+
+
 def test_parquet_streams_row_groups(tmp_path: Path) -> None:
     table = pa.table({"text": [*TEXTS, None], "other": list(range(5))})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)

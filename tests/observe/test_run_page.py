@@ -14,6 +14,7 @@ import pytest
 
 from tests.browser import CHROMIUM, dumped_dom, measured
 from weft.errors import UsageError, WeftError
+from weft.observe import run_page
 from weft.observe.chart_lines import POINTS, minutes, running_mean, thin
 from weft.observe.charts import charts
 from weft.observe.run_metrics import FILE, Metrics, RecordedRun, read_metrics
@@ -348,6 +349,14 @@ def test_too_many_runs_are_one_line(tmp_path: Path) -> None:
         UsageError, match="6 runs are too many for one page; give at most 5"
     ):
         write_report(*[run] * 6)
+
+
+def test_without_plotly_there_is_a_line(tmp_path: Path) -> None:
+    with (
+        mock.patch.object(run_page, "find_spec", return_value=None),
+        pytest.raises(WeftError, match="pip install plotly"),
+    ):
+        run_page.write_plotly(tmp_path)
 
 
 def test_long_runs_are_thinned_but_keep_their_spikes() -> None:

@@ -194,6 +194,8 @@ def test_windows_and_widths_of_latent_attention_come_from_a_config() -> None:
     shape = shape_of(shape_from_fields(config, "here", planned=True))
     assert (shape.window, shape.windowed, shape.clamped) == (128, 0.5, 1)
     assert shape.reach(4096) == (4096 + 256) / 2 and shape.reach(64) == 64
+    exaone = {**config, "model_type": "exaone4", "sliding_window_pattern": "LLLG"}
+    assert shape_of(shape_from_fields(exaone, "here", planned=True)).window == 128
     latent = {
         "kv_lora_rank": 64,
         "qk_nope_head_dim": 128,

@@ -146,26 +146,26 @@ def test_results_of_another_recipe_are_not_shown(
     assert re.search(r"^1e-3\t4\t", capsys.readouterr().out, re.M)
 
 
-def test_an_address_that_is_signed_anew_is_the_same_recipe(tmp_path: Path) -> None:
-    """Neither names of folders nor lines show what is secret, and so they stay when it is renewed."""
+def test_addresses_that_differ_behind_a_query_are_different_runs(
+    tmp_path: Path,
+) -> None:
+    """Neither names of folders nor lines show what may be secret, and yet no result is taken for another's."""
     said = list[str]()
     with (
         mock.patch.object(sweep, "start", return_value=mock.Mock(interrupted=0)),
         mock.patch.object(sweep, "committed_checkpoints", return_value=[1]),
     ):
-        for signed in "ab":
-            path = f"https://me:{signed}@h/x.txt?sig={signed}"
-            source = {"kind": "text", "path": path}
-            trials = trials_of([f"data.path={path},{path}2"], tmp_path)
-            asked = recipe("", data__sources=(source,))
-            sweep.run_sweep([(trial, asked) for trial in trials], tmp_path, said.append)  # fmt: skip
-    assert [t.folder.name for t in trials] == [
-        "path=https___h_x.txt",
-        "path=https___h_x.txt-2",
-    ]
-    assert trials[1].overrides == [f"data.path={path}2"]
-    assert all("done before" in line for line in said[-2:]), said
-    assert not any("me:" in line or "sig=" in line for line in said), said
+        for order in ("ab", "ba"):
+            paths = [f"https://me:word@h/{'x' * 90}?split={split}" for split in order]
+            trials = trials_of([f"data.path={','.join(paths)}"], tmp_path)
+            asked = [recipe("", data__sources=({"kind": "text", "path": path},)) for path in paths]  # fmt: skip
+            sweep.run_sweep([*zip(trials, asked, strict=True)], tmp_path, said.append)
+        assert trials[1].overrides == [f"data.path={paths[1]}"]
+        assert ["done before" in line for line in said] == [False, False, True, True]
+        sweep.run_sweep([(trials[0], asked[1])], tmp_path, said.append)
+    assert "done before" not in said[-1]
+    assert len(set(said[:2])) == len({trial.folder for trial in trials}) == 2
+    assert not any("me:" in line or "split=" in line for line in said), said
 
 
 def test_a_run_that_fails_does_not_stop_the_others(

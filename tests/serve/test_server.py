@@ -612,7 +612,7 @@ def test_a_rank_that_is_gone_is_named_and_all_end(
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--api-key", "none.txt"], "--api-key none.txt cannot be read"),
+    (["--api-key", "none.txt"], "--api-key names a file, and there is none of this name"),
     (["--api-key", "empty.txt"], "--api-key empty.txt has no key; write one per line"),
     (["--host", "203.0.113.1"], "cannot listen at 203.0.113.1 port 8000"),
     (["--policy", "chunked:0"], "--policy cannot be 'chunked:0'; give exact-fill, prompts-first or"),

@@ -124,6 +124,8 @@ def test_the_router_counts_what_every_engine_can_fetch() -> None:
     assert engines(None) == ["a", "a", "a"]
     assert engines(SimulatedCaches(1, 99, link(1000))) == ["a", "a", "b"]
     assert engines(SimulatedCaches(1, 99, link(1000), [60.0])) == ["a", "a", "a"]
+    # with some blocks of the beginning lost the rest is of no use, though one cache engine is left
+    assert engines(SimulatedCaches(2, 99, link(1000), [60.0])) == ["a", "a", "a"]
 
 
 def test_a_cache_engine_saves_devices_where_prompts_begin_alike() -> None:

@@ -1,5 +1,6 @@
 """Arguments and options that several commands take."""
 
+import errno
 import glob
 import os
 from collections.abc import Sequence
@@ -205,6 +206,11 @@ def read_keys(file: Path) -> list[str]:
     try:
         keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
     except OSError as error:
+        # what names no file may be a key, which no line may show
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise UsageError(
+                "--api-key names a file, and there is none of this name"
+            ) from None
         raise UsageError(f"--api-key {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UsageError(

@@ -60,6 +60,11 @@ class CacheKnowledge:
         while len(self._prefixes) > self.blocks:
             self._prefixes.popitem(last=False)
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Note that the blocks of ``keys`` are lost."""
+        for key in keys:
+            self._prefixes.pop(key, None)
+
     def known(self, keys: Iterable[bytes]) -> int:
         """Return how many blocks of a text the engine's cache probably has, from the first one on without a gap.
         ``keys``: keys of the text's blocks, in order.

@@ -13,7 +13,6 @@ from weft.curation.data_operators import Filter, Joint, Mapper, Operator
 from weft.curation.data_pipeline import DataStep
 from weft.curation.work_folder import content_digest, words_digest
 from weft.errors import WeftError
-from weft.recipe.masked import masked_values
 from weft.registry import find
 
 #: What every operator imports, and none computes with.
@@ -38,9 +37,7 @@ def step_digests(step: DataStep, operator: Operator) -> StepDigests:
     An operator that reads files, such as a model, also has a method ``fingerprint()``; the text that it returns is part
     of the digests.
     """
-    settings = masked_values(
-        step.model_dump(mode="json", by_alias=True, exclude={"on_error"})
-    )
+    settings = step.model_dump(mode="json", by_alias=True, exclude={"on_error"})
     late = getattr(operator, "late", ())
     own = getattr(operator, "fingerprint", None)
     implementation = find("operator", step.operator).implementation

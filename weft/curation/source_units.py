@@ -272,7 +272,7 @@ def _record_rows(
     """Yield the documents of a file of records."""
     records = _parquet(file) if source.kind == "parquet" else _json(file, report, source)  # fmt: skip
     for number, record in records:
-        if source.where and isinstance(record, dict) and not is_wanted(record, source):
+        if isinstance(record, dict) and not is_wanted(record, source, path):
             continue
         try:
             text = _text_of(record, source.field, f"{path}:{number}")

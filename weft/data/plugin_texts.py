@@ -10,7 +10,6 @@ from weft.encodable import encodable
 from weft.errors import WeftError
 from weft.plugins import blame_plugin, call
 from weft.recipe import Source
-from weft.recipe.masked import masked_values
 from weft.registry import find
 
 
@@ -31,7 +30,7 @@ def plugin_fingerprint(source: Source) -> str:
     """Return a digest that changes when a plugin's data set may have changed.
 
     It covers the settings and the size and time of last change of files: the plugin's module, and all files at
-    ``path``.
+    ``path``. Secrets in addresses count too, as two documents may differ by a query alone.
     """
     code = inspect.getsourcefile(
         inspect.unwrap(find("dataset", source.kind).implementation)
@@ -45,4 +44,4 @@ def plugin_fingerprint(source: Source) -> str:
             else sorted(p for p in given.rglob("*") if p.is_file())
         )
     seen = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-    return digest(*masked_values([source.kind, source.path, source.settings]), seen)
+    return digest(source.kind, source.path, source.settings, seen)

@@ -1,11 +1,13 @@
 """Read texts from files of records, and from data sets that Hugging Face's ``datasets`` has saved."""
 
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from weft.data.files import FilePart, read_records
+from weft.data.reading import format_of
 from weft.data.source_report import SourceReport
 from weft.encodable import encodable
 from weft.errors import WeftError, nearest
@@ -28,7 +30,7 @@ def jsonl_texts(
                 raise WeftError(
                     f"{file}:{number}: expected a JSON object, got {type(record).__name__}"
                 )
-            if not is_wanted(record, source):
+            if not is_wanted(record, source, file):
                 continue
             _check_field(f"{file}:{number}", source.field, list(record))
             value = record[source.field]
@@ -94,21 +96,24 @@ def parquet_texts(
             row += len(values)
 
 
-def is_wanted(record: Mapping[str, Any], source: Source) -> bool:
-    """Return whether the fields of a record have the values that the setting ``where`` of ``source`` demands."""
-    return all(
-        _is_value(record.get(name), value) for name, value in source.where.items()
-    )
+def is_wanted(record: Mapping[str, Any], source: Source, file: Path) -> bool:
+    """Return whether the fields of a record of ``file`` have the values that the setting ``where`` of ``source``
+    demands.
+    """
+    # the cells of CSV and TSV are texts, also of numbers
+    same = _is_text_of if format_of(file) in (".csv", ".tsv") else operator.eq
+    return all(same(record.get(name), value) for name, value in source.where.items())
 
 
-def _is_value(cell: Any, wanted: str | bool | int | float) -> bool:
-    """Return whether a cell has the value that ``where`` asks for. Cells of CSV and TSV are texts, also of numbers."""
+def _is_text_of(cell: Any, wanted: str | bool | int | float) -> bool:
+    """Return whether ``cell``, a cell of CSV or TSV, has the value that ``where`` asks for."""
     if not isinstance(cell, str) or isinstance(wanted, str):
         return bool(cell == wanted)
     if isinstance(wanted, bool):
         return cell.strip().lower() == str(wanted).lower()
-    with suppress(ValueError):
-        return float(cell) == wanted
+    for number in (int, float):  # a float has not all digits of a large integer
+        with suppress(ValueError):
+            return bool(number(cell) == wanted)
     return False
 
 
@@ -116,9 +121,7 @@ def _wanted_rows(batch: Any, source: Source) -> list[bool]:
     """Return for each row of an Arrow batch whether the row has the values that ``where`` asks for."""
     columns = {name: batch.column(name).to_pylist() for name in source.where}
     return [
-        all(
-            _is_value(columns[name][row], value) for name, value in source.where.items()
-        )
+        all(columns[name][row] == value for name, value in source.where.items())
         for row in range(batch.num_rows)
     ]
 

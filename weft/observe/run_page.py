@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.layout.legend import layout_legend
 from weft.observe import checkpoint_times, delays
 from weft.observe.chart_lines import RUNS, values_by_step
@@ -67,7 +67,8 @@ def write_plotly(folder: Path) -> None:
     Its package is not imported, which would take a tenth of a second at the end of each run.
     """
     package = find_spec("plotly")
-    assert package and package.origin
+    if package is None or package.origin is None:
+        raise WeftError("plotly is missing; pip install plotly")
     program = Path(package.origin).with_name("package_data") / PLOTLY
     file = folder / PLOTLY
     if not file.is_file() or file.stat().st_size != program.stat().st_size:

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 #: An address: its scheme, perhaps a user's name and password, and the rest. A password may have slashes, as the keys of
-#: object stores do; then what follows the colon is no port.
+#: object stores do. Only web addresses have ports; in others all up to the last @ may be a password that has one.
 _ADDRESS = re.compile(
-    r"(\w[\w+.-]*://)(?:[^/?#]*@|[^/?#@:\[]*:(?!\d*(?:[/?#]|$))[^@\s]*@)?(.*)",
+    r"(?:((?i:https?)://)(?:[^/?#]*@|[^/?#@:\[]*:(?!\d*(?:[/?#]|$))[^@\s]*@)?"
+    r"|(\w[\w+.-]*://)(?:[^/\s]*:\S*@|[^/?#]*@)?)(.*)",
     re.DOTALL,
 )
 #: Where addresses are in a text: each ends at the quote that ends it if it begins with one, and else where the next
@@ -26,10 +27,8 @@ def masked_address(address: str) -> str:
     match = _ADDRESS.match(address)
     if match is None:
         return address
-    scheme, rest = match.groups()
-    if scheme.lower() in ("http://", "https://"):
-        rest = re.split("[?#]", rest, maxsplit=1)[0]
-    return f"{scheme}{rest}"
+    web, other, rest = match.groups()
+    return f"{web}{re.split('[?#]', rest, maxsplit=1)[0]}" if web else f"{other}{rest}"
 
 
 def masked_text(text: str) -> str:

@@ -54,8 +54,10 @@ class Trial:
 
     @property
     def shown(self) -> list[str]:
-        """The values of :attr:`settings` for lines and files: addresses without parts that may be secret."""
-        return [masked_text(value) for value in self.settings.values()]
+        """The values of :attr:`settings` for lines and files: addresses without parts that may be secret, and with some
+        digits that tell them apart.
+        """
+        return [masked_text(value) + _mark(value) for value in self.settings.values()]
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,17 @@ def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
             f"{key}={masked_text(value)}"
             for key, value in zip(short, chosen, strict=True)
         )
-        name = re.sub(r"[^\w.=+,-]", "_", name)[:80]
+        # the marks come last, where a name that is cut keeps them
+        name = re.sub(r"[^\w.=+,-]", "_", name)[:80] + "".join(map(_mark, chosen))
         name = name if name not in names else f"{name}-{len(names) + 1}"
         names.add(name)
         trials.append(Trial(dict(zip(values, chosen, strict=True)), folder / name))
     return trials
+
+
+def _mark(value: str) -> str:
+    """Return digits that tell ``value`` from others that differ from it in secret parts alone; "" if it has none."""
+    return f"-{digest(value)[:6]}" if masked_text(value) != value else ""
 
 
 def split_values(text: str) -> list[str]:
@@ -182,7 +190,7 @@ def run_sweep(
             )
     problems, interrupted = dict[Path, str](), 0
     for number, (trial, recipe) in enumerate(recipes, 1):
-        key = digest(recipe.recorded())
+        key = digest(recipe.model_dump(mode="json"))
         words = " ".join(map("=".join, zip(trial.settings, trial.shown, strict=True)))
         if done.get(trial.folder.name) == key:
             say(

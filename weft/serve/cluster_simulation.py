@@ -289,9 +289,9 @@ class ClusterSimulation:
         """Let all engines keep their blocks at cache engines too, and fetch them there."""
         size = next(iter(self.engines.values())).scheduler.pool.size
         self._kept = CacheKnowledge(setup.engines * setup.blocks)
-        for at in setup.fails[: setup.engines]:
-            self._at(at + NOTICED, self._lose_cache, setup.blocks)
         stocks = CacheStocks(setup, size)
+        for number, at in enumerate(setup.fails[: setup.engines]):
+            self._at(at + NOTICED, self._lose_cache, stocks, number)
         for engine in self.engines.values():
             curve = None if engine.setup.phases is not None else engine.setup.curve
             engine.scheduler.outside = StockedBlocks(
@@ -304,9 +304,10 @@ class ClusterSimulation:
                 partial(self._start, engine),
             )
 
-    def _lose_cache(self, blocks: int) -> None:
-        """Let the router know that a cache engine with so many ``blocks`` has failed."""
-        self._kept.blocks -= blocks
+    def _lose_cache(self, stocks: CacheStocks, number: int) -> None:
+        """Let the router know that the cache engine ``number`` has failed, and that its blocks are lost."""
+        self._kept.blocks -= stocks.setup.blocks
+        self._kept.forget(stocks.keys_of(number))
         if not self._kept.blocks:
             self._kept = CacheKnowledge(0)
 

@@ -81,6 +81,10 @@ class CacheStocks:
 
         return sum(1 for _ in takewhile(there, keys))
 
+    def keys_of(self, number: int) -> list[bytes]:
+        """Return the keys of the blocks that the cache engine ``number`` keeps, or kept when it failed."""
+        return list(self._stocks[number].known)
+
     def ready(self, keys: Sequence[bytes], now: float) -> float:
         """Return when the blocks of ``keys``, which engines know to be kept, would have come if they were asked for at
         time ``now``, as far as that can be foreseen.

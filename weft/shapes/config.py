@@ -55,7 +55,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 #: Fields on which the reading of others depends, by the kind of their values.
 KINDS_OF_FIELDS: dict[type, tuple[str, ...]] = {
-    int: ("num_hidden_layers", "n_layer", "sliding_window", "sliding_window_pattern", "max_window_layers"),
+    int: ("num_hidden_layers", "n_layer", "sliding_window", "max_window_layers"),
     str: ("model_type", "hidden_act", "hidden_activation", "activation_function"),
     list: ("architectures", "layer_types"),
     dict: ("rope_scaling", "rope_parameters", "quantization_config", "id2label"),
@@ -313,6 +313,8 @@ def _windows(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
             config.refuse("layer_types", repr(usual_kind))
         kinds = [SLIDING if name.startswith("Mi") else FULL] * layers
     elif name == "Gemma3ForCausalLM":
+        # of other models it may be a text such as "LLLG"
+        config.check_kinds({int: ("sliding_window_pattern",)})
         every = config.get("sliding_window_pattern") or 6
         kinds = kinds or layer_types(layers, every)
     elif not config.get("use_sliding_window"):
