@@ -17,17 +17,20 @@ from weft.data.loader import Loader
 from weft.data.order import RowList
 from weft.data.policy_rows import PolicySample, policy_rows
 from weft.data.shared_prompts import share_prompts
+from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models import prompt_attention
 from weft.models.hooks import Hooks
 from weft.models.policy_loss import PolicyObjective
 from weft.recipe import PolicyLoss, Recipe
-from weft.rl.recorded_loader import row_batches
+from weft.rl.recorded_loader import row_batches, shares_prompts
 from weft.train.setup import build_for_training, prepare
 from weft.train.step import accumulate
 
 #: Lengths of prompts, and of the answers to each; the first prompt is computed with its only answer.
 GROUPS = ((4, (5,)), (6, (3, 3, 8)), (1, (2, 2)), (9, (1, 4)))
+#: The layout of one device.
+ALONE = Layout()
 #: Tokens that the prompts but the last of each group would compute again. A prompt's last token is computed anyway.
 SPARED = 5 * 2 + 0 + 8
 
@@ -142,3 +145,21 @@ def test_a_run_shares_prompts_unless_it_is_told_not_to() -> None:
         (batch,) = row_batches(job, mesh, rows, 0)
         dims[shares] = batch.cu_seqlens.dim()
     assert dims == {True: 2, False: 1}
+
+
+def test_what_cannot_share_prompts_does_not() -> None:
+    """The layout that counts is that of the model that computes, such as the reference's own."""
+    job: Any = prepare(rl_recipe())
+    critic = {"trunk": "own"}
+
+    def shares(layout: Layout = ALONE, **other: Any) -> bool:
+        given = replace(job, recipe=rl_recipe(**other)) if other else job
+        return shares_prompts(given, layout, job.shape)
+
+    overlap = Layout(tp=2, overlap="tokens")
+    assert shares() and shares(Layout(tp=2)) and not shares(overlap)
+    overlapped = rl_recipe(layout={"tp": 2, "overlap": "tokens"})
+    assert shares_prompts(replace(job, recipe=overlapped), ALONE, job.shape)
+    assert not shares(train={"compile": True})
+    assert not shares(roles={"critic": critic})
+    assert shares(roles={"critic": critic | {"ranks": 1}})

@@ -22,19 +22,21 @@ from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.models.policy_loss import PolicyFigures
 from weft.net.endpoint import Endpoint
+from weft.net.wire import Frame
 from weft.rl import rl_loader, role_links
-from weft.rl.critic_processes import CriticProcesses
+from weft.rl.critic_processes import MOST_DUE, CriticProcesses, critic_about
 from weft.rl.critic_work import serve_critic
 from weft.rl.role_process import role_channel
-from weft.rl.role_texts import NUMBER_BYTES, TOKEN_BYTES
+from weft.rl.role_texts import NUMBER_BYTES, TOKEN_BYTES, packed_numbers, shared_returns
 from weft.train.own_critic import copied_critic
 from weft.train.runs import checkpoint_size
 from weft.train.setup import build_for_training, prepare
 from weft.train.training import train_job
 
 OWN = TREE["roles"]["critic"]
+#: Without shared prompts, as a critic on the policy's ranks prevents these, so that both compute the same sums.
 SHORT: dict[str, Any] = {
-    "rl": TREE["rl"] | {"start": {"steps": 1}},
+    "rl": TREE["rl"] | {"start": {"steps": 1}, "share_prompts": False},
     "model": {"layers": 1},
 }
 
@@ -188,6 +190,52 @@ def test_a_process_that_hangs_is_named_where_it_is_awaited(
     critic._failure, critic._due = None, []
     critic.request(TEXTS)
     assert said(critic.values).startswith(late)
+
+
+def test_the_run_is_few_steps_ahead_of_the_critic(
+    critic: CriticProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for many steps at once; values are awaited for what the request has left of the time."""
+    begin(critic)
+    for number in range(1, 5):
+        critic.begin_step(np.array([1, 0] * 4), number, number)
+        assert len(critic._due) <= MOST_DUE
+    critic.fetch()
+    monkeypatch.setattr(critic.links, "send", lambda *words, **named: None)
+    critic.links.limit = 0.2
+    for number in range(5, 8):
+        critic.begin_step(np.array([1, 0] * 4), number, number)
+    line = "the process 0 of roles.critic does not answer for 0.2 s"
+    assert said(critic.check).startswith(line)
+    critic._failure, critic._due, critic.links.limit = None, [], 600.0
+    critic.request(TEXTS)
+    critic._left = 0.0
+    assert "does not answer" in said(critic.values)
+
+
+def test_an_endpoint_of_its_own_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's endpoint listens at another address here."""
+    elsewhere = Endpoint("127.0.0.2")
+    monkeypatch.setattr(role_links, "process_endpoint", lambda host: elsewhere)
+    monkeypatch.setattr(role_links, "start_role_processes", lambda *_: iter(()))
+    job = prepare(recipe(roles=roles(1)))
+    about = critic_about(job)
+    links = role_links.RoleLinks(
+        "critic", job.roles, about, 5.0, lambda: False, lambda *_: None
+    )
+    own = links._own_endpoint
+    assert own is not None and not own.closed
+    links.close()
+    assert own.closed and not elsewhere.closed
+    elsewhere.close()
+
+
+def test_texts_without_a_marked_token_have_returns() -> None:
+    texts = [([3, 5], [False, False]), ([4], [False])]
+    payload = packed_numbers([np.zeros(2), np.zeros(1)], texts)
+    frame = Frame({"kind": "returns"}, payload)
+    returns = shared_returns(frame, texts, Mesh.single())
+    assert [len(each) for each in returns] == [2, 1]
 
 
 def test_what_does_not_fit_is_one_line() -> None:

@@ -109,6 +109,24 @@ def test_log_probabilities_are_those_of_a_slot(
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
+def types(layout: dict[str, Any], own: dict[str, Any] | None) -> dict[str, Any]:
+    """Data types of the tensors that a checkpoint holds of the reference model, by name."""
+    job = prepare(given(layout, own, train={"dtype": "bfloat16"}))
+    mesh = Mesh.create(job.recipe.layout, "cpu")
+    state = build_for_training(job.shape, mesh, job.recipe).state
+    beside = reference_beside(state)
+    if beside is not None:
+        return {name: part.values.dtype for name, part in beside.state.parts().items()}
+    return {f"{REFERENCE}.{h.name}": h.slots[REFERENCE].values.dtype for h in state.learning}  # fmt: skip
+
+
+def test_its_tensors_are_as_wide_as_a_slot(pool: Any) -> None:
+    """So a slot can take them over after a loss of ranks, also where the policy computes in bfloat16."""
+    (laid_out, *_) = pool.run(2, types, {"shard": 2}, {"tp": 2})
+    (slot, *_) = pool.run(2, types, {"shard": 2}, None)
+    assert laid_out == slot and {*slot.values()} == {torch.float32}
+
+
 def trained(
     out: str,
     layout: dict[str, Any],

@@ -68,14 +68,15 @@ def parallelize(
     shape: ModelShape, mesh: Mesh, train: Train, values: Values | None = None, seq_len: int = 1024,
     memory: Memory | None = None, lift: Callable[[Transformer], None] | None = None, summed: bool = True,
     hooks: Hooks = NO_HOOKS, report: Callable[[dict[str, Any]], None] = lambda chosen: None,
-    optimizer: Updater | None = None,
+    optimizer: Updater | None = None, narrow: bool = True,
 ) -> Built:  # fmt: skip
     """Build the model ``shape`` and its state on this rank of ``mesh``. The name of each step of building is logged.
 
     ``train``: section of the recipe with data types, recomputation and the patterns of frozen parameters; with an
     adapter, all parameters of the base model are frozen. ``memory``: section of the recipe that says where tensors
     rest, by default on the device. ``seq_len``: tokens of a sequence, by which layers are assigned to pipeline
-    stages. ``optimizer``: the update rule; None for a state that is never updated.
+    stages. ``optimizer``: the update rule; None for a state that is never updated. ``narrow``: whether frozen
+    parameters may rest in ``train.dtype``.
 
     On :meth:`Mesh.single` a model with ``train.dtype`` bfloat16 computes in float32, because its parameters are the
     state themselves. Callers that want bfloat16 there use ``model.to(torch.bfloat16)``.
@@ -142,7 +143,13 @@ def parallelize(
     everywhere = {
         name for name, logical in model.logical_parameters() if logical.everywhere
     }
-    freeze(model, shape, train, narrow=dtype if sharded else None, kept=everywhere)
+    freeze(
+        model,
+        shape,
+        train,
+        narrow=dtype if sharded and narrow else None,
+        kept=everywhere,
+    )
 
     if sharded:
         log("data parallelism")

@@ -109,8 +109,10 @@ class Reinforcement(HostSection):
         True,
         description=(
             "Whether a prompt that several answers of a pass follow is computed once instead of with each of them. "
-            "Loss and gradients are the same up to roundings. Models with experts, windows or linear attention, and "
-            "layouts with cp, pp or ep, compute it with each answer in any case."
+            "Loss and gradients are the same up to roundings. It is computed with each answer in any case by models "
+            "of plugins and of other kinds, by models with experts, windows or linear attention, under layouts with "
+            "cp, pp, ep or overlap, with train.compile, with roles.rollout.invariant, and with a critic that has its "
+            "own layers on the ranks that train."
         ),
     )
     most_unscored: float = Field(

@@ -103,8 +103,8 @@ class ReferenceRole(Section):
     ranks: NonNegativeInt = Field(
         0,
         description=(
-            "Number of additional processes on the first rank's host that hold the reference model and compute its "
-            "log-probabilities, while the ranks that train compute their own. 0: the ranks that train keep the "
+            "Number of additional processes that hold the reference model and compute its log-probabilities, while "
+            "the ranks that train compute their own; roles.placement says where. 0: the ranks that train keep the "
             "reference model beside the policy, and compute with both in turn."
         ),
     )
@@ -192,9 +192,9 @@ class CriticRole(Section):
     ranks: NonNegativeInt = Field(
         0,
         description=(
-            "For trunk = 'own': number of additional processes on the first rank's host that hold the critic and "
-            "train it, while the ranks that train the policy compute. 0: the ranks that train keep the critic beside "
-            "the policy, and train both in turn."
+            "For trunk = 'own': number of additional processes that hold the critic and train it, while the ranks "
+            "that train the policy compute; roles.placement says where. 0: the ranks that train keep the critic "
+            "beside the policy, and train both in turn."
         ),
     )
     layout: Layout = Field(

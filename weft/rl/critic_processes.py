@@ -2,12 +2,13 @@
 
 The first rank starts the processes and talks with them. In each rollout phase they get the answers, give a value for
 every written token while the policy's ranks compute their own numbers, and get the returns. Then each of the policy's
-steps names the samples of a step of the critic, which is taken at the same time. Nobody waits for it before the next
-phase, or the next checkpoint.
+steps names the samples of a step of the critic, which is taken at the same time. Unless the critic is many steps
+behind, nobody waits for it before the next phase, or the next checkpoint.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from weft.net.wire import Frame, Head
     from weft.rl.rl_phases import RlPhases
     from weft.train.critic_copy import CopiedState
+
+#: How many of the critic's steps may be awaited while the policy's ranks go on: with more the first rank waits, so that
+#: the others, which wait for it later, need not wait for many steps at once.
+MOST_DUE = 2
 
 
 def critic_about(job: RlPhases) -> Head:
@@ -100,6 +105,8 @@ class CriticProcesses:
         self._numbers: Frame | None = None
         self._failure: Exception | None = None
         self._loaded = self._changed = False
+        # seconds that the first rank may still wait for the requested values
+        self._left = 0.0
         # seconds of values since the last figures
         self._valued = 0.0
         # numbers of the run's steps whose results are awaited
@@ -141,11 +148,12 @@ class CriticProcesses:
         if not self.leads or not texts:
             return
         self._numbers = None
+        until = self._deadline()
         try:
             self._check()
-            self.links.await_ready()
+            self.links.await_ready(until)
             # so that a process is not sent much while it does other work
-            self._await_results()
+            self._await_results(until)
             if not self._loaded:
                 self._load()
             payload = packed_texts(texts)
@@ -154,13 +162,16 @@ class CriticProcesses:
         except (WeftError, RolloutInterrupted) as error:
             self._failure = error  # all ranks hear of it with the values
             return
+        # what other ranks have waited for the first one by now, it does not wait once more for values
+        self._left = max(0.0, until - time.monotonic())
         self._count_sent(payload)
 
     def values(self) -> list[np.ndarray]:
         """Wait for the values of the requested texts, and return for each text float64 ``[n]``, with 0 at tokens that
         are not marked.
 
-        Raises :class:`WeftError` if a process has ended or does not answer in time.
+        Raises :class:`WeftError` if a process has ended or does not answer in time, which counts from the request,
+        without the time between the two calls.
         """
         asked = self.leads and self._texts
         return shared_numbers(self._own_reply() if asked else RoleReply([]), self.mesh)
@@ -176,13 +187,15 @@ class CriticProcesses:
     def begin_step(self, samples: Sequence[int], number: int, step: int) -> None:
         """Let the processes begin the critic's step with the number ``number``, without waiting for its end.
 
+        If more than :data:`MOST_DUE` steps are not over, the first rank waits for the oldest ones.
         ``samples``: indices of the step's samples among the texts. ``step``: the number of the run's step.
         """
         self._changed = True
         if self.leads:
             head = {"kind": "step", "samples": [int(i) for i in samples]}
             self._due.append(step)
-            self._sent(head | {"step": number})
+            if self._sent(head | {"step": number}):
+                self._bound_steps()
 
     def take_figures(self) -> dict[str, float]:
         """Return the bytes that have travelled since the last call, and the seconds for which the processes have
@@ -212,8 +225,9 @@ class CriticProcesses:
         if self.leads:
             try:
                 self._check()
-                self._await_results(heeds=False)
-                self._receive_state()
+                until = self._deadline()
+                self._await_results(until, heeds=False)
+                self._receive_state(until)
             except WeftError as error:
                 self._failure, why = error, str(error)
         self._tell(why)
@@ -249,15 +263,29 @@ class CriticProcesses:
         sent = self.travelled.sent + sum(len(part) for part in payload)
         self.travelled = self.travelled._replace(sent=sent)
 
-    def _await_results(self, heeds: bool = True) -> None:
-        """Wait until all steps that were begun are over."""
-        self.links.wait(lambda: not self._due, heeds=heeds)
+    def _deadline(self) -> float:
+        """Return the time at which a wait that begins now ends, so that no other rank waits for train.timeout."""
+        return time.monotonic() + self.links.limit
+
+    def _await_results(self, until: float, heeds: bool = True) -> None:
+        """Wait, no longer than ``until``, until all steps that were begun are over."""
+        self.links.wait(lambda: not self._due, heeds=heeds, until=until)
+
+    def _bound_steps(self) -> None:
+        """Wait until few enough of the begun steps are not over. An error is kept for :meth:`_check`."""
+        try:
+            self.links.wait(
+                lambda: len(self._due) <= MOST_DUE, heeds=False, until=self._deadline()
+            )
+        except WeftError as error:
+            self._failure = error
 
     def _own_reply(self) -> RoleReply:
         try:
             if self._failure is not None:
                 raise self._failure
-            self.links.wait(lambda: self._numbers is not None)
+            until = time.monotonic() + self._left
+            self.links.wait(lambda: self._numbers is not None, until=until)
             assert self._numbers is not None
             numbers = unpacked_numbers(self._numbers.payload, self._texts)
         except RolloutInterrupted:
@@ -288,8 +316,8 @@ class CriticProcesses:
             self.moved += move_bytes(moves, tensors)
         self._loaded = True
 
-    def _receive_state(self) -> None:
-        """Receive each element of the critic's tensors from one of the processes."""
+    def _receive_state(self, until: float) -> None:
+        """Receive each element of the critic's tensors from one of the processes, no later than ``until``."""
         targets = state_sources(self.copy.parts())
         self._incoming = dict.fromkeys(range(len(self.links.processes)), -1)
         self._intake = WeightIntake(targets, self._incoming)
@@ -298,7 +326,9 @@ class CriticProcesses:
         def late() -> int:
             return min(rank for rank, left in self._incoming.items() if left)
 
-        self.links.wait(lambda: not any(self._incoming.values()), late, heeds=False)
+        self.links.wait(
+            lambda: not any(self._incoming.values()), late, heeds=False, until=until
+        )
         self.moved += self._intake.received
 
     def _take(self, rank: int, frame: Frame) -> None:

@@ -24,7 +24,13 @@ from weft.recipe import ModelShape, Optimizer, PolicyLoss, Train
 from weft.recipe.host_section import section_of
 from weft.rl.log_probabilities import token_readings
 from weft.rl.recorded_loader import divided_rows
-from weft.rl.role_texts import MarkedText, packed_numbers, shared_returns, shared_texts
+from weft.rl.role_texts import (
+    MarkedText,
+    packed_numbers,
+    process_number,
+    shared_returns,
+    shared_texts,
+)
 from weft.rl.weight_frames import (
     Sources,
     WeightIntake,
@@ -203,11 +209,6 @@ def serve_critic(connection: SealedConnection, about: Head, mesh: Mesh) -> None:
             reply = work.update(frame.head["samples"], frame.head["step"])
         if reply and leads:
             connection.send(reply | {"seconds": time.perf_counter() - begun}, payload)
-
-
-def process_number(mesh: Mesh) -> int:
-    """Return this process's number among those of ``mesh``."""
-    return 0 if mesh.step_group is None else mesh.step_group.rank()
 
 
 def _nothing(name: str, logical: Logical, box: Box) -> torch.Tensor:

@@ -40,16 +40,20 @@ def row_batches(
 def shares_prompts(job: RlPhases, layout: Layout, shape: ModelShape) -> bool:
     """Return whether a model of ``shape`` under ``layout`` computes prompts once that answers share.
 
-    It can if attention to all tokens before it is all that a token gets of others, and if rows are not cut.
+    It can if attention to all tokens before it is all that a token gets of others, and if rows are neither cut nor
+    given to a critic beside the policy. Compiled blocks do not share prompts, because each new number of tokens would
+    compile them again.
     """
-    plain = not (shape.kind or shape.mixtures or job.recipe.layout.overlap)
+    plain = not (shape.kind or shape.mixtures or layout.overlap)
     attends = all(
         shape.mixer_of(i) == "softmax" and not shape.window_of(i)
         for i in range(shape.layers)
     )
-    apart = job.roles.critic.is_apart or job.roles.rollout.invariant
+    critic = job.roles.critic
+    beside = critic.is_apart and not critic.elsewhere
+    other = beside or job.roles.rollout.invariant or job.recipe.train.compile
     whole = layout.size("cp", "pp") == layout.ep == 1
-    return job.rl.share_prompts and plain and attends and whole and not apart
+    return job.rl.share_prompts and plain and attends and whole and not other
 
 
 def divided_rows(

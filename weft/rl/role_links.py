@@ -110,8 +110,9 @@ class RoleLinks:
         self._joined: Queue[SealedConnection] = Queue()
         host = run_host(roles)
         endpoint = process_endpoint(host)
+        self._own_endpoint: Endpoint | None = None
         if endpoint.address[0] != host:  # which others have opened before
-            endpoint = Endpoint(host)
+            endpoint = self._own_endpoint = Endpoint(host)
         secret = secrets.token_hex(32)
         self._channel = endpoint.open(role_channel(name), secret, self._welcome)
         try:
@@ -121,9 +122,12 @@ class RoleLinks:
             self.close()
             raise
 
-    def await_ready(self) -> None:
-        """Wait until all processes have connected and built their model."""
-        deadline = time.monotonic() + self.limit
+    def await_ready(self, until: float | None = None) -> None:
+        """Wait until all processes have connected and built their model.
+
+        ``until``: the time, of :func:`time.monotonic`, at which waiting ends with an error; None: in ``limit`` seconds.
+        """
+        deadline = time.monotonic() + self.limit if until is None else until
         self.look()
         while missing := {*range(len(self.processes))} - self.ready.keys():
             late = min(missing)
@@ -157,19 +161,22 @@ class RoleLinks:
         done: Callable[[], bool],
         late: Callable[[], int] = lambda: 0,
         heeds: bool = True,
+        until: float | None = None,
     ) -> None:
         """Take messages until ``done`` returns True.
 
         ``late``: returns the number of a process that is waited for. ``heeds``: whether waiting ends with
-        :class:`RolloutInterrupted` when the run is asked to end. Raises :class:`WeftError` if no message comes for
-        ``limit`` seconds.
+        :class:`RolloutInterrupted` when the run is asked to end. ``until``: the time, of
+        :func:`time.monotonic`, at which waiting ends however many messages come; None: there is none.
+
+        Raises :class:`WeftError` then, or if there is no such time and no message comes for ``limit`` seconds.
         """
-        deadline = time.monotonic() + self.limit
+        deadline = time.monotonic() + self.limit if until is None else until
         while not done():
             heard = self._heard
             self._links[late()].poll(LOOK_S)
             self.look(heeds)
-            if self._heard != heard:
+            if until is None and self._heard != heard:
                 deadline = time.monotonic() + self.limit
             elif not done():
                 self._check_time(late(), deadline, "does not answer")
@@ -202,6 +209,8 @@ class RoleLinks:
     def close(self) -> None:
         """End the processes."""
         self._channel.close()
+        if self._own_endpoint is not None and not self._own_endpoint.closed:
+            self._own_endpoint.close()
         for process in self.processes:
             process.kill()
             process.wait()

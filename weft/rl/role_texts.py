@@ -42,7 +42,8 @@ def packed_numbers(
 ) -> memoryview:
     """Return the bytes of the numbers of all marked tokens. ``numbers``: for each text float64 ``[n]``."""
     marked = [of[np.asarray(m)] for of, (_, m) in zip(numbers, texts, strict=True)]
-    return np.concatenate(marked).data.cast("B")
+    # a view, because Python casts no buffer of 0 numbers
+    return np.concatenate(marked).view(np.uint8).data
 
 
 def unpacked_numbers(
@@ -76,7 +77,13 @@ def shared_returns(
     frame: Frame, texts: Sequence[MarkedText], mesh: Mesh
 ) -> list[np.ndarray]:
     """Return the numbers of ``texts`` in ``frame``, of which only the first process has the contents. Collective."""
-    given = [unpacked_numbers(frame.payload, texts) if len(frame.payload) else []]
+    first = process_number(mesh) == 0
+    given = [unpacked_numbers(frame.payload, texts) if first else []]
     if mesh.layout.world > 1:
         dist.broadcast_object_list(given, src=0)
     return given[0]
+
+
+def process_number(mesh: Mesh) -> int:
+    """Return this process's number among those of ``mesh``."""
+    return 0 if mesh.step_group is None else mesh.step_group.rank()

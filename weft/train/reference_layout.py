@@ -66,7 +66,10 @@ def build_reference(
     assert recipe.roles is not None
     own = Mesh.create(recipe.roles.reference.layout, mesh.device)
     train = recipe.train.model_copy(update={"freeze": ("*",)})
-    built = parallelize(shape, own, train, values, recipe.data.seq_len, summed=False)
+    # as wide as the policy's, so that a slot can take its tensors over after a loss of ranks
+    built = parallelize(
+        shape, own, train, values, recipe.data.seq_len, summed=False, narrow=False
+    )
     learning = from_all({h.name for h in policy.learning}, mesh.step_group)
     return ReferenceBeside(
         built, own, ReferenceState(built.state, set().union(*learning))
