@@ -161,5 +161,6 @@ def test_what_cannot_share_prompts_does_not() -> None:
     overlapped = rl_recipe(layout={"tp": 2, "overlap": "tokens"})
     assert shares_prompts(replace(job, recipe=overlapped), ALONE, job.shape)
     assert not shares(train={"compile": True})
-    assert not shares(roles={"critic": critic})
-    assert shares(roles={"critic": critic | {"ranks": 1}})
+    assert not shares(rl={"method": "ppo"}, roles={"critic": critic})
+    apart = critic | {"ranks": 1}
+    assert shares(rl={"method": "ppo"}, roles={"critic": apart})
