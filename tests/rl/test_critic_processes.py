@@ -198,13 +198,13 @@ def test_the_run_is_few_steps_ahead_of_the_critic(
     """Nobody waits for many steps at once; values are awaited for what the request has left of the time."""
     begin(critic)
     for number in range(1, 5):
-        critic.begin_step(np.array([1, 0] * 4), number, number)
+        critic.begin_step([1, 0] * 4, number, number)
         assert len(critic._due) <= MOST_DUE
     critic.fetch()
     monkeypatch.setattr(critic.links, "send", lambda *words, **named: None)
     critic.links.limit = 0.2
     for number in range(5, 8):
-        critic.begin_step(np.array([1, 0] * 4), number, number)
+        critic.begin_step([1, 0] * 4, number, number)
     line = "the process 0 of roles.critic does not answer for 0.2 s"
     assert said(critic.check).startswith(line)
     critic._failure, critic._due, critic.links.limit = None, [], 600.0
@@ -215,16 +215,16 @@ def test_the_run_is_few_steps_ahead_of_the_critic(
 
 def test_an_endpoint_of_its_own_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process's endpoint listens at another address here."""
-    elsewhere = Endpoint("127.0.0.2")
+    elsewhere: Any = Endpoint("127.0.0.2")
     monkeypatch.setattr(role_links, "process_endpoint", lambda host: elsewhere)
     monkeypatch.setattr(role_links, "start_role_processes", lambda *_: iter(()))
-    job = prepare(recipe(roles=roles(1)))
+    job: Any = prepare(recipe(roles=roles(1)))
     about = critic_about(job)
     links = role_links.RoleLinks(
         "critic", job.roles, about, 5.0, lambda: False, lambda *_: None
     )
-    own = links._own_endpoint
-    assert own is not None and not own.closed
+    own: Any = links._own_endpoint
+    assert not own.closed
     links.close()
     assert own.closed and not elsewhere.closed
     elsewhere.close()
