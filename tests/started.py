@@ -2,7 +2,6 @@
 
 Each is a fork of the server that the workers of the pool come from. The rest is as when a user types the command:
 folder, variables, signals, exit code, output through pipes; ranks are forks of it, as they are of a real one.
-:func:`interpreter` has the words for a real one, for tests of what an interpreter does before Weft runs.
 """
 
 from __future__ import annotations
@@ -36,11 +35,6 @@ PRELOAD = (
     "tests.forked_writers",
     "tests.warm",
 )
-
-
-def interpreter(*words: object) -> list[str]:
-    """The command line of ``weft`` with these words, as an interpreter of its own."""
-    return [sys.executable, "-m", "weft", *map(str, words)]
 
 
 class Started:
