@@ -259,8 +259,8 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
         leaving = False
         try:
             outcome = _call(rank, world, dist.PrefixStore(prefix, store), timeout, task)
-            # after a failure a connection to the store may be in the middle of an answer
-            leaving = not outcome.ok or _too_many_threads()
+            # a handshake that failed may leave the connection to the store in the middle of an answer
+            leaving = "init_process_group" in outcome.trace or _too_many_threads()
             try:
                 conn.send(replace(outcome, leaving=leaving))
             except ConnectionError:  # the pool has hung up in the middle of a call
