@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from subprocess import TimeoutExpired
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.rl.seeming_process import SeemingProcess
 from tests.rl.test_rl_loader import records
 from tests.train.test_own_critic import TREE, recipe, tensors
 from weft.api import start as train
@@ -46,27 +46,10 @@ def roles(ranks: int, **settings: Any) -> dict[str, Any]:
     return {"critic": OWN | apart | settings}
 
 
-class Placed:
-    """A thread in place of a process. ``code``: the exit code that it seems to have."""
-
-    pid, code = 1, None
-
-    def poll(self) -> int | None:
-        return self.code
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.code is None:
-            raise TimeoutExpired("process", timeout or 0)
-        return self.code
-
-    def kill(self) -> None:
-        self.code = self.code or -9
-
-
 @pytest.fixture
-def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Placed]]:
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SeemingProcess]]:
     """The process of a critic as a thread of this one, which has imported PyTorch already."""
-    placed, endpoints = list[Placed](), list[Endpoint]()
+    placed, endpoints = list[SeemingProcess](), list[Endpoint]()
 
     def start(
         name: str, roles: Any, endpoint: Endpoint, secret: str, wait: float
@@ -80,7 +63,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Placed]]:
                 serve_critic(link, link.receive().head, Mesh.single())
 
         threading.Thread(target=serve, daemon=True).start()
-        placed.append(Placed())
+        placed.append(SeemingProcess())
         return placed[-1:]
 
     monkeypatch.setattr(role_links, "start_role_processes", start)
@@ -138,7 +121,7 @@ TEXTS = [([3, 5, 7, 9], [False, False, True, True]), ([4, 6, 8], [False, True, T
 
 
 @pytest.fixture
-def critic(in_threads: list[Placed]) -> Iterator[CriticProcesses]:
+def critic(in_threads: list[SeemingProcess]) -> Iterator[CriticProcesses]:
     job, mesh = prepare(recipe(roles=roles(1))), Mesh.single()
     built = build_for_training(job.shape, mesh, job.recipe)
     copy = copied_critic(built.state)
@@ -162,7 +145,7 @@ def said(work: Callable[[], object]) -> str:
 
 
 def test_a_process_that_ends_is_named_before_answers_are_written_and_saves_nothing(
-    critic: CriticProcesses, in_threads: list[Placed]
+    critic: CriticProcesses, in_threads: list[SeemingProcess]
 ) -> None:
     begin(critic)
     critic.fetch()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
-from subprocess import TimeoutExpired
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rl.seeming_process import SeemingProcess
 from tests.rl.test_rl_loader import TREE, parameters, recipe, records
 from weft.api import start as train
 from weft.errors import UsageError, WeftError
@@ -152,28 +152,11 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     assert given(2).roles.reference.process_layout == Layout(dp=2)
 
 
-class Placed:
-    """A process of the role that the test itself plays, by the ``link`` that it opens; ``code``: its exit code."""
-
-    pid, code = 1, None
-
-    def poll(self) -> int | None:
-        return self.code
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.code is None:
-            raise TimeoutExpired("process", timeout or 0)
-        return self.code
-
-    def kill(self) -> None:
-        self.code = self.code or -9
-
-
 class Played:
     """Reference processes, ``count`` of them, all of which the test plays."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-        self.placed = [Placed() for _ in range(count)]
+        self.placed = [SeemingProcess() for _ in range(count)]
 
         def start(
             name: str, roles: Any, endpoint: Endpoint, secret: str, wait: float

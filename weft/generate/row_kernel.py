@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from weft.generate.sampling import Sampling
-from weft.models.native_library import compiled_library, kernel_threads
+from weft.models.native_library import compiled_library, pointer_to, run_in_parts
 
 T = torch.Tensor
 
@@ -116,18 +116,7 @@ def run_kernel(
         sizes = (first, last, vocab, 0 if weights is None else vocab)
         library.weft_draw_tokens(*pointers, *map(ctypes.c_int64, sizes))
 
-    threads = min(rows, torch.get_num_threads())
-    if threads == 1:
-        run(0, rows)
-        return
-    edges = [rows * i // threads for i in range(threads + 1)]
-    # an error of a thread is raised here
-    list(kernel_threads(threads).map(run, edges[:-1], edges[1:]))
-
-
-def pointer_to(tensor: T | None) -> ctypes.c_void_p:
-    """Return a pointer to the values of ``tensor``, which must outlive it; a null pointer for None."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+    run_in_parts(run, rows, min(rows, torch.get_num_threads()))
 
 
 @cache

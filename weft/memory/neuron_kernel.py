@@ -6,13 +6,12 @@ machine (:mod:`weft.models.native_library`); without one, callers compute in ano
 """
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from weft.models.native_library import compiled_library, kernel_threads
+from weft.models.native_library import compiled_library, pointer_to, run_in_parts
 
 T = torch.Tensor
 
@@ -57,11 +56,11 @@ def gate_values(library: ctypes.CDLL, x: T, gate: T) -> T:
 
     def run(first: int, last: int) -> None:
         library.weft_neuron_gates(
-            *map(_pointer, (gate, x, out)),
+            *map(pointer_to, (gate, x, out)),
             *map(ctypes.c_int64, (first, last, len(gate), *x.shape)),
         )
 
-    _in_threads(len(gate), run)
+    run_in_parts(run, len(gate), _thread_count(len(gate)))
     return out
 
 
@@ -84,25 +83,15 @@ def neuron_sums(
         those = records[first:last], neurons[first:last], active, gates, x, out
         sizes = memory.shape[1], last - first, active.shape[1], *x.shape
         library.weft_neuron_sums(
-            _pointer(memory), *map(_pointer, those), *map(ctypes.c_int64, sizes)
+            pointer_to(memory), *map(pointer_to, those), *map(ctypes.c_int64, sizes)
         )
         parts[first] = out
 
-    _in_threads(len(records), run)
+    run_in_parts(run, len(records), _thread_count(len(records)))
     # in the order of the neurons, whichever thread was first
     return sum((parts[first] for first in sorted(parts)[1:]), parts[0])
 
 
-def _in_threads(count: int, run: Callable[[int, int], None]) -> None:
-    """Call ``run`` with the first and the last one of parts of ``count`` neurons, in as many threads as PyTorch has."""
-    threads = max(1, min(torch.get_num_threads(), count // SHARED))
-    if threads == 1:
-        run(0, count)
-        return
-    edges = [count * i // threads for i in range(threads + 1)]
-    # an error of a thread is raised here
-    list(kernel_threads(threads).map(run, edges[:-1], edges[1:]))
-
-
-def _pointer(tensor: T | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def _thread_count(neurons: int) -> int:
+    """Return in how many threads the kernel computes so many ``neurons``."""
+    return min(torch.get_num_threads(), neurons // SHARED)

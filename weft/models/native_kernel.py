@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft.models.native_library import compiled_library, kernel_threads
+from weft.models.native_library import compiled_library, pointer_to, run_in_parts
 from weft.models.spans import Span
 
 T = torch.Tensor
@@ -73,21 +73,17 @@ def attend_tokens(q: T, store: T, batch: TokenBatch, window: int, out: T) -> Non
     assert kernel is not None
     q = q.contiguous()
     tensors = (q, *store, out, *batch[:4])
-    pointers = [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+    pointers = [pointer_to(x) for x in tensors]
     blocks, scale = batch.tables.shape[1], ctypes.c_float(width**-0.5)
 
     def attend(first: int, last: int) -> None:
         scores = torch.empty(heads * batch.keys)
         numbers = (first, last, blocks, kv_heads, window)
-        kernel(*pointers, *map(ctypes.c_int64, numbers), scale, ctypes.c_void_p(scores.data_ptr()))  # fmt: skip
+        kernel(*pointers, *map(ctypes.c_int64, numbers), scale, pointer_to(scores))  # fmt: skip
 
     count, threads = len(batch.rows), torch.get_num_threads()
-    if threads == 1 or count < 2 or count * batch.keys < SHARED_KEYS:
-        attend(0, count)
-        return
-    edges = [count * i // threads for i in range(threads + 1)]
-    # an error of a thread is raised here
-    list(kernel_threads(threads).map(attend, edges[:-1], edges[1:]))
+    shares = count >= 2 and count * batch.keys >= SHARED_KEYS
+    run_in_parts(attend, count, threads if shares else 1)
 
 
 def has_kernel(width: int, group: int, size: int) -> bool:

@@ -9,11 +9,14 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+
+import torch
 
 from weft.cache import build_once, cache_root
 from weft.errors import WeftError
@@ -69,6 +72,22 @@ def kernel_threads(threads: int) -> ThreadPoolExecutor:
     returns the same pool.
     """
     return ThreadPoolExecutor(threads, "kernel")
+
+
+def run_in_parts(run: Callable[[int, int], None], count: int, threads: int) -> None:
+    """Call ``run`` with the first index and the end of each of as many parts of ``count`` rows as there are
+    ``threads``, each in a thread of its own, and wait for all. An error of a thread is raised here.
+    """
+    if threads <= 1:
+        run(0, count)
+        return
+    edges = [count * i // threads for i in range(threads + 1)]
+    list(kernel_threads(threads).map(run, edges[:-1], edges[1:]))
+
+
+def pointer_to(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    """Return a pointer to the values of ``tensor``, which must outlive it; a null pointer for None."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 # the threads are not in a forked child

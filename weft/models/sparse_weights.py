@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.errors import UsageError
 from weft.models.fused import times
-from weft.models.native_library import compiled_library, kernel_threads
+from weft.models.native_library import compiled_library, pointer_to, run_in_parts
 from weft.models.sparse_matrix import dense_rows, sparse_matrix
 
 T = torch.Tensor
@@ -100,7 +100,7 @@ class Sparse(nn.Module):
         if is_narrow or self.matrix.values.dtype == torch.float32:
             self.kernel = sparse_kernel(is_narrow, *options)
         parts = self.matrix[:3]
-        self.pointers = [ctypes.c_void_p(part.data_ptr()) for part in parts]
+        self.pointers = [pointer_to(part) for part in parts]
         self.sizes = [ctypes.c_int64(n) for n in (self.out, self.matrix.columns)]
 
     def forward(self, x: T) -> T:
@@ -125,7 +125,7 @@ class Sparse(nn.Module):
         if self.kernel is None:
             return dense_rows(self.matrix, first, last)
         tile = torch.empty(last - first, self.matrix.columns)
-        at = ctypes.c_void_p(tile.data_ptr())
+        at = pointer_to(tile)
         self.kernel.weft_sparse_spread(
             *self.pointers, at, ctypes.c_int64(first), ctypes.c_int64(last), *self.sizes
         )
@@ -138,17 +138,12 @@ class Sparse(nn.Module):
         out, columns = self.sizes
         rows = nn.functional.pad(rows, (0, -columns.value % WORD)).contiguous()
         y = torch.empty(len(rows), self.out)
-        x, to = (ctypes.c_void_p(each.data_ptr()) for each in (rows, y))
+        x, to = map(pointer_to, (rows, y))
 
         def multiply(first: int, last: int) -> None:
             edges = ctypes.c_int64(first), ctypes.c_int64(last)
             kernel.weft_sparse_times(*self.pointers, x, to, *edges, out, columns, count)
 
-        threads = torch.get_num_threads()
-        if threads == 1 or self.out * columns.value < SHARED:
-            multiply(0, self.out)
-        else:
-            edges = [self.out * i // threads for i in range(threads + 1)]
-            # an error of a thread is raised here
-            list(kernel_threads(threads).map(multiply, edges[:-1], edges[1:]))
+        shares = self.out * columns.value >= SHARED
+        run_in_parts(multiply, self.out, torch.get_num_threads() if shares else 1)
         return y
