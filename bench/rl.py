@@ -7,6 +7,10 @@ both write equally many tokens. A third process measures the floor: how long the
 themselves on this machine, each by the fastest of the library's kernels.
 
     python bench/rl.py --model FOLDER --trl VENV/bin/python [--rounds 2] [--json bench/results/rl.json]
+    python bench/rl.py --model FOLDER --trl python --device cuda --dtype bfloat16 --answers 64 --tokens 256
+
+On a GPU both sides train in ``--dtype`` with parameters in float32. Memory is then what PyTorch's allocator held at
+most.
 
 ``FOLDER``: a model as Hugging Face has it, of which shape and tokenizer are taken. ``--preamble 200`` puts so many
 words before every question, which all answers to it share.
@@ -25,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +78,10 @@ def weft_side(asked: dict[str, Any]) -> dict[str, Any]:
         "tasks": [{"reward": f"{folder}/reward.py:letters", "path": str(folder / "prompts.jsonl"), "name": "letters",
                    "limit": 1}],
         "rl": {"method": "grpo", "group": asked["group"], "tokens": asked["tokens"]},
-        "train": {"steps": asked["steps"], "batch": asked["answers"], "threads": asked["threads"]},
+        "train": {
+            "steps": asked["steps"], "batch": asked["answers"], "threads": asked["threads"], "device": asked["device"],
+            "dtype": asked["dtype"],
+        },
         "optimizer": {"lr": 1e-6, "schedule": "constant", "warmup": 1},
         "validation": {"every": 0},
         "checkpoint": {"every": 0},
@@ -111,10 +119,11 @@ def trl_side(asked: dict[str, Any]) -> dict[str, Any]:
             at.append(time.time())
 
     config = GRPOConfig(
-        output_dir=asked["folder"], use_cpu=True, max_steps=asked["steps"], learning_rate=1e-6,
+        output_dir=asked["folder"], use_cpu=asked["device"] == "cpu", max_steps=asked["steps"], learning_rate=1e-6,
         per_device_train_batch_size=asked["answers"], num_generations=asked["group"],
-        max_completion_length=asked["tokens"], report_to=[], save_strategy="no", logging_steps=1, bf16=False,
-        gradient_checkpointing=False, lr_scheduler_type="constant", loss_type="grpo", disable_tqdm=True,
+        max_completion_length=asked["tokens"], report_to=[], save_strategy="no", logging_steps=1,
+        bf16=asked["dtype"] == "bfloat16", gradient_checkpointing=False, lr_scheduler_type="constant",
+        loss_type="grpo", disable_tqdm=True,
     )  # fmt: skip
     data = Dataset.from_list(
         [{"prompt": prompt} for prompt in prompts_after(asked["preamble"])]
@@ -130,13 +139,20 @@ def trl_side(asked: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": statistics.median(seconds), "length": statistics.mean(lengths)}
 
 
-def least(call: Callable[[], object], times: int) -> float:
-    """Seconds of the fastest of some calls, after one that prepares memory and kernels."""
+def least(
+    call: Callable[[], object], times: int, finish: Callable[[], None] = lambda: None
+) -> float:
+    """Seconds of the fastest of some calls, after one that prepares memory and kernels.
+
+    ``finish``: waits for what a call has launched.
+    """
     call()
+    finish()
     seconds = []
     for _ in range(times):
         begun = time.perf_counter()
         call()
+        finish()
         seconds.append(time.perf_counter() - begun)
     return min(seconds)
 
@@ -163,16 +179,44 @@ def product_seconds(out: int, inner: int, rows: int) -> dict[str, float]:
     return {name: min(least(call, 5) for call in calls) for name, calls in ways.items()}
 
 
-def floor_side(asked: dict[str, Any]) -> dict[str, Any]:
-    """Measure how long the products of a step take: forward and backward over all tokens, and those of writing."""
+def gpu_floor_side(asked: dict[str, Any]) -> dict[str, Any]:
+    """Measure the products of a step on a GPU, as :func:`floor_side` does; those of writing launched as a graph."""
     import torch
     import transformers
 
-    from weft.memory.heap import keep_heap, use_huge_pages
-    from weft.models.products import Packed
+    kind = getattr(torch, asked["dtype"])
+    draw = partial(torch.randn, device="cuda", dtype=kind)
+    time_of = partial(least, times=5, finish=torch.cuda.synchronize)
+    sizes = product_sizes(asked, transformers)
+    seconds = dict.fromkeys(("forward", "of_inputs", "of_weights", "writing"), 0.0)
+    flops = 0.0
+    for count, out, inner, tokens in sizes:
+        weight, x, grad = draw(out, inner), draw(tokens, inner), draw(tokens, out)
+        flops += 3 * 2.0 * count * out * inner * tokens
+        seconds["forward"] += count * time_of(lambda x=x, w=weight: x @ w.t())
+        seconds["of_inputs"] += count * time_of(lambda g=grad, w=weight: g @ w)
+        seconds["of_weights"] += count * time_of(lambda g=grad, x=x: g.t() @ x)
+    with torch.inference_mode():
+        each = [draw(out, inner) for n, out, inner, _ in sizes for _ in range(n)]
+        rows = {inner: draw(asked["answers"], inner) for _, _, inner, _ in sizes}
+        for weight in each[:1] + each[-1:]:
+            rows[weight.shape[1]] @ weight.t()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for weight in each:
+                rows[weight.shape[1]] @ weight.t()
+        seconds["writing"] = time_of(graph.replay) * asked["tokens"]
+    learning = sum(seconds.values()) - seconds["writing"]
+    return {
+        "seconds": learning + seconds["writing"], "products": seconds, "learning_gflops": flops / learning / 1e9,
+        "tokens": sizes[0][-1],
+    }  # fmt: skip
 
-    torch.set_num_threads(asked["threads"])
-    keep_heap()
+
+def product_sizes(
+    asked: dict[str, Any], transformers: Any
+) -> list[tuple[int, int, int, int]]:
+    """Return how many weights of which shape ``[out, inner]`` a step multiplies with how many tokens."""
     config = transformers.AutoConfig.from_pretrained(asked["model"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(asked["model"])
     embed, ffn, layers = (
@@ -190,6 +234,20 @@ def floor_side(asked: dict[str, Any]) -> dict[str, Any]:
     rows = round(asked["answers"] / asked["group"] * (prompt - 1)) + written
     sizes = [(layers, *size, rows) for size in weights]
     sizes.append((1, config.vocab_size, embed, written))
+    return sizes
+
+
+def floor_side(asked: dict[str, Any]) -> dict[str, Any]:
+    """Measure how long the products of a step take: forward and backward over all tokens, and those of writing."""
+    import torch
+    import transformers
+
+    from weft.memory.heap import keep_heap, use_huge_pages
+    from weft.models.products import Packed
+
+    torch.set_num_threads(asked["threads"])
+    keep_heap()
+    sizes = product_sizes(asked, transformers)
     seconds = dict.fromkeys(("forward", "of_inputs", "of_weights", "writing"), 0.0)
     flops = 0.0
     for count, out, inner, tokens in sizes:
@@ -211,7 +269,7 @@ def floor_side(asked: dict[str, Any]) -> dict[str, Any]:
     learning = sum(seconds.values()) - seconds["writing"]
     return {
         "seconds": learning + seconds["writing"], "products": seconds, "learning_gflops": flops / learning / 1e9,
-        "tokens": rows,
+        "tokens": sizes[0][-1],
     }  # fmt: skip
 
 
@@ -242,26 +300,40 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--preamble", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--asked", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         asked = json.loads(args.asked)
-        sides = {"weft": weft_side, "trl": trl_side, "floor": floor_side}
+        floor_of = gpu_floor_side if asked["device"] == "cuda" else floor_side
+        sides = {"weft": weft_side, "trl": trl_side, "floor": floor_of}
         result = sides[args.side](asked)
         own = resource.getrusage(resource.RUSAGE_SELF)
-        result |= {
-            "gib": own.ru_maxrss / 2**20,
-            "processor": own.ru_utime + own.ru_stime,
-        }
+        gib = own.ru_maxrss / 2**20
+        if asked["device"] == "cuda":
+            import torch
+
+            gib = torch.cuda.max_memory_reserved() / 2**30
+        result |= {"gib": gib, "processor": own.ru_utime + own.ru_stime}
         print(json.dumps(result))
         return
     from step import machine, write
 
     with tempfile.TemporaryDirectory() as folder:
         random_model(args.model, Path(folder))
-        names = ("answers", "group", "tokens", "steps", "threads", "preamble")
+        names = (
+            "answers",
+            "group",
+            "tokens",
+            "steps",
+            "threads",
+            "preamble",
+            "device",
+            "dtype",
+        )
         asked = {name: getattr(args, name) for name in names} | {"model": folder}
         runs: dict[str, list[dict[str, Any]]] = {"weft": [], "trl": []}
         for number in range(args.rounds):

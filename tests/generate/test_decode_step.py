@@ -179,3 +179,26 @@ def test_models_that_need_the_host_in_a_pass_are_not_recorded(
     if not torch.cuda.is_available():
         assert PagedReader(model).record_graphs() == "no GPU"
     assert [padded_count(n) for n in (1, 2, 3, 5, 64)] == [1, 2, 4, 8, 64]
+
+
+def test_steps_are_recorded_again_only_for_weights_that_lie_elsewhere() -> None:
+    """A policy's weights change in place between rollouts, or get the memory of a state that was built anew."""
+    model, record = build(), Recordings()
+    engine = recording_engine(model, record)
+    engine.weights_changed(0)
+
+    def write(version: int) -> int:
+        (text,) = engine.submit([1, 2, 3], 4, GREEDY)
+        engine.run()
+        assert text.written == alone(model, [1, 2, 3], 4, GREEDY)
+        for weight in model.parameters():
+            weight.data += 0.1 * torch.randn(weight.shape, dtype=weight.dtype)
+        engine.weights_changed(version)
+        return record.recorded
+
+    first = write(1)
+    assert write(2) == first
+    head = [*model.parameters()][-1]
+    head.data = head.data.clone()
+    engine.weights_changed(3)
+    assert write(4) == 2 * first

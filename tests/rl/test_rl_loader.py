@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +19,20 @@ from weft.checkpoint.store import open_checkpoint
 from weft.data.chat.samples import read_samples
 from weft.data.sample_ledger import VersionSpan
 from weft.errors import UsageError, WeftError
+from weft.layout.layout import Layout
 from weft.observe.charts import charts
 from weft.observe.run_metrics import RecordedRun, read_metrics
 from weft.observe.run_page import write_report
-from weft.recipe import Recipe, Source, build_recipe
+from weft.recipe import ModelShape, Recipe, Source, Train, build_recipe
 from weft.registry import register
 from weft.rl import rl_setup
 from weft.rl.environment import Environment, EnvironmentStep
+from weft.rl.generation_model import GenerationModel, usual_weights
 from weft.rl.reward_task import RewardTask
 from weft.rl.rl_loader import RlLoader
 from weft.rl.rollout import AnswerGroup, GroupRequest, RewardQuestion, WrittenAnswer
 from weft.rl.scored_answers import ScoredGroup, check_scored, pass_at, phase_figures
+from weft.rl.weight_moves import WeightsMoved
 
 TREE: dict[str, Any] = {
     "model": {"layers": 1, "embed": 32, "heads": 2, "ffn": 64, "tied": True},
@@ -269,6 +273,14 @@ def test_several_updates_learn_from_one_phase(
             {"rl": {"loss": {"correction": {"weight": "token", "low": 3, "high": 2}}}},
             "low = 3 is above high = 2",
         ),
+        (
+            {"roles": {"rollout": {"weights": "bfloat16"}}, "model": {"experts": 4}},
+            "weights in bfloat16 are for dense models",
+        ),
+        (
+            {"roles": {"rollout": {"weights": "bfloat16", "invariant": True}}},
+            "invariant needs a model that is whole",
+        ),
         ({"tasks": []}, "no .*tasks.* has one"),
         ({"data": {"path": "talks.jsonl"}}, "reads none: it learns from answers"),
         (
@@ -295,6 +307,45 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=why):
         train(recipe(**sections), out=tmp_path / "run")
+
+
+def test_answers_are_written_with_weights_in_bfloat16_where_that_is_asked(
+    tmp_path: Path, letters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampler and trainer then differ by more than roundings of float32, which the run reports."""
+    types = list[torch.dtype]()
+
+    def refresh(self: GenerationModel, version: int) -> WeightsMoved:
+        moved = refreshed(self, version)
+        types.append(self.model.output.dtype)
+        return moved
+
+    refreshed = GenerationModel.refresh
+    monkeypatch.setattr(GenerationModel, "refresh", refresh)
+    gaps = {}
+    for weights in ("", "bfloat16"):
+        rollout = {"roles": {"rollout": {"weights": weights}}}
+        run = train(
+            recipe(**rollout, tasks=[letters], train={"steps": 4}), out=tmp_path / f"run-{weights}"
+        ).run
+        gaps[types[-1]] = records(run, "policy")[-1]["mismatch"]
+    assert gaps[torch.float32] < 1e-5 < gaps[torch.bfloat16] < 0.1
+
+
+def test_bfloat16_is_usual_for_dense_models_that_gpus_train_in_it() -> None:
+    shape, alone = ModelShape(vocab=8, layers=1, embed=8, heads=1, ffn=8), Layout()
+    gpu, cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
+    narrow, wide = Train(dtype="bfloat16"), Train()
+    two = Layout.parse("tp=2")
+    mixture = shape.model_copy(update={"experts": 2})
+    for *given, said in [
+        (shape, gpu, alone, narrow, "bfloat16"),
+        (shape, cpu, alone, narrow, "float"),
+        (shape, gpu, alone, wide, "float"),
+        (shape, gpu, two, narrow, "float"),
+        (mixture, gpu, alone, narrow, "float"),
+    ]:
+        assert usual_weights(*given) == said
 
 
 def test_what_a_pretrained_model_brings_is_refused(

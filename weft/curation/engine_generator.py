@@ -132,9 +132,7 @@ class EngineGenerator:
             invariant = self.weights == "float"
         except UsageError:
             invariant = False
-        return Engine(
-            model, self.capacity, limit=self.requests, invariant=invariant, graphs=True
-        )
+        return Engine(model, self.capacity, limit=self.requests, invariant=invariant)
 
     @cached_property
     def _ids(self) -> Callable[[str], list[int]]:

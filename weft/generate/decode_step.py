@@ -10,6 +10,7 @@ prompts, drafts, adapters, several models, or texts that see other texts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -172,8 +173,9 @@ class DecodeSteps:
     ) -> None:
         self.model, self.pages, self.record = model, pages, record
         self.steps: dict[tuple[int, int], RecordedStep] = {}
-        # the caches' tensors that the recorded steps read
+        # the tensors that the recorded steps read: the caches', and addresses of the weights
         self.stores: list[T | None] = []
+        self.weights: list[int] = []
         for each in pages:
             each.spare = 1
 
@@ -186,6 +188,16 @@ class DecodeSteps:
         step = self._step(len(requests), most)
         step.fill(requests)
         return step.replay()[: len(requests)]
+
+    def weights_changed(self) -> None:
+        """Forget all recorded steps if a weight lies elsewhere than at the last call. Steps read new values of weights
+        that have changed in place, so that a policy that learns is recorded once.
+        """
+        tensors = chain(self.model.parameters(), self.model.buffers())
+        weights = [tensor.data_ptr() for tensor in tensors]
+        if weights != self.weights:
+            self.steps.clear()
+            self.weights = weights
 
     def record_all(self, limit: int) -> None:
         """Record the steps of up to ``limit`` texts with short tables now, so that no request waits for it. The cache

@@ -212,7 +212,7 @@ class Engine:
             :func:`weft.generate.leader.follow_leader`.
         ``attention``: name of the attention backend (:mod:`weft.models.attention_backend`); "": the fastest one.
         ``graphs``: whether steps in which each text computes one token are recorded as CUDA graphs, if the model and
-            its device permit it (:mod:`weft.generate.decode_step`).
+            its device permit it (:mod:`weft.generate.decode_step`); without a GPU it has no effect.
         ``cache_policy``: chooses the cached tokens that new tokens attend to
             (:func:`weft.generate.cache_policy.cache_policy_of`); None: all of them.
     """
@@ -221,7 +221,7 @@ class Engine:
         self, model: Transformer, tokens: int | None = None, budget: int = BUDGET, limit: int = 64,
         policy: Policy = exact_fill, size: int = 0, drafter: Drafter | None = None, invariant: bool = False,
         ranks: bool = False, attention: str = "",
-        graphs: bool = False, cache_policy: CachePolicy | None = None,
+        graphs: bool = True, cache_policy: CachePolicy | None = None,
     ) -> None:  # fmt: skip
         if budget < 1 or limit < 1:
             raise UsageError(
@@ -516,6 +516,8 @@ class Engine:
             )
         written = self.drain()
         self.scheduler.renew(version)
+        if isinstance(self.reader, PagedReader):
+            self.reader.weights_changed()
         if self.outside is not None:
             self.outside.weights_changed(version, fingerprint)
         return written

@@ -160,6 +160,11 @@ class PagedReader:
             return "no GPU"
         return self.record_decoding(GraphRecorder())
 
+    def weights_changed(self) -> None:
+        """Forget the recorded decode steps if the model's parameters have other memory since."""
+        if self.decoding is not None:
+            self.decoding.weights_changed()
+
     @torch.inference_mode()
     def reserve(self, blocks: int) -> None:
         """Prepare the caches for ``blocks`` blocks at once. This is done in two cases only: for a cache in the host's

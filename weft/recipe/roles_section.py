@@ -66,6 +66,15 @@ class RolloutRole(Section):
             "Number of CPU threads of each process that only writes answers. 0: an equal share of the cores."
         ),
     )
+    weights: Literal["", "float", "bfloat16"] = Field(
+        "",
+        description=(
+            "Number format of the weights and keys with which answers are written. 'bfloat16' writes faster, and takes "
+            "a copy of the weights in half the bytes, for dense models that are whole on every rank that writes; "
+            "'float': as weights are kept in training. Empty: 'bfloat16' where a GPU trains in bfloat16 and the model "
+            "permits it; else 'float'."
+        ),
+    )
     delta: bool = Field(
         False,
         description=(

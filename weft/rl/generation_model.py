@@ -73,10 +73,11 @@ class GenerationModel:
         bucket: int = BUCKET,
     ) -> None:  # fmt: skip
         check_layout(layout, shape)
+        check_weights(weights, shape, layout)
         if layout.sum or layout.tp_shares == "auto":
             raise UsageError(
                 "sum and tp_shares = 'auto' are for the ranks of weft generate and serve, which measure when they "
-                "start; leave them out of rl.rollout.layout"
+                "start; leave them out of roles.rollout.layout"
             )
         self.training, self.state, self.bucket = mesh, state, bucket
         self.mesh, self.group, self.groups = generation_place(
@@ -189,7 +190,7 @@ def model_to_fill(
     type of the trained parameters. ``weights``: "float" for this type (float64 or float32), or "bfloat16". Raises
     :class:`UsageError` for a model that does not generate in bfloat16.
     """
-    _check_weights(weights, shape, mesh)
+    check_weights(weights, shape, mesh.layout)
     dtype = "float64" if train.dtype == "float64" else "float32"
     # without what learns, no process groups are made for gradients; not all ranks would be in equally many
     train = Train(dtype=dtype, freeze=["*"])
@@ -261,16 +262,35 @@ def generation_place(
     return GenerationPlace(own, group, len(members))
 
 
-def _check_weights(weights: str, shape: ModelShape, mesh: Mesh) -> None:
+def usual_weights(shape: ModelShape, mesh: Mesh, layout: Layout, train: Train) -> str:
+    """Return the form of the weights with which a policy generates if its recipe does not say: bfloat16 where a GPU
+    trains in bfloat16 and the model permits it, else the type in which weights are kept in training.
+
+    ``shape``: the policy's shape. ``mesh``: the ranks that train. ``layout``: layout of the ranks that generate
+    together. ``train``: section of the recipe.
+    """
+    fast = mesh.device.type == "cuda" and train.dtype == NARROW
+    return NARROW if fast and _serves_narrow(shape, layout) else "float"
+
+
+def _serves_narrow(shape: ModelShape, layout: Layout) -> bool:
+    """Whether a policy can generate with weights in bfloat16."""
+    quantized = shape.adapter is not None and shape.adapter.kind == "qlora"
+    plain = not (shape.kind or shape.kv_rank or shape.mixtures or quantized)
+    return plain and layout.world == 1
+
+
+def check_weights(weights: str, shape: ModelShape, layout: Layout) -> None:
+    """Check that a policy can generate with weights in the form ``weights`` ("float" or "bfloat16").
+
+    ``shape``: the policy's shape. ``layout``: layout of the ranks that generate together. Raises :class:`UsageError` if
+    it cannot.
+    """
     if weights not in WEIGHTS:
         raise UsageError(
             f"a policy generates with weights {' or '.join(WEIGHTS)}, not {weights!r}; give one of these"
         )
-    quantized = shape.adapter is not None and shape.adapter.kind == "qlora"
-    several = mesh.layout.world > 1
-    if weights == NARROW and (
-        shape.kind or shape.kv_rank or shape.mixtures or quantized or several
-    ):
+    if weights == NARROW and not _serves_narrow(shape, layout):
         raise UsageError(
             "weights in bfloat16 are for dense models with plain attention on one rank; leave them as they are"
         )

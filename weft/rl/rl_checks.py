@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from weft.errors import UsageError
 from weft.models.invariant import TILE
 from weft.recipe.reward_settings import RewardSettings
+from weft.rl.generation_model import check_weights
 from weft.rl.role_checks import check_roles
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def check_alike(recipe: Recipe, role: RolloutRole) -> None:
     """
     layout = recipe.layout
     cut = layout.size("tp", "cp", "pp") > 1 or role.layout.world > 1 or role.elsewhere
-    if cut or recipe.train.dtype == "bfloat16" or recipe.data.seq_len % TILE:
+    narrow = "bfloat16" in (recipe.train.dtype, role.weights)
+    if cut or narrow or recipe.data.seq_len % TILE:
         raise UsageError(
             "roles.rollout.invariant needs a model that is whole on every rank of training, in float32, with a "
             f"data.seq_len that {TILE} divides, and these ranks writing; leave it out"
@@ -52,6 +54,7 @@ def check_rl(job: RlPhases) -> None:
             "of it"
         )
     role = job.roles.rollout
+    check_weights(role.weights or "float", job.shape, role.layout)
     if role.invariant:
         check_alike(recipe, role)
     if rl.staleness and not role.elsewhere:

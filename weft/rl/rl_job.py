@@ -13,7 +13,7 @@ from weft.generate.sampling import Sampling
 from weft.layout.mesh import from_all
 from weft.models.invariant import invariant
 from weft.models.policy_loss import PolicyObjective
-from weft.rl.generation_model import GenerationModel
+from weft.rl.generation_model import GenerationModel, usual_weights
 from weft.rl.generation_turns import open_turns
 from weft.rl.local_rollouts import LocalRollouts
 from weft.rl.open_places import close_places, open_places, run_host
@@ -66,8 +66,11 @@ class RlJob(RlPhases):
         """
         recipe, rl = self.recipe, self.rl
         layout = self.roles.rollout.layout
+        weights = self.roles.rollout.weights or usual_weights(
+            self.shape, mesh, layout, recipe.train
+        )
         generation = GenerationModel(
-            self.shape, mesh, layout, built.state, recipe.train
+            self.shape, mesh, layout, built.state, recipe.train, weights
         )
         most = min(AT_A_TIME, -(-self.answers // generation.groups))
         generation.refresh(built.state.updates)
@@ -98,7 +101,7 @@ class RlJob(RlPhases):
                 mesh,
                 built.state,
                 self.shape,
-                self._remote_settings(),
+                self._remote_settings(weights),
                 role.ranks,
                 lines.append,
                 role.threads,
@@ -180,8 +183,8 @@ class RlJob(RlPhases):
             self.roles, host, role.ranks, role.device, role.threads, wait
         )
 
-    def _remote_settings(self) -> RemoteSettings:
-        """Return how engines in other processes write the answers."""
+    def _remote_settings(self, weights: str) -> RemoteSettings:
+        """Return how engines in other processes write the answers. ``weights``: the form of their weights."""
         from weft.rl.remote_rollouts import RemoteSettings
 
         recipe, rl = self.recipe, self.rl
@@ -198,6 +201,7 @@ class RlJob(RlPhases):
             requests=most,
             cache=(most + 1) * (recipe.data.seq_len + 16),
             dtype=recipe.train.dtype,
+            weights=weights,
             delta=self.roles.rollout.delta,
             invariant=self.roles.rollout.invariant,
             patience=recipe.train.timeout,
