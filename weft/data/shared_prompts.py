@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from weft.data.batch import IGNORE, Batch
 
-#: Share of a row's tokens that sharing must save, because attention then takes more calls.
+#: Share of a row's tokens that sharing must save, because attention then takes more calls, or reads gathered keys.
 LEAST = 0.05
 
 

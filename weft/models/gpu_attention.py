@@ -9,6 +9,7 @@ share key/value heads. In float32 and float64 attention is computed by products 
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -67,17 +68,62 @@ def rectangle_gradients(
     return QkvGradients(dq, dk, dv)
 
 
-def forward_documents(q: T, k: T, v: T, bounds: Sequence[int]) -> tuple[T, T]:
+class VarlenTokens(NamedTuple):
+    """Queries or keys of documents of different lengths in one tensor.
+
+    ``bounds``: index of each document's first token, and at the end the number of tokens, int32 ``[documents + 1]`` on
+    the GPU. ``longest``: tokens of the longest document.
+    """
+
+    bounds: T
+    longest: int
+
+
+def varlen_forward(
+    q: T, k: T, v: T, queries: VarlenTokens, keys: VarlenTokens
+) -> tuple[T, T]:
     """Compute causal attention within documents of different lengths in one call of flash attention.
 
-    ``q, k, v``: ``[tokens, heads or kv_heads, head_dim]`` in 16 bits; ``bounds``: index of each document's first token,
-    and at the end the number of tokens. Returns the output like ``q`` and the log-sum-exps ``[tokens, heads]``.
+    ``q, k, v``: ``[queries or keys, heads or kv_heads, head_dim]`` in 16 bits; ``queries``, ``keys``: where those of
+    each document are. If a document has more keys than queries, the last query sees all of them, and every query before
+    it one less than the next. Returns the output like ``q`` and the log-sum-exps ``[queries, heads]``.
     """
-    cu, longest = _cumulative(bounds, q.device)
-    out, lse = aten._flash_attention_forward(
-        q, k, v, cu, cu, longest, longest, 0.0, True, False
-    )[:2]
+    lengths = (queries.bounds, keys.bounds, queries.longest, keys.longest)
+    out, lse = aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False)[:2]
     return out, lse.transpose(0, 1)
+
+
+def varlen_gradients(
+    grad: T, q: T, k: T, v: T, out: T, lse: T, queries: VarlenTokens, keys: VarlenTokens
+) -> QkvGradients:
+    """Return the gradients of ``q``, ``k`` and ``v`` of :func:`varlen_forward`. ``grad``: the gradient of its output;
+    ``out``, ``lse``: its results. The other arguments are those of the forward call.
+    """
+    zero = torch.zeros((), dtype=torch.uint64, device=q.device)
+    lse = lse.transpose(0, 1).contiguous()
+    lengths = (queries.bounds, keys.bounds, queries.longest, keys.longest)
+    dq, dk, dv = aten._flash_attention_backward(
+        grad, q, k, v, out, lse, *lengths, 0.0, True, zero, zero
+    )
+    return QkvGradients(dq, dk, dv)
+
+
+def varlen_tokens(bounds: Sequence[int], device: torch.device) -> VarlenTokens:
+    """Return where documents are whose first tokens have the indices ``bounds``, with the number of tokens at the
+    end.
+    """
+    cu = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
+    lengths = (after - before for before, after in pairwise(bounds))
+    return VarlenTokens(cu, max(lengths))
+
+
+def forward_documents(q: T, k: T, v: T, bounds: Sequence[int]) -> tuple[T, T]:
+    """Compute :func:`varlen_forward` of documents that have equal queries and keys.
+
+    ``bounds``: index of each document's first token, and at the end the number of tokens.
+    """
+    tokens = varlen_tokens(bounds, q.device)
+    return varlen_forward(q, k, v, tokens, tokens)
 
 
 def backward_documents(
@@ -86,14 +132,8 @@ def backward_documents(
     """Return the gradients of ``q``, ``k`` and ``v`` of :func:`forward_documents`. ``grad``: the gradient of its
     output; ``out``, ``lse``: its results. The other arguments are those of the forward call.
     """
-    cu, longest = _cumulative(bounds, q.device)
-    zero = torch.zeros((), dtype=torch.uint64, device=q.device)
-    lse = lse.transpose(0, 1).contiguous()
-    lengths = (cu, cu, longest, longest)
-    dq, dk, dv = aten._flash_attention_backward(
-        grad, q, k, v, out, lse, *lengths, 0.0, True, zero, zero
-    )
-    return QkvGradients(dq, dk, dv)
+    tokens = varlen_tokens(bounds, q.device)
+    return varlen_gradients(grad, q, k, v, out, lse, tokens, tokens)
 
 
 def is_wide(q: T) -> bool:
@@ -130,9 +170,3 @@ def _scores(q: T, k: T, causal: bool) -> T:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(ahead, -torch.inf)
     return scores
-
-
-def _cumulative(bounds: Sequence[int], device: torch.device) -> tuple[T, int]:
-    cu = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
-    lengths = (after - before for before, after in pairwise(bounds))
-    return cu, max(lengths)

@@ -3,14 +3,20 @@
 Every segment attends to itself. The segments that follow a prompt also attend to all of its tokens, in one rectangle
 for all of them, and both results are merged by their log-sum-exps. The gradients of the prompt's keys and values are
 the sums over these answers, so that they are those of prompts that stand in the row once for each answer.
+
+In 16 bits on a GPU one call of flash attention computes all segments, because calls for each of them would keep the
+device waiting for the host. The keys and values of every segment are gathered, its prompt's before its own, and a query
+sees the keys up to its own.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import groupby, pairwise
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import torch
 
+from weft.models import gpu_attention
 from weft.models.numbers import wide
 from weft.models.segments import QkvGradients, Segment
 
@@ -34,10 +40,24 @@ class PromptParts(NamedTuple):
     seen: list[Segment]
 
 
-def prompt_parts(edges: Sequence[int], parents: Sequence[int]) -> PromptParts:
+class GatheredKeys(NamedTuple):
+    """Keys of a row with shared prompts, gathered for one call: for each segment its prompt's, if any, and its own.
+
+    ``index``: the token of each gathered key, int64 ``[gathered keys]``. ``queries``, ``keys``: where those of each
+    segment are in the row and among the gathered keys.
+    """
+
+    index: T
+    queries: gpu_attention.VarlenTokens
+    keys: gpu_attention.VarlenTokens
+
+
+@lru_cache(maxsize=16)
+def prompt_parts(edges: tuple[int, ...], parents: tuple[int, ...]) -> PromptParts:
     """Return the parts of a row whose segments begin at ``edges``; the last entry is where the row ends.
 
-    ``parents``: for each segment the number of the segment that it sees beside itself, or -1.
+    ``parents``: for each segment the number of the segment that it sees beside itself, or -1. The parts are the same in
+    all layers, forward and backward.
     """
     own = [Segment(a, b, a, b, True) for a, b in pairwise(edges) if b > a]
     alike = [[*each] for _, each in groupby(own, lambda s: s.q1 - s.q0)]
@@ -51,6 +71,66 @@ def prompt_parts(edges: Sequence[int], parents: Sequence[int]) -> PromptParts:
         else:
             seen.append(Segment(a, b, k0, k1, False))
     return PromptParts(alike, seen)
+
+
+def in_one_call(q: T) -> bool:
+    """Return whether one call of a GPU's kernel takes all segments of queries ``q``: in 16 bits."""
+    return q.is_cuda and not gpu_attention.is_wide(q)
+
+
+@lru_cache(maxsize=16)
+def gathered_keys(
+    edges: tuple[int, ...],
+    parents: tuple[int, ...],
+    device: torch.device,
+    stream: object = None,
+) -> GatheredKeys:
+    """Return what each segment of a row sees, as tensors on ``device``; the same in all layers, forward and backward.
+
+    ``edges``, ``parents``: as for :func:`prompt_parts`; ``stream``: the stream of a GPU on which the tensors are
+    computed, and only used.
+    """
+    pieces, segments = list[tuple[int, int]](), list[int]()
+    for (a, b), parent in zip(pairwise(edges), parents, strict=False):
+        if a == b:
+            continue
+        seen = [(a, b)]
+        if parent >= 0:
+            seen.insert(0, (edges[parent], edges[parent + 1]))
+        pieces += seen
+        segments.append(sum(end - first for first, end in seen))
+    total = sum(segments)
+    # indices are computed on the device: as a copy they would be long enough to be waited for
+    table = torch.tensor([(first, end - first) for first, end in pieces]).T.contiguous()
+    firsts, lengths = table.to(device, non_blocking=True)
+    shifts = firsts - (lengths.cumsum(0) - lengths)
+    index = torch.arange(total, device=device)
+    index += shifts.repeat_interleave(lengths, output_size=total)
+    bounds = [edges[0], *(b for a, b in pairwise(edges) if b > a)]
+    keys = gpu_attention.varlen_tokens([0, *accumulate(segments)], device)
+    return GatheredKeys(index, gpu_attention.varlen_tokens(bounds, device), keys)
+
+
+def _gathered(q: T, edges: tuple[int, ...], parents: tuple[int, ...]) -> GatheredKeys:
+    stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
+    return gathered_keys(edges, parents, q.device, stream)
+
+
+def _backward_in_one_call(
+    grad: T, q: T, k: T, v: T, out: T, lse: T, seen: GatheredKeys
+) -> QkvGradients:
+    """Return the gradients of attention in one call; those of a prompt's keys are summed over its answers."""
+    index, *places = seen
+    dq, *parts = gpu_attention.varlen_gradients(
+        grad, q, *(x.index_select(0, index) for x in (k, v)), out, lse, *places
+    )
+    # 16 bits are too coarse to be summed
+    sums = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (k, v))
+    dk, dv = (
+        total.index_add_(0, index, part.to(total.dtype)).to(part.dtype)
+        for total, part in zip(sums, parts, strict=True)
+    )
+    return QkvGradients(dq, dk, dv)
 
 
 def _moved(segments: Sequence[Segment]) -> tuple[slice, list[Segment]]:
@@ -69,9 +149,15 @@ def attend_after_prompts(
     (:func:`weft.data.shared_prompts.share_prompts`). Returns ``out`` like ``q`` and the log-sum-exps ``[tokens,
     heads]``.
     """
+    edges, parents = map(tuple, cu_seqlens.tolist())
+    if in_one_call(q):
+        index, *places = _gathered(q, edges, parents)
+        return gpu_attention.varlen_forward(
+            q, *(x.index_select(0, index) for x in (k, v)), *places
+        )
     out = torch.empty_like(q, dtype=wide(q.dtype))
     lse = torch.empty(q.shape[:2], dtype=out.dtype, device=q.device)
-    alike, seen = prompt_parts(*cu_seqlens.tolist())
+    alike, seen = prompt_parts(edges, parents)
     for segments in alike:
         at, own = _moved(segments)
         out[at], lse[at] = attend(q[at], k[at], v[at], own)
@@ -89,8 +175,12 @@ def backward_after_prompts(
 
     ``grad``: the gradient of its ``out``. The other arguments are those of that call, and its results.
     """
+    edges, parents = map(tuple, cu_seqlens.tolist())
+    if in_one_call(q):
+        gathered = _gathered(q, edges, parents)
+        return _backward_in_one_call(grad, q, k, v, out, lse, gathered)
     totals = QkvGradients(*(torch.zeros_like(x) for x in (q, k, v)))
-    alike, seen = prompt_parts(*cu_seqlens.tolist())
+    alike, seen = prompt_parts(edges, parents)
     for segments in alike:
         at, own = _moved(segments)
         parts = differentiate(grad[at], q[at], k[at], v[at], out[at], lse[at], own)
