@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -326,26 +325,26 @@ def test_answers_are_written_with_weights_in_bfloat16_where_that_is_asked(
     for weights in ("", "bfloat16"):
         rollout = {"roles": {"rollout": {"weights": weights}}}
         run = train(
-            recipe(**rollout, tasks=[letters], train={"steps": 4}), out=tmp_path / f"run-{weights}"
+            recipe(**rollout, tasks=[letters], train={"steps": 4}),
+            out=tmp_path / f"run-{weights}",
         ).run
         gaps[types[-1]] = records(run, "policy")[-1]["mismatch"]
     assert gaps[torch.float32] < 1e-5 < gaps[torch.bfloat16] < 0.1
 
 
-def test_bfloat16_is_usual_for_dense_models_that_gpus_train_in_it() -> None:
+def test_bfloat16_is_usual_where_gpus_train_dense_models_in_it() -> None:
     shape, alone = ModelShape(vocab=8, layers=1, embed=8, heads=1, ffn=8), Layout()
-    gpu, cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
     narrow, wide = Train(dtype="bfloat16"), Train()
     two = Layout.parse("tp=2")
     mixture = shape.model_copy(update={"experts": 2})
-    for *given, said in [
-        (shape, gpu, alone, narrow, "bfloat16"),
-        (shape, cpu, alone, narrow, "float"),
-        (shape, gpu, alone, wide, "float"),
-        (shape, gpu, two, narrow, "float"),
-        (mixture, gpu, alone, narrow, "float"),
+    for own, layout, section, gpu, said in [
+        (shape, alone, narrow, True, "bfloat16"),
+        (shape, alone, narrow, False, "float"),
+        (shape, alone, wide, True, "float"),
+        (shape, two, narrow, True, "float"),
+        (mixture, alone, narrow, True, "float"),
     ]:
-        assert usual_weights(*given) == said
+        assert usual_weights(own, layout, section, gpu) == said
 
 
 def test_what_a_pretrained_model_brings_is_refused(

@@ -262,14 +262,15 @@ def generation_place(
     return GenerationPlace(own, group, len(members))
 
 
-def usual_weights(shape: ModelShape, mesh: Mesh, layout: Layout, train: Train) -> str:
-    """Return the form of the weights with which a policy generates if its recipe does not say: bfloat16 where a GPU
-    trains in bfloat16 and the model permits it, else the type in which weights are kept in training.
+def usual_weights(shape: ModelShape, layout: Layout, train: Train, gpu: bool) -> str:
+    """Return the form of the weights with which a policy generates if its recipe does not say: bfloat16 where GPUs
+    train and write, training computes in bfloat16, and the model permits it; else the type in which weights are kept in
+    training.
 
-    ``shape``: the policy's shape. ``mesh``: the ranks that train. ``layout``: layout of the ranks that generate
-    together. ``train``: section of the recipe.
+    ``shape``: the policy's shape. ``layout``: layout of the ranks that generate together. ``train``: section of the
+    recipe. ``gpu``: whether GPUs train and write.
     """
-    fast = mesh.device.type == "cuda" and train.dtype == NARROW
+    fast = gpu and train.dtype == NARROW
     return NARROW if fast and _serves_narrow(shape, layout) else "float"
 
 

@@ -65,12 +65,13 @@ class RlJob(RlPhases):
         the run ends. ``kept``: JSON values that checkpoints keep, and that the loader changes in place.
         """
         recipe, rl = self.recipe, self.rl
-        layout = self.roles.rollout.layout
-        weights = self.roles.rollout.weights or usual_weights(
-            self.shape, mesh, layout, recipe.train
+        role = self.roles.rollout
+        gpu = mesh.device.type == "cuda" and role.device != "cpu"
+        weights = role.weights or usual_weights(
+            self.shape, role.layout, recipe.train, gpu
         )
         generation = GenerationModel(
-            self.shape, mesh, layout, built.state, recipe.train, weights
+            self.shape, mesh, role.layout, built.state, recipe.train, weights
         )
         most = min(AT_A_TIME, -(-self.answers // generation.groups))
         generation.refresh(built.state.updates)
@@ -86,7 +87,6 @@ class RlJob(RlPhases):
             interrupted,
         )
         lines = deque[str]()
-        role = self.roles.rollout
         # each is closed as soon as it exists, also where a later one cannot be opened
         stack.callback(local.close)
         stack.callback(close_places, self.roles)
