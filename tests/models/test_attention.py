@@ -216,22 +216,31 @@ def test_the_operator_is_described_for_compilation() -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_products_for_gpus_equal_attention(causal: bool) -> None:
-    # what a GPU computes in float64; its kernels of 16 bits are compared with it in bench/gpu_attention.py
+@pytest.mark.parametrize(
+    "dtype, width, near",
+    [(torch.float64, 8, 1e-12), (torch.bfloat16, 320, 2e-2), (torch.bfloat16, 12, 2e-2)],
+)  # fmt: skip
+def test_products_for_gpus_equal_attention(
+    causal: bool, dtype: torch.dtype, width: int, near: float
+) -> None:
+    # what a GPU computes where no kernel takes the type or the heads, as of latent attention to a cache; its kernels
+    # of 16 bits are compared with float64 in bench/gpu_attention.py
     drawn = torch.Generator().manual_seed(3)
     q, k, v, grad = (
-        torch.randn(2, heads, 10, 8, dtype=torch.float64, generator=drawn)
+        torch.randn(2, heads, 10, width, dtype=torch.float64, generator=drawn).to(dtype)
         for heads in (6, 2, 2, 6)
     )
-    for x in (q, k, v):
-        x.requires_grad_()
+    assert gpu_attention.by_products(q)
+    right_q, right_k, right_v = (x.double().requires_grad_() for x in (q, k, v))
     right = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, enable_gqa=True
+        right_q, right_k, right_v, is_causal=causal, enable_gqa=True
     )
-    right.backward(grad)
-    with torch.no_grad():
-        out, lse = gpu_attention.attend_rectangle(q, k, v, causal)
-        grads = gpu_attention.rectangle_gradients(grad, q, k, v, out, lse, causal)
-    torch.testing.assert_close(out, right.detach(), rtol=1e-12, atol=1e-12)
-    for ours, x in zip(grads, (q, k, v), strict=True):
-        torch.testing.assert_close(ours, x.grad, rtol=1e-12, atol=1e-12)
+    right.backward(grad.double())
+    out, lse = gpu_attention.attend_rectangle(q, k, v, causal)
+    grads = gpu_attention.rectangle_gradients(grad, q, k, v, out, lse, causal)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), right.detach(), rtol=near, atol=near)
+    for ours, x in zip(grads, (right_q, right_k, right_v), strict=True):
+        torch.testing.assert_close(ours.double(), x.grad, rtol=near, atol=near)
+    plain = torch.empty(1, 1, 1, 256, dtype=torch.bfloat16)
+    assert not gpu_attention.by_products(plain)

@@ -110,7 +110,7 @@ def attend_backward(
 
 def _varlen(q: T, segments: list[Segment]) -> bool:
     """Return whether one call of a GPU kernel can take all segments."""
-    if not q.is_cuda or gpu_kernels().is_wide(q):
+    if not q.is_cuda or gpu_kernels().by_products(q):
         return False
     plain = all(s.causal and not s.flipped for s in segments)
     return plain and not uniform(segments, len(q), len(q))

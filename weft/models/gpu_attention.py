@@ -2,7 +2,8 @@
 
 In 16 bits they are cuDNN's where the device has them (from Hopper on: 0.64 of flash attention's time forward and
 backward on an H100, 8,192 tokens, heads of 64), else flash attention's (Dao 2023, 2307.08691). Both let query heads
-share key/value heads. In float32 and float64 attention is computed by products with all scores, for proofs.
+share key/value heads. In float32 and float64 attention is computed by products with all scores, for proofs; so it is
+for heads that no kernel takes, such as the 576 elements of latent attention to a cache.
 ``torch.backends.cuda.enable_cudnn_sdp(False)`` turns cuDNN's off.
 """
 
@@ -13,10 +14,14 @@ from typing import NamedTuple
 
 import torch
 
+from weft.models.numbers import wide
 from weft.models.segments import QkvGradients
 
 aten = torch.ops.aten
 T = torch.Tensor
+
+#: The widest head that flash attention takes, in elements.
+WIDEST = 256
 
 
 def attend_rectangle(q: T, k: T, v: T, causal: bool) -> tuple[T, T]:
@@ -25,11 +30,13 @@ def attend_rectangle(q: T, k: T, v: T, causal: bool) -> tuple[T, T]:
     head_dim]``; ``k, v``: ``[batch, kv_heads, keys, head_dim]``; ``causal``: whether query ``i`` sees only the keys
     ``0`` to ``i``. It may be True only if ``keys`` equals ``seq``.
     """
-    if is_wide(q):
+    if by_products(q):
+        dtype = q.dtype
+        q, k, v = (x.to(wide(dtype)) for x in (q, k, v))
         k, v = _repeated(q, k), _repeated(q, v)
         scores = _scores(q, k, causal)
         lse = scores.logsumexp(-1)
-        return (scores - lse[..., None]).exp() @ v, lse
+        return ((scores - lse[..., None]).exp() @ v).to(dtype), lse
     if takes_cudnn(q):
         out, lse = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal
@@ -46,7 +53,8 @@ def rectangle_gradients(
     ``grad``: the gradient of the output. ``out`` and ``lse``: output and log-sum-exps of the queries over all keys that
     they see; ``k`` and ``v`` may be only some of these keys. The other arguments are those of the forward call.
     """
-    if is_wide(q):
+    if by_products(q):
+        grad, q, k, v, out = (x.to(wide(q.dtype)) for x in (grad, q, k, v, out))
         wide_k, wide_v = _repeated(q, k), _repeated(q, v)
         p = (_scores(q, wide_k, causal) - lse[..., None]).exp()
         d_p = grad @ wide_v.mT - (grad * out).sum(-1, keepdim=True)
@@ -136,9 +144,12 @@ def backward_documents(
     return varlen_gradients(grad, q, k, v, out, lse, tokens, tokens)
 
 
-def is_wide(q: T) -> bool:
-    """Return whether ``q`` has a type that the attention kernels of a GPU do not support: float32 or float64."""
-    return q.dtype in (torch.float32, torch.float64)
+def by_products(q: T) -> bool:
+    """Return whether the attention kernels of a GPU do not support queries like ``q`` ``[..., head_dim]``: they take 16
+    bits, and heads of at most :data:`WIDEST` elements, a multiple of 8.
+    """
+    width = q.shape[-1]
+    return q.dtype in (torch.float32, torch.float64) or width > WIDEST or width % 8 > 0
 
 
 def takes_cudnn(q: T) -> bool:
