@@ -2,9 +2,10 @@
 
 ``alone``: each recipe takes the same steps on the CPU and on the GPU, from the same weights; losses, gradients, norm,
 parameters and optimizer state are compared as ``weft verify`` compares them. ``ranks``: layouts over gloo, whose ranks
-share the one card (NCCL refuses several on a card), against one rank on it. What fails is named, and the rest goes on.
+share the one card (NCCL refuses several on a card), against one rank on it. ``engine``: options of the generation
+engine (``bench/gpu_engine.py``). What fails is named, and the rest goes on.
 
-    python bench/gpu_check.py alone|ranks [--device cuda] [--steps 3] [--only NAME ...] [--json FILE]
+    python bench/gpu_check.py alone|ranks|engine [--device cuda] [--steps 3] [--only NAME ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -265,16 +266,21 @@ def start(name: str, world: int, device: str, steps: int, file: Path) -> list[An
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=["alone", "ranks", "rank"])
+    parser.add_argument("part", choices=["alone", "ranks", "rank", "engine"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--at-once", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--seconds", type=float, default=None)
     parser.add_argument("--json", type=Path, default=Path("/tmp/gpu_check.jsonl"))
     args = parser.parse_args()
     os.chdir(ROOT)
     args.json = args.json.resolve()
+    if args.part == "engine":
+        from gpu_engine import engine_part  # beside this file
+
+        return engine_part(args.only, args.device, args.seconds or 75, args.json)
+    args.seconds = args.seconds or 150
     if args.part == "rank":
         return rank_main(args.only, args.device, args.steps, args.json)
     if args.part == "alone":
