@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import math
 import os
@@ -58,8 +59,8 @@ KINDS: dict[str, dict[str, Any]] = {
 NEW = 16
 #: How far log-probabilities may be apart.
 NEAR = {"float32": 1e-4, "bfloat16": 0.3}
-#: Seconds of a case on one device; of the first one, which compiles kernels; and without any sign of life.
-CASE_S, FIRST_S, SILENT_S = 12, 40, 45
+#: Seconds of a case on one device; of the first one, which compiles kernels; and of the start of a process.
+CASE_S, FIRST_S, START_S = 12, 40, 20
 
 
 def ids_of(length: int, seed: int) -> list[int]:
@@ -727,10 +728,14 @@ def run_case(name: str, sides: Sequence[Side], limit: float) -> dict[str, Any]:
     near = NEAR["bfloat16" if name.startswith("bf16") else "float32"]
     for side in sides:
         side.notes, began = {}, time.perf_counter()
-        with limited(limit):
-            texts.append(CASES[name](side))
-            if side.on_gpu:
-                torch.cuda.synchronize()
+        try:
+            with limited(limit):
+                texts.append(CASES[name](side))
+                if side.on_gpu:
+                    torch.cuda.synchronize()
+        except Exception as error:
+            error.add_note(side.device)
+            raise
         label = "seconds" if side is sides[-1] else "cpu_seconds"
         row[label] = round(time.perf_counter() - began, 2)
     apart = difference(*texts, near)
@@ -747,7 +752,8 @@ def failure(name: str, error: BaseException, seconds: float) -> dict[str, Any]:
     last = (ours or every)[-1]
     where = f"{Path(last.filename).name}:{last.lineno}"
     said = " ".join(str(error).split())[:300]
-    text = f"FAILED {type(error).__name__} at {where}: {said}"
+    device = "".join(getattr(error, "__notes__", ())[-1:])
+    text = f"FAILED {type(error).__name__} on {device} at {where}: {said}"
     return {"case": name, "ok": False, "error": text, "seconds": round(seconds, 2)}
 
 
@@ -768,6 +774,7 @@ def show(row: dict[str, Any], file: Path) -> None:
 
 def cases_here(names: Sequence[str], device: str, seconds: float, file: Path) -> None:
     """Run the cases ``names`` one after the other in this process."""
+    faulthandler.enable()
     ends, limit = time.monotonic() + seconds, float(FIRST_S)
     torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(min(4, torch.get_num_threads()))
@@ -805,6 +812,10 @@ def engine_part(names: Sequence[str] | None, device: str, seconds: float, file: 
     if file.exists():
         begun = len(file.read_text().splitlines())
     while left:
+        if time.monotonic() > ends:
+            for name in left:
+                show({"case": name, "ok": None, "error": "not begun: no time"}, file)
+            return
         command = [
             sys.executable, __file__, "--device", device, "--json", str(file),
             "--seconds", str(max(1.0, ends - time.monotonic())), "--only", *left,
@@ -815,7 +826,10 @@ def engine_part(names: Sequence[str] | None, device: str, seconds: float, file: 
             now = file.read_text().splitlines()[begun:] if file.exists() else []
             if len(now) > len(rows):
                 rows, changed_at = now, time.monotonic()
-            if time.monotonic() > changed_at + SILENT_S:
+            silent = 2 * CASE_S + 3 if rows else START_S + FIRST_S
+            if time.monotonic() > changed_at + silent:
+                child.send_signal(signal.SIGABRT)  # it says where it was
+                time.sleep(2)
                 child.kill()
             time.sleep(0.1)
         rows = file.read_text().splitlines()[begun:] if file.exists() else []
