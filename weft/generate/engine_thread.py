@@ -20,6 +20,7 @@ from weft.generate.backend import (
 from weft.generate.beam_search import Search
 from weft.generate.engine import Engine, KeptUsage
 from weft.generate.request import Generation, Written
+from weft.generate.thread_device import use_device
 
 R = TypeVar("R")
 
@@ -192,6 +193,7 @@ class EngineThread:
     def _serve(self) -> None:
         """Take steps until the end. Actions that still wait then get an error."""
         try:
+            use_device(self.engine.model.mesh.device)
             self._take_steps()
         finally:
             with self._wake:

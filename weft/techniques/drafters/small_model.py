@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -93,11 +94,13 @@ class DraftModel(Drafter):
         early_layer: int = 0,
     ) -> None:
         from weft.generate.engine import Engine
+        from weft.generate.thread_device import use_device
 
         self.most, self.ahead, self.tokens = most, ahead, tokens
         self.early_layer = early_layer
         self.engine = Engine(model, tokens, size=4)
-        self._thread = ThreadPoolExecutor(1, "draft")
+        use = partial(use_device, model.mesh.device)
+        self._thread = ThreadPoolExecutor(1, "draft", use)
         self._ahead: Future[dict[Asked, Guessed]] | None = None
 
     @classmethod
