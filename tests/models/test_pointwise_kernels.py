@@ -57,3 +57,19 @@ def test_they_are_for_gpus_without_gradients() -> None:
     with torch.inference_mode():
         assert fuses(x) == (DEVICE.type == "cuda")
         assert not fuses(x.double())
+
+
+def test_a_query_that_sees_another_text_is_rotated_without_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``[queries, heads, width]``: where there is one query, that is no batch of one row."""
+    from weft.models import rope
+    from weft.models.shared_prefixes import turned
+
+    monkeypatch.setattr(rope, "fuses", lambda x: True)
+    monkeypatch.setattr(rope, "own_gradients_pay", lambda x: False)
+    q, angle = torch.randn(1, 4, 8, device=DEVICE), torch.rand(1, 1, 3, device=DEVICE)
+    cos, sin = angle.cos(), angle.sin()
+    plain, a, b = q.split([2, 3, 3], -1)
+    expected = torch.cat([plain, a * cos - b * sin, b * cos + a * sin], -1)
+    torch.testing.assert_close(turned(q, cos, sin), expected)

@@ -105,7 +105,7 @@ def rotate(x: T, cos: T, sin: T, interleaved: bool = False) -> T:
     if own_gradients_pay(x) and x.dtype == cos.dtype:
         turn = _turned if torch.is_inference_mode_enabled() else _Rotate.apply
         return turn(x, cos, sin, interleaved)
-    if fuses(x) and x.shape[0] == 1 and x.stride(-1) == 1:
+    if fuses(x) and x.dim() == 4 and x.shape[0] == 1 and x.stride(-1) == 1:
         from weft.models.pointwise_kernels import rotate_heads
 
         return rotate_heads(x, cos, sin, interleaved)
