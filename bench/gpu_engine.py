@@ -59,8 +59,9 @@ KINDS: dict[str, dict[str, Any]] = {
 NEW = 16
 #: How far log-probabilities may be apart.
 NEAR = {"float32": 1e-4, "bfloat16": 0.3}
-#: Seconds of a case on one device; of the first one, which compiles kernels; and of the start of a process.
+#: Seconds of a case on one device; of the first one and of others that compile kernels; and of a process's start.
 CASE_S, FIRST_S, START_S = 12, 40, 20
+COMPILING = ("attention paged", "attention fixed", "attention measured", "bf16 weights")
 
 
 def ids_of(length: int, seed: int) -> list[int]:
@@ -775,7 +776,7 @@ def show(row: dict[str, Any], file: Path) -> None:
 def cases_here(names: Sequence[str], device: str, seconds: float, file: Path) -> None:
     """Run the cases ``names`` one after the other in this process."""
     faulthandler.enable()
-    ends, limit = time.monotonic() + seconds, float(FIRST_S)
+    ends = time.monotonic() + seconds
     torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(min(4, torch.get_num_threads()))
     with tempfile.TemporaryDirectory() as temporary:
@@ -791,7 +792,8 @@ def cases_here(names: Sequence[str], device: str, seconds: float, file: Path) ->
                 show(row, file)
                 continue
             try:
-                row = run_case(name, sides, limit)
+                slow = name == names[0] or name in COMPILING
+                row = run_case(name, sides, FIRST_S if slow else CASE_S)
             except Exception as error:
                 row = failure(name, error, time.monotonic() - began)
                 lost = "CUDA error" in str(error) or "AcceleratorError" in row["error"]
@@ -799,7 +801,6 @@ def cases_here(names: Sequence[str], device: str, seconds: float, file: Path) ->
                     show(row, file)
                     os._exit(3)  # nothing more can be computed here
             show(row, file)
-            limit = CASE_S
 
 
 def engine_part(names: Sequence[str] | None, device: str, seconds: float, file: Path) -> None:  # fmt: skip
@@ -826,7 +827,7 @@ def engine_part(names: Sequence[str] | None, device: str, seconds: float, file: 
             now = file.read_text().splitlines()[begun:] if file.exists() else []
             if len(now) > len(rows):
                 rows, changed_at = now, time.monotonic()
-            silent = 2 * CASE_S + 3 if rows else START_S + FIRST_S
+            silent = FIRST_S + (3 if rows else START_S)
             if time.monotonic() > changed_at + silent:
                 child.send_signal(signal.SIGABRT)  # it says where it was
                 time.sleep(2)
