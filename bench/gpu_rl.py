@@ -44,7 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
     "two epochs": {"rl": {"epochs": 2, "batch": 8}},
     "bfloat16": {"train": {"dtype": "bfloat16"}},
     "narrow weights": {"roles": {"rollout": {"weights": "bfloat16"}}},
-    "compiled": {"train": {"compile": True}},
     "writer": {"roles": {"rollout": PLACE}},
     "stale writer": {"rl": {"staleness": 1}, "roles": {"rollout": PLACE}},
     "delta writer": {"roles": {"rollout": PLACE | {"delta": True}}},
