@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,10 +14,14 @@ import torch
 from tests.cases import recipe, write_corpus
 from tests.memory.test_tiers import run
 from weft.errors import UsageError
+from weft.layout.dims import Tensor
+from weft.layout.parts import Part
+from weft.memory.tier_file import PAGE, BufferPool
 from weft.parallel.alternating import (
     PROFILED,
     Alternating,
     UnitUpdate,
+    pin_slots,
     update_alternating,
 )
 from weft.parallel.state import State
@@ -95,6 +100,20 @@ def test_units_are_updated_where_and_when_the_table_says(corpus: str) -> None:
     main = threading.get_ident()
     assert all((thread == main) == (kind == ON_HOST) for kind, _, thread in seen)
     assert len({thread for *_, thread in seen}) == 4 and most[0] <= ROOMS
+
+
+def test_slots_move_into_buffers_that_a_driver_can_pin_and_only_once() -> None:
+    """Only a CUDA device asks for it, and its driver pins; where slots go and what they hold shows without them."""
+    values = torch.arange(6.0)
+    part = Part(values, ((0, 6),), Tensor((6,), "F32"))
+    held: Any = SimpleNamespace(slots={"exp_avg": part})
+    pin_slots([UnitUpdate([held], [])], BufferPool())
+    assert part.values is values and values.tolist() == [0, 1, 2, 3, 4, 5]
+    there = values.data_ptr()
+    assert there % PAGE == 0
+    with mock.patch.object(torch.Tensor, "is_pinned", return_value=True):
+        pin_slots([UnitUpdate([held], [])], BufferPool())
+    assert values.data_ptr() == there
 
 
 def test_an_update_that_fails_is_raised_and_nobody_saves_what_is_left(

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.memory.resting import ALIGNED
-from weft.memory.tier_file import page_buffer
+from weft.memory.resting import ALIGNED, RestingGroup
+from weft.memory.tier_file import BufferPool, page_buffer
 from weft.parallel.state import Held, State, Unit
 from weft.schedule.actions import Action, Key, Table
 from weft.schedule.alternate import (
@@ -92,6 +92,20 @@ class UnitUpdate(NamedTuple):
         return UnitUpdate(held, list(left))
 
 
+def pin_slots(jobs: Sequence[UnitUpdate], pool: BufferPool) -> None:
+    """Move the slots of updates to pinned memory from ``pool``, unless they are in such memory already.
+
+    The tensor objects stay the same. Weights and gradients on the host are pinned where they are made. Slots are made
+    like any tensor of the CPU; a device copies from and to such memory at a fraction of the link's speed, and a thread
+    of the host has to help. ``jobs``: the updates of all units.
+    """
+    for job in jobs:
+        slots = [part.values for h in job.held for part in h.slots.values()]
+        loose = [t for t in slots if t.numel() and not t.is_pinned()]
+        if loose:
+            RestingGroup(loose, None, pool)
+
+
 class Lane:
     """A thread that runs submitted callables in order, on a CUDA stream of its own where the device has streams."""
 
@@ -157,6 +171,8 @@ class Alternating:
             self._choose(sizes)
         count = round((0.5 if self.share is None else self.share) * len(jobs))
         self._make_room(max(sizes, default=0) if count else 0)
+        if count and self.device.type == "cuda":
+            pin_slots(jobs, BufferPool(pinned=True))
         times = self._run(update_table(len(jobs), count), jobs, update)
         if self.share is None:
             self._note(times, sizes)
