@@ -132,6 +132,34 @@ def test_training_waits_for_the_copy_before_it_changes_the_state(
     assert not same(found["step-000002"], expected["step-000002"])
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_training_does_not_copy_what_rests_on_the_host_beside_a_gpu() -> None:
+    """Such as moments: a stream copies the weights, and the thread for copies the moments."""
+    values = [torch.arange(3.0).as_subclass(OnGpu), torch.arange(4.0)]
+    places, saver = [torch.zeros(3), torch.zeros(4)], Saver(print)
+    by_training: list[tuple[int, bool]] = []
+
+    def seen(into: list[torch.Tensor], values: list[torch.Tensor], **_: Any) -> None:
+        training = threading.current_thread() is threading.main_thread()
+        by_training.extend((len(value), training) for value in values)
+        copied(into, values)
+
+    fake = {name: mock.MagicMock() for name in ("Stream", "Event", "stream", "current_stream")}  # fmt: skip
+    with (
+        mock.patch.multiple(torch.cuda, **fake),
+        mock.patch.object(torch, "_foreach_copy_", seen),
+    ):
+        saver._copy(places, values)()
+    saver.close()
+    assert sorted(by_training) == [(3, True), (4, False)]
+    assert [place.tolist() for place in places] == [[0, 1, 2], [0, 1, 2, 3]]
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_what_changes_after_the_copy_is_not_saved(tmp_path: Path, lazy: bool) -> None:
     values = torch.arange(12.0).view(3, 4)

@@ -287,6 +287,20 @@ class Saver:
         if self.in_place:
             cast("InPlaceWriter", self._writer).values = values
             return lambda: 0.0
+        on_gpu = [v.is_cuda for v in values]
+        if len({*on_gpu}) > 1:  # such as moments that rest on the host
+            waits = [
+                self._copy(
+                    [
+                        p
+                        for p, there in zip(places, on_gpu, strict=True)
+                        if there is gpu
+                    ],
+                    [v for v in values if v.is_cuda is gpu],
+                )
+                for gpu in (True, False)
+            ]
+            return lambda: max([wait() for wait in waits])
         if values and values[0].is_cuda:
             stream, start, end = (
                 torch.cuda.Stream(),
