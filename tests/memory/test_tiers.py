@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from tests.cases import recipe, write_corpus
 from weft.checkpoint.staging import WriterProcess
 from weft.layout.mesh import Mesh
-from weft.memory import pinned, tier_file
+from weft.memory import pinned, resting, tier_file
 from weft.memory.nameless_file import TierError
-from weft.memory.resting import RestingGroup, Tiers
+from weft.memory.resting import RestingGroup, ReturnCopy, Tiers
 from weft.memory.tier_file import (
     COMMON,
     PAGE,
@@ -49,6 +49,36 @@ EVERYTHING = {"weights": "file", "gradients": "file", "moments": "file"}
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+# --- the host
+
+
+class LateCopy(ReturnCopy):
+    """A copy that ends no earlier than somebody waits for it, as one on a CUDA stream may."""
+
+    def __init__(self, there: torch.Tensor, home: torch.Tensor) -> None:
+        self.there, self.home = there, home
+
+    def wait(self) -> None:
+        self.home.copy_(self.there)
+
+
+def test_tensors_are_used_again_only_when_they_are_back_from_the_device() -> None:
+    values = torch.zeros(4)
+    group = RestingGroup([values], None, BufferPool())
+    with mock.patch.object(resting, "ReturnCopy", LateCopy):
+        for step in range(2):
+            group.bring()
+            assert values.tolist() == [step] * 4
+            # what a device other than the CPU has
+            group.there = group.home.clone()
+            group._refer_to(group.there)
+            values += 1
+            group.put(changed=True)
+            assert values.tolist() == [step] * 4, "training waited for the way back"
+        group.settle()
+    assert values.tolist() == [2] * 4
 
 
 # --- the file

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +37,37 @@ HERE = Transfer((), "", 0)
 
 #: Alignment of tensors in a region, in bytes.
 ALIGNED = 64
+
+
+@cache
+def return_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the CUDA stream on which tensors go back from ``device`` to the host, beside all other work."""
+    return torch.cuda.Stream(device)
+
+
+class ReturnCopy:
+    """Copy from a device to the host's memory, on a CUDA stream beside the computation and the copies the other way.
+
+    ``there``: source on the device, which nobody may change; ``home``: pinned target.
+    """
+
+    def __init__(self, there: T, home: T) -> None:
+        stream = return_stream(there.device)
+        stream.wait_stream(torch.cuda.current_stream(there.device))
+        with torch.cuda.stream(stream):
+            home.copy_(there, non_blocking=True)
+        # so that its memory is not used again before
+        there.record_stream(stream)
+        self._ended = stream.record_event()
+
+    @property
+    def done(self) -> bool:
+        """Whether the copy has ended. Reading this property does not wait."""
+        return self._ended.query()
+
+    def wait(self) -> None:
+        """Wait until the copy has ended."""
+        self._ended.synchronize()
 
 
 class ComingRow(NamedTuple):
@@ -95,7 +126,7 @@ class RestingGroup:
         self.buffer: T | None = None
         self.there: T | None = None  # the same on the device
         self.coming: Transfer | None = None
-        self.leaving: Transfer | None = None
+        self.leaving: Transfer | ReturnCopy | None = None
         self.in_use = False
         for tensor, place in zip(self.tensors, self._places(self.home), strict=True):
             if tensor.count_nonzero():  # the home is zeros
@@ -167,7 +198,8 @@ class RestingGroup:
             self.buffer = self.pool.take(self.region.size)
         if self.coming is not None:
             self.coming.wait()
-        if changes and self.leaving is not None:  # of what was kept
+        # of what was kept, or is still on its way back from the device
+        if (changes or self.file is None) and self.leaving is not None:
             self.leaving.wait()
         memory = self.home if self.buffer is None else self.buffer
         if self.device.type != "cpu":
@@ -186,7 +218,10 @@ class RestingGroup:
             self.turn()
         memory = self.home if self.buffer is None else self.buffer
         if self.there is not None and changed:
-            memory.copy_(self.there)
+            if self.file is None:  # beside the update of the next unit
+                self.leaving = ReturnCopy(self.there, memory)
+            else:
+                memory.copy_(self.there)
         self.there, self.in_use = None, False
         self._refer_to(self.home)
         if changed and self.region is not None and self.buffer is not None:
