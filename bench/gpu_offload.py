@@ -167,6 +167,7 @@ def timed(
     step: Callable[[], float], steps: int, given: Given, spans: dict[str, list[float]]
 ) -> dict[str, Any]:
     """The figures of ``steps`` steps of a side; ``spans``: seconds of parts of every step, which steps add to."""
+    clear(given)  # so that the peak is that of steps
     losses, times = [], []
     for _ in range(steps):
         given.wait()
@@ -795,7 +796,10 @@ def started(group: str, args: argparse.Namespace, seconds: float) -> dict[str, A
         "--seconds", str(seconds - 4), "--tokens", str(args.tokens), "--threads", str(args.threads), "--layers",
         str(args.layers), "--folder", str(args.folder), *["--tiny"] * args.tiny,
     ]  # fmt: skip
+    # the process that writes Weft's checkpoints imports it as well
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     alone = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
         "TOKENIZERS_PARALLELISM": "false",
