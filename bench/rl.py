@@ -74,7 +74,7 @@ def weft_side(asked: dict[str, Any]) -> dict[str, Any]:
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     recipe = build_recipe({
         "model": {"from": asked["model"]},
-        "data": {"seq_len": 128 + asked["preamble"]},
+        "data": {"seq_len": 80 + asked["preamble"] + asked["tokens"]},
         "tasks": [{"reward": f"{folder}/reward.py:letters", "path": str(folder / "prompts.jsonl"), "name": "letters",
                    "limit": 1}],
         "rl": {"method": "grpo", "group": asked["group"], "tokens": asked["tokens"]},

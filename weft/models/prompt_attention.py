@@ -43,11 +43,11 @@ class PromptParts(NamedTuple):
 class GatheredKeys(NamedTuple):
     """Keys of a row with shared prompts, gathered for one call: for each segment its prompt's, if any, and its own.
 
-    ``index``: the token of each gathered key, int64 ``[gathered keys]``. ``queries``, ``keys``: where those of each
+    ``tokens``: the token of each gathered key, int64 ``[gathered keys]``. ``queries``, ``keys``: where those of each
     segment are in the row and among the gathered keys.
     """
 
-    index: T
+    tokens: T
     queries: gpu_attention.VarlenTokens
     keys: gpu_attention.VarlenTokens
 
@@ -74,8 +74,8 @@ def prompt_parts(edges: tuple[int, ...], parents: tuple[int, ...]) -> PromptPart
 
 
 def in_one_call(q: T) -> bool:
-    """Return whether one call of a GPU's kernel takes all segments of queries ``q``: in 16 bits."""
-    return q.is_cuda and not gpu_attention.is_wide(q)
+    """Return whether one call of a GPU's kernel takes all segments of queries ``q``, in 16 bits."""
+    return q.is_cuda and not gpu_attention.by_products(q)
 
 
 @lru_cache(maxsize=16)
@@ -120,14 +120,14 @@ def _backward_in_one_call(
     grad: T, q: T, k: T, v: T, out: T, lse: T, seen: GatheredKeys
 ) -> QkvGradients:
     """Return the gradients of attention in one call; those of a prompt's keys are summed over its answers."""
-    index, *places = seen
+    own_k, own_v = (x.index_select(0, seen.tokens) for x in (k, v))
     dq, *parts = gpu_attention.varlen_gradients(
-        grad, q, *(x.index_select(0, index) for x in (k, v)), out, lse, *places
+        grad, q, own_k, own_v, out, lse, seen.queries, seen.keys
     )
     # 16 bits are too coarse to be summed
     sums = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (k, v))
     dk, dv = (
-        total.index_add_(0, index, part.to(total.dtype)).to(part.dtype)
+        total.index_add_(0, seen.tokens, part.to(total.dtype)).to(part.dtype)
         for total, part in zip(sums, parts, strict=True)
     )
     return QkvGradients(dq, dk, dv)
@@ -151,9 +151,10 @@ def attend_after_prompts(
     """
     edges, parents = map(tuple, cu_seqlens.tolist())
     if in_one_call(q):
-        index, *places = _gathered(q, edges, parents)
+        gathered = _gathered(q, edges, parents)
+        own_k, own_v = (x.index_select(0, gathered.tokens) for x in (k, v))
         return gpu_attention.varlen_forward(
-            q, *(x.index_select(0, index) for x in (k, v)), *places
+            q, own_k, own_v, gathered.queries, gathered.keys
         )
     out = torch.empty_like(q, dtype=wide(q.dtype))
     lse = torch.empty(q.shape[:2], dtype=out.dtype, device=q.device)

@@ -64,6 +64,8 @@ def run_role_process(run: Address, name: str) -> None:
             else:
                 settle_in(device, about["threads"])
                 mesh = Mesh.single(torch.device(device))
+            if device == "cuda":  # as on ranks that train
+                torch.set_float32_matmul_precision("high")
             if name == "critic":
                 from weft.rl.critic_work import serve_critic
 
