@@ -60,7 +60,7 @@ NEW = 16
 #: How far log-probabilities may be apart.
 NEAR = {"float32": 1e-4, "bfloat16": 0.3}
 #: Seconds of a case on one device; of the first one and of others that compile kernels; and of a process's start.
-CASE_S, FIRST_S, START_S = 12, 40, 20
+CASE_S, FIRST_S, START_S = 25, 40, 20
 COMPILING = ("attention paged", "attention fixed", "attention measured", "bf16 weights")
 
 
