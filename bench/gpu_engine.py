@@ -2,8 +2,10 @@
 
 Models of four small layers are drawn from the names of their weights, so that both devices have the same ones. Greedy
 texts in float32 must be the same; where the CPU's first two tokens are closer than the tolerance, either will do. In
-bfloat16 log-probabilities are compared to 0.3. ``bench/gpu_check.py engine`` runs these cases in a process of their
-own, and starts another one for those that are left if a case takes the process or the card's context with it.
+bfloat16 log-probabilities are compared to 0.3. Where a policy rounds values or chooses the largest ones, the GPU's own
+decision counts, except at a border (:class:`Decisions`): there it takes the CPU's, and counts these.
+``bench/gpu_check.py engine`` runs these cases in a process of their own, and starts another one for those that are left
+if a case takes the process or the card's context with it.
 
     python bench/gpu_check.py engine [--device cuda] [--seconds 75] [--only NAME ...] [--json FILE]
 """
@@ -29,6 +31,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -220,9 +223,114 @@ def kind(
     return [*texts, *write(engine, [PROMPTS[2], PROMPTS[2][:100]])]
 
 
+class Decisions(TorchFunctionMode):
+    """Roundings and choices of the largest values in a policy, which depend on the last digits of values at a border.
+    A rounding that falls otherwise changes a key by a 127th of its largest element, a choice leaves a token out; both
+    are far more than two devices' kernels differ by, and are a reason for further ones in the next layers.
+
+    The first side keeps its decisions in ``file``. The second one takes those in place of its own where both are right
+    to within ``STEP`` of a rounding's step, or ``SHARE`` of the chosen values: these are counted in ``border``. Where
+    its own value is clearly on another side it keeps its own decision, which is counted in ``beyond`` and is a fault.
+    """
+
+    STEP, SHARE = 0.01, 1e-3
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file, self.decided = file, list[torch.Tensor]()
+        self.earlier = torch.load(file) if file.exists() else None
+        self.numbers = dict.fromkeys(("rounded", "chosen"), 0)
+        self.border, self.beyond = dict(self.numbers), dict(self.numbers)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        got = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.round:
+            return self._rounded(args[0], got)
+        if func is torch.Tensor.topk:
+            return self._chosen(args[0], got)
+        return got
+
+    def _other(self, own: torch.Tensor) -> torch.Tensor:
+        """Keep a decision, and return the other side's."""
+        self.decided.append(own.cpu())
+        if self.earlier is None:
+            return own
+        at = len(self.decided) - 1
+        need(at < len(self.earlier), "the sides decide unequally often")
+        other = self.earlier[at].to(own.device)
+        need(other.shape == own.shape, f"decision {at}: {own.shape}, {other.shape}")
+        return other
+
+    def _rounded(self, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        other = self._other(own)
+        near = (x - other).abs() < 0.5 + self.STEP
+        self._count("rounded", own != other, near)
+        return torch.where(near, other, own)
+
+    def _chosen(self, x: torch.Tensor, own: Any) -> Any:
+        """``x``: values, none of which is negative; ``own``: the largest of the last dimension, and where they are."""
+        other = self._other(own.indices)
+        sides = torch.zeros_like(x, dtype=torch.bool).scatter(-1, other, True)
+        ours = torch.zeros_like(sides).scatter(-1, own.indices, True)
+        least = own.values[..., -1:]
+        near = (x - least).abs() <= self.SHARE * least
+        apart = sides != ours
+        self._count("chosen", apart, near)
+        # of the same ones, the order does not count
+        taken = (near | ~apart).all(-1, keepdim=True)
+        indices = torch.where(taken, other, own.indices)
+        return torch.return_types.topk((x.gather(-1, indices), indices))
+
+    def _count(self, what: str, apart: torch.Tensor, near: torch.Tensor) -> None:
+        self.numbers[what] += apart.numel()
+        self.border[what] += int((apart & near).sum())
+        self.beyond[what] += int((apart & ~near).sum())
+
+    def watch(self, engine: Engine) -> None:
+        """Take part in what the selectors of ``engine`` decide."""
+
+        def inside(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                with self:
+                    return method(*args)
+
+            return call
+
+        reader: Any = engine.reader
+        for pages in reader.pages:
+            # not "attend", whose kernels may be compiled
+            for name in ("written", "copied", "_choose"):
+                setattr(pages.selector, name, inside(getattr(pages.selector, name)))
+
+    def finish(self, notes: dict[str, Any]) -> None:
+        """Keep the first side's decisions; check the second's: there may be few at a border, and none beyond."""
+        if self.earlier is None:
+            torch.save(self.decided, self.file)
+            return
+        need(len(self.decided) == len(self.earlier), "the sides decide unequally often")
+        for what, number in self.numbers.items():
+            border, beyond = self.border[what], self.beyond[what]
+            if number:
+                notes[what] = f"{border} at a border, {beyond} beyond, of {number}"
+            need(
+                border <= 2 + number / 200, f"{what}: {border} at a border of {number}"
+            )
+            need(
+                not beyond, f"{what}: {beyond} otherwise, beyond a border, of {number}"
+            )
+
+
 def policy(side: Side, word: str, tokens: int = 4096, dtype: str = "float32") -> list[Text]:  # fmt: skip
     engine = side.engine(side.model(dtype), tokens, cache_policy=cache_policy_of(word))
+    decisions = None
+    if word.startswith("alisa") and word != "alisa:1":
+        decisions = Decisions(side.shared / f"{word.replace(':', '_')}.pt")
+        decisions.watch(engine)
     texts = write(engine, LONG, 24)
+    if decisions is not None:
+        decisions.finish(side.notes)
     usage = engine.policy_usage()
     side.notes["seen"] = round(usage.chosen / max(1, usage.keys), 3)
     side.notes["moved"] = usage.moved
@@ -656,7 +764,8 @@ CASES: dict[str, Callable[[Side], list[Text]]] = {
     "alisa query": partial(policy, word="alisa:0.25:query"),
     "alisa int8": partial(policy, word="alisa:0.25:int8:prompts"),
     "alisa host": partial(policy, word="alisa:0.5:host=4096", tokens=256),
-    "alisa host query": partial(policy, word="alisa:0.5:host=4096:query:int8", tokens=256),
+    "alisa host query": partial(policy, word="alisa:0.5:host=4096:query", tokens=256),
+    "alisa host int8": partial(policy, word="alisa:0.5:host=4096:query:int8", tokens=256),
     "draft text": partial(looked_up, word="text"),
     "draft texts": partial(looked_up, word="texts", hows=HOWS),
     "draft model": guessed,
