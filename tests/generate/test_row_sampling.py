@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from weft.generate import row_sampling
 from weft.generate.guessed_tokens import draw, odds
 from weft.generate.row_sampling import (
     TextState,
@@ -163,3 +164,20 @@ def test_no_rows_have_no_portions_on_any_device() -> None:
     for device in ("cpu", "cuda"):
         assert list(portions([], torch.device(device))) == []
         assert next(portions([3, 1], torch.device(device)))[0] == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_seed_draws_the_same_tokens_by_all_ways_to_a_nucleus(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU sorts the likeliest tokens, the CPU cuts the row or has a kernel: a text that moves goes on the same."""
+    drawn = torch.Generator().manual_seed(4)
+    logits = 3 * torch.randn(24, 5000, dtype=dtype, generator=drawn)
+    numbers = torch.rand(24, dtype=torch.float64, generator=drawn).tolist()
+    hows = [Sampling(0.9, top_p=top_p, min_p=1e-3) for top_p in (0.2, 0.8, 0.99)]
+    texts = [TextState(hows[i % 3], number) for i, number in enumerate(numbers)]
+    said = choose_tokens(logits, texts)
+    monkeypatch.setattr(row_sampling, "kernel_serves", lambda values: False)
+    assert choose_tokens(logits, texts) == said
+    monkeypatch.setattr(row_sampling, "cut_to_nucleus", lambda *given: None)
+    assert choose_tokens(logits, texts) == said

@@ -418,7 +418,11 @@ def nuclei(values: T, hows: Sequence[Sampling]) -> Iterator[Candidates]:
         enough = (ends[:, -1] >= share * total[left, 0]) | (count == vocab)
         kept = above_least(in_nucleus(weights, ends, total[left], own), own)
         if enough.any():
-            yield Candidates(left[enough], kept[enough], ids[enough])
+            # in the order of the ids, in which all other ways draw
+            some = kept[enough]
+            whole = some.new_zeros(len(some), vocab)
+            whole.scatter_(1, ids[enough], some)
+            yield Candidates(left[enough], whole, None)
         left = left[~enough]
         if not len(left):
             return

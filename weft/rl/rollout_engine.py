@@ -189,6 +189,8 @@ def run_rollout_engine(
 
     The arguments are those of :class:`RolloutEngine` and :meth:`RolloutEngine.work`. ``device``: "cpu" or "cuda".
     """
+    if device == "cuda":  # as on ranks that train
+        torch.set_float32_matmul_precision("high")
     engine = RolloutEngine(endpoint, run, secret, name, say, cache, redial, device)
 
     def ask_to_end(number: int, frame: object) -> None:
