@@ -33,6 +33,7 @@ SCRIPTS = {
     "experts_placed": "experts",
     "faults_replicas": "faults",
     "faults_whole": "faults",
+    "rl_gpu": "rl",
     "rl_plan": "rl_plan",
     "serve_cpu": "serve",
     "service_long_prompts": "service_placements",
