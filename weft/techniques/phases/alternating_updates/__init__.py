@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     recipe="offload.toml --set memory.activations=device --set memory.alternate=auto",
     proof="tests/parallel/test_alternating.py",
     figure="no bit depends on it where arithmetic is the same; the chosen number within 5 % of the measured best with "
-    "stated rates (`bench/alternating.py`); on an H200 `1.024` s a step, and `1.017` without (`bench/gpu_offload.py`): no "
-    "gain",
+    "stated rates (`bench/alternating.py`); on an H200 `1.024` s a step, and `1.017` without: no gain "
+    "(`bench/gpu_offload.py`)",
 )
 class AlternatingUpdatesTechnique(StepTechnique):
     """Updates some units of an offloaded state on the device while the host updates the others (Maurya et al. 2024)."""
