@@ -25,8 +25,8 @@ CHUNKS = 4
     recipe="overlap.toml --layout tp=2,overlap=chunks",
     proof="tests/models/test_weave.py, tests/techniques/test_overlaps.py",
     figure=(
-        "equal to 1e-10; over links of 2 ms and 200 Mbit/s a step of two ranks is 1.15x, a long prompt 1.26x; "
-        "of four ranks on two cores 1.09x and 1.11x (`bench/overlap.py`)"
+        "equal to 1e-10; over links of 2 ms and 200 Mbit/s a step of two ranks is 1.19x, a long prompt 1.5x "
+        "(`bench/overlap.py`)"
     ),
 )
 class ProductChunks(Overlap):
