@@ -1,17 +1,18 @@
 """What trials of dispatch options cost, and how often they choose well, by drawn pass times; nothing is sent.
 
-    python bench/dispatch_trials.py [--draws 300] [--recorded TIMED.json] [--json bench/results/dispatch_trials.json]
+    python bench/dispatch_trials.py [--draws 300] [--recorded bench/results/timed_dispatch.json] [--json FILE]
 
 Seven options get times that are up to some three times the best one's. A pass takes its option's time, times noise of
 the option, of the machine's state, which changes slowly, and now and then of a stall; the first pass with an option
 takes twice as long, and, if buffers of the network are full, a pass after one with a slower option takes a share of the
-difference longer. As in ``timed_dispatch.py`` a first run leaves its table, and the second is judged, at another pace
-of the machine: by how much the mean of its passes without the slowest tenth is above that of passes with the best
-option alone (``over best``), and by how much longer than the best its options take without noise (``by its options``).
-``drifting`` is noise as ``timed_dispatch.py`` has met it on two cores that other programs use too.
+difference longer. As in ``timed_dispatch.py`` a first run, of 200 passes or more, leaves its table, and the second is
+judged, at another pace of the machine: by how much the mean of its passes without the slowest tenth is above that of
+passes with the best option alone (``over best``), and by how much longer than the best its options take without noise
+(``by its options``). ``drifting`` is noise that ``timed_dispatch.py`` has met on two cores that other programs use too.
 
-``--recorded`` replays the passes of every setting that ``timed_dispatch.py --json TIMED.json`` has recorded, instead of
-drawn ones: a pass takes what its option took at that time, and a run begins at a drawn pass.
+``--recorded`` also replays the passes of every setting that ``timed_dispatch.py`` has recorded: a pass takes what its
+option took at that time. Passes follow each other as they were recorded, from a drawn one on, and after each
+:data:`ROW` from another one, so that draws differ and the machine's phases stay.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ OPTIONS = 7
 PASSES = (40, 60, 200, 800)
 #: Standard deviation of the logarithm of the pace of a machine from run to run.
 PACE = 0.2
+#: Passes of the first run at least.
+BEFORE = 200
+#: Number of recorded passes that follow each other.
+ROW = 12
 
 
 class Noise(NamedTuple):
@@ -102,10 +107,12 @@ class Machine:
 
 @dataclass
 class Recorded:
-    """Replays recorded passes. ``times``: the seconds of each option, pass by pass; ``at``: number of the next pass."""
+    """Replays recorded passes. ``times``: the seconds of each option, pass by pass."""
 
     times: list[list[float]]
-    at: int
+    draw: random.Random
+    at: int = 0
+    passes: int = 0
 
     def __post_init__(self) -> None:
         usual = [trimmed(each) for each in self.times]
@@ -113,14 +120,20 @@ class Recorded:
         self.seen = set[int]()
 
     def turn(self) -> None:
-        self.at += 1
+        """Go to the next pass."""
+        count = len(self.times[0])
+        drawn = self.passes % ROW == 0
+        self.at = self.draw.randrange(count) if drawn else (self.at + 1) % count
+        self.passes += 1
 
     def restart(self) -> None:
+        """Begin another run, which has to make its connections anew."""
+        self.passes = 0
         self.seen.clear()
 
     def seconds(self, option: int, before: int) -> float:
         """Return the seconds that ``option`` took at the time of the present pass."""
-        seconds = self.times[option][self.at % len(self.times[option])]
+        seconds = self.times[option][self.at]
         if option not in self.seen:
             self.seen.add(option)
             seconds *= 2
@@ -163,10 +176,10 @@ def judged(machines: Sequence[Machine | Recorded], passes: int) -> dict[str, flo
     over, by, draws = [], [], len(machines)
     for machine in machines:
         options = len(machine.bases)
-        first = driven(machine, OptionTimes([inf] * options), passes).times
-        turn = first.turn if not first.rounds else 0
+        before = max(passes, BEFORE)
+        first = driven(machine, OptionTimes([inf] * options), before).times
         machine.restart()
-        run = driven(machine, OptionTimes(list(first.known), turn=turn), passes)
+        run = driven(machine, OptionTimes.resumed(first.kept()), passes)
         over.append(trimmed(run.timed) / min(map(trimmed, run.fixed)) - 1)
         by.append(statistics.mean(machine.bases[o] for o in run.took) - 1)
     return {
@@ -180,19 +193,13 @@ def judged(machines: Sequence[Machine | Recorded], passes: int) -> dict[str, flo
     }
 
 
-def settings(
-    name: str, draws: int, recorded: Path | None
-) -> Sequence[Machine | Recorded]:
-    """Return so many settings with the noise ``name``, or from the file ``recorded``, each as often."""
-    if recorded is None:
-        return [Machine(random.Random(seed), NOISES[name]) for seed in range(draws)]
-    rows = json.loads(recorded.read_text())["settings"]
-    draw = random.Random(0)
-    times = [row["passes ms"] for row in rows]
+def replayed(file: Path, draws: int) -> list[Recorded]:
+    """Return about so many settings, each one of the ``file`` as often."""
+    rows = json.loads(file.read_text())["settings"]
     return [
-        Recorded(each, draw.randrange(len(each[0])))
-        for each in times
-        for _ in range(max(1, draws // len(times)))
+        Recorded(row["passes ms"], random.Random(f"{number}, {seed}"))
+        for number, row in enumerate(rows)
+        for seed in range(max(1, draws // len(rows)))
     ]
 
 
@@ -203,11 +210,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: dict[str, Any] = {}
-    for name in ["recorded"] if options.recorded else NOISES:
-        for passes in PASSES:
-            row = judged(settings(name, options.draws, options.recorded), passes)
-            rows[f"{name}, {passes} passes"] = row
-            print(f"{name}, {passes} passes: {row}")
+    for passes in PASSES:
+        sides: dict[str, Sequence[Machine | Recorded]] = {
+            name: [Machine(random.Random(n), noise) for n in range(options.draws)]
+            for name, noise in NOISES.items()
+        }
+        if options.recorded:
+            sides["recorded"] = replayed(options.recorded, options.draws)
+        for name, machines in sides.items():
+            rows[f"{name}, {passes} passes"] = row = judged(machines, passes)
+            print(f"{name}, {passes} passes: {row}", flush=True)
     if options.json:
         result = {"command": "python bench/dispatch_trials.py", "draws": options.draws}
         options.json.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")

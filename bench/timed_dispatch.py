@@ -1,12 +1,12 @@
 """Dispatch chosen by measured time beside every fixed way, in many settings and on a load that drifts.
 
-    sudo python bench/timed_dispatch.py [--passes 60] [--rate 200mbit] [--quick] [--json FILE]
+    sudo python bench/timed_dispatch.py [--passes 60] [--first 200] [--rate 200mbit] [--quick] [--json FILE]
 
 Four ranks on four hosts (network namespaces) whose cables carry ``--rate`` run one mixture of experts forward and
 backward. A setting is a width, a number of experts and of experts per token, their width, tokens of a rank, and how
 unevenly experts are chosen. In a setting the ranks' own choice (``timed``) and all options take turns, pass by pass in
 drawn order, so that what else the machine does meets all of them. ``timed`` begins with the table that a first run of
-the setting has left, as a machine's second run does; ``cold`` is that first run with all its trials.
+``--first`` passes has left, as a machine's second run does; ``cold`` is as much of that first run, with all its trials.
 
 ``over best apart`` is ``over best`` where one half of the passes says which option is the best and the other half what
 it takes, so that few passes do not make the best look better than it is: 8 minutes are ``--passes 40``.
@@ -191,15 +191,15 @@ def interval(
     return [values[draws // 20], values[-draws // 20 - 1]]
 
 
-def measured(setting: Setting, passes: int) -> dict[str, Any]:
-    """Of a setting the time of each option and of the choice, and what was chosen."""
+def measured(setting: Setting, passes: int, before: int) -> dict[str, Any]:
+    """Of a setting the time of each option and of the choice, and what was chosen, after a run of ``before`` passes."""
     bench = Bench(setting)
     first = bench.chooser()
     cold = [
         bench.run(first, tokens, None)
-        for _ in range(passes)
+        for _ in range(before)
         for tokens in setting.tokens
-    ]
+    ][: passes * len(setting.tokens)]
     way, options = bench.chooser(), len(first.options)
     taken: dict[str, list[float]] = {
         str(side): [] for side in (*range(options), "timed")
@@ -240,12 +240,14 @@ def measured(setting: Setting, passes: int) -> dict[str, Any]:
         # other ranks wait meanwhile
         "interval": interval(times, sizes) if not dist.get_rank() else [],
         "by its options": by_options / min(of_side.values()) - 1,
-        "cold over best": sum(slowest(cold)) / passes / min(of_side.values()) - 1,
+        "cold over best": sum(slowest(cold)) * sizes / len(cold) / min(of_side.values()) - 1,
         "passes ms": [[round(1e3 * s, 3) for s in times[str(option)]] for option in range(options)],
     }  # fmt: skip
 
 
-def be_rank(rank: int, address: str, passes: int, count: int, folder: Path) -> None:
+def be_rank(
+    rank: int, address: str, passes: int, before: int, count: int, folder: Path
+) -> None:
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -258,7 +260,7 @@ def be_rank(rank: int, address: str, passes: int, count: int, folder: Path) -> N
     )
     rows = []
     for setting in (*settings(count), DRIFTING):
-        rows.append(measured(setting, passes))
+        rows.append(measured(setting, passes, before))
         if not rank:
             row = rows[-1]
             print(f"{tuple(setting)}: timed {row['timed s'] * 1e3:.1f} ms, best {row['best s'] * 1e3:.1f}, worst "
@@ -275,29 +277,36 @@ def main() -> None:
     parser.add_argument(
         "--passes", type=int, default=60, help="of each side and setting"
     )
+    parser.add_argument(
+        "--first", type=int, default=200, help="passes of the run before"
+    )
     parser.add_argument("--settings", type=int, default=20)
     parser.add_argument("--rate", default="200mbit", help="of the cables")
     parser.add_argument("--quick", action="store_true", help="few passes: that it runs")
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank, address, passes, count, folder = options.rank
-        be_rank(int(rank), address, int(passes), int(count), Path(folder))
+        rank, address, passes, before, count, folder = options.rank
+        numbers = int(passes), int(before), int(count)
+        be_rank(int(rank), address, *numbers, Path(folder))
         return
     from hosts import hosts
 
-    passes, count = (6, 2) if options.quick else (options.passes, options.settings)
+    passes, before, count = options.passes, options.first, options.settings
+    if options.quick:
+        passes, before, count = 6, 20, 2
     results: dict[str, Any] = {
         "machine": machine(),
         "rate": options.rate,
         "passes": passes,
+        "passes before": before,
     }
     with (
         tempfile.TemporaryDirectory() as name,
         hosts(RANKS, f"weft-timed-{os.getpid()}", options.rate) as places,
     ):
-        words = [str(passes), str(count), name]
+        words = [str(passes), str(before), str(count), name]
         running = [
             subprocess.Popen(host.command([sys.executable, __file__, "--rank", str(rank), places[0].address, *words]))
             for rank, host in enumerate(places)

@@ -7,7 +7,7 @@ import os
 import random
 from collections import Counter
 from contextlib import nullcontext
-from math import comb, inf
+from math import comb
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -515,11 +515,11 @@ def timed_steps(
 
     rare = mock.patch.multiple(
         "weft.techniques.dispatch.timed.trials",
-        LEFT_OUT=(1.0,),
+        RISK=1.0,
         KEPT=2,
         WATCHED=2,
         LOOKS=1,
-        AGAIN=0,
+        AGAIN=1,
         SPENT=1e9,
     )
     with (
@@ -563,157 +563,6 @@ def test_measured_time_chooses_and_changes_no_loss(
     assert again[0][0][:8] == pytest.approx(plain, rel=1e-12)
     for passes in again[0][1]:
         assert set(passes[:2]) == best and passes[2:4] == [0, 1]
-
-
-def turn(times: OptionTimes, *seconds: float) -> tuple[list[int], bool]:
-    """The options of one turn, which take so long in forward; and whether the round is over."""
-    taken = [times.next() for _ in range(len(times.cold) + len(times.left))]
-    assert times.due
-    options = [option for option, timed in taken if timed]
-    return sorted(options), times.learn([*seconds], [0.0] * len(seconds))
-
-
-def test_slow_options_are_seldom_tried() -> None:
-    times = OptionTimes([inf] * 4)
-    assert turn(times, 2.5, 1.0, 1.2, 1.05) == ([0, 1, 2, 3], False)
-    assert turn(times, inf, 1.0, 1.2, 1.05) == ([1, 2, 3], False)
-    assert turn(times, inf, 1.0, 1.2, 0.9) == ([1, 2, 3], False)
-    assert turn(times, inf, 1.0, 1.2, 0.95) == ([1, 2, 3], False)
-    assert turn(times, inf, 1.0, inf, 0.95) == ([1, 3], False)
-    assert turn(times, inf, 1.0, inf, 0.95) == ([1, 3], False)
-    # after seven turns at most 1.1 times the shortest time; what is usual counts, not that
-    assert turn(times, inf, 1.0, inf, 0.95) == ([1, 3], True)
-    assert times.chosen == 3
-    # as many times as long as the chosen option as where both were tried
-    slower = [2.5 / 1.05, 1.0 / 0.95, 1.2 / 0.95, 1.0]
-    assert times.known == pytest.approx([0.95 * ratio for ratio in slower])
-    # an earlier run's times: no trials, and after more and more passes only of those that a hundredth of them pays for
-    times = OptionTimes([3.5, 1.0, 1.25, 0.99])
-    assert times.chosen == 3
-    looked = [times.next() for _ in range(50)]
-    assert looked == [(3, False)] * 47 + [(3, True)] * 3
-    nothing = [inf] * 4
-    assert times.due and not times.learn([inf, inf, inf, 0.5], nothing)
-    # option 2 would cost four passes that take a quarter longer each
-    assert times.left == [1, 3]
-    near, every = [1, 2, 3], [0, 1, 2, 3]
-    for rest, left in ((100, [1, 3]), (200, near), (400, near), (800, every)):
-        while not turn(times, inf, 1.0, 1.25, 0.99)[1]:
-            pass
-        for passes in range(0, rest, 50):
-            assert not times.left, passes
-            assert [times.next()[0] for _ in range(50)] == [3] * 50
-            assert not times.learn([inf, inf, inf, 0.5], nothing)
-        assert times.left == left and times.turn == 2
-
-
-def test_a_first_pass_with_an_option_is_not_timed() -> None:
-    """Connections and buffers are made in it, in each run."""
-    times = OptionTimes([inf] * 2)
-    first = [times.next() for _ in range(4)]
-    assert times.due and first == [(0, False), (1, False), (0, True), (1, True)]
-    times = OptionTimes([1.0, 1.0, 1.1], turn=1)
-    # every other turn in reverse order, as a run becomes faster at first
-    again = [(0, False), (1, False), (2, False), (2, True), (1, True), (0, True)]
-    assert [times.next() for _ in range(6)] == again
-    assert not times.learn([1.0, 1.0, 1.1], [0.0] * 3)
-    assert [times.next() for _ in range(3)] == [(0, True), (1, True), (2, True)]
-    # nor in a later round
-    times.try_again([0, 2], 2)
-    assert times.next() == (0, True)
-
-
-def test_options_are_compared_by_turns_in_which_both_were_tried() -> None:
-    """Else an option of a quick moment would be chosen where the machine has become slow."""
-    times = OptionTimes([inf] * 3)
-    assert turn(times, 1.0, 1.2, 2.1) == ([0, 1, 2], False)
-    while not turn(times, 3.0, 3.6, inf)[1]:
-        pass
-    assert times.chosen == 0 and times.known == pytest.approx([3.0, 3.6, 6.3])
-    # and so in a later round, and by an earlier run's times
-    for later in (times, OptionTimes([1.0, 1.2, 2.1])):
-        later.try_again([0, 1], 2)
-        while not turn(later, 4.0, 4.8, inf)[1]:
-            pass
-        assert later.chosen == 0
-        assert later.known[2] / later.known[0] == pytest.approx(2.1)
-
-
-def test_a_turn_whose_passes_have_not_ended_says_nothing() -> None:
-    times = OptionTimes([inf] * 2)
-    assert turn(times, inf, inf) == ([0, 1], False) and times.known == [inf] * 2
-    assert turn(times, 1.0, inf) == ([0, 1], False) and times.known[0] == 1.0
-    while not turn(times, 1.0, 0.9)[1]:
-        pass
-    assert times.chosen == 1
-
-
-def test_the_chosen_option_has_part_in_all_turns() -> None:
-    """One slow pass does not take the choice from it."""
-    times = OptionTimes([1.0, 1.2])
-    times.try_again([0, 1], 2)
-    assert turn(times, 2.0, 1.2) == ([0, 1], False)
-    while not turn(times, 1.0, 1.2)[1]:
-        pass
-    assert times.chosen == 0
-
-
-def test_a_first_round_goes_on_in_the_next_run() -> None:
-    times = OptionTimes([inf] * 4)
-    assert not turn(times, 1.8, 1.0, 1.2, 4.0)[1]
-    assert not turn(times, 1.8, 1.0, 1.2, inf)[1]
-    again = OptionTimes(times.known, turn=times.turn)
-    assert (again.chosen, again.left, again.turn) == (1, [1, 2], 2)
-    while again.left:
-        turn(again, inf, 1.2, 1.0, inf)
-    assert (again.chosen, again.turn) == (2, 0)
-    # that of the others by the pace at which the chosen one now goes
-    assert again.known == pytest.approx([1.8 * 1.2, 1.2, 1.0, 4.0 * 1.2])
-    assert not OptionTimes(again.known, turn=again.turn).left
-
-
-def test_one_pass_that_is_quick_or_slow_by_chance_decides_nothing() -> None:
-    times = OptionTimes([inf] * 2)
-    for first, second in ((1.9, 1.04), (1.0, 1.04), (1.0, 0.92), (1.0, 1.04)):
-        assert turn(times, first, second) == ([0, 1], False)
-    while times.left:
-        turn(times, 1.0, 1.04)
-    assert (times.chosen, times.known) == (0, [1.0, 1.04])
-
-
-def test_a_choice_by_time_holds_within_its_margin() -> None:
-    times = OptionTimes([3.0, 1.0, 2.0])
-    for turn, chosen in (([3.0, 1.0, 0.995], 1), ([3.0, 1.0, 0.98], 2)):
-        times.turns = [turn]
-        times.decide()
-        assert times.chosen == chosen
-
-
-def test_all_options_are_tried_again_when_the_load_has_changed() -> None:
-    times = OptionTimes([3.0, 1.0, 2.0], rounds=5, turns=[[inf, 1.0, 2.0]])
-
-    def looked(*looks: float) -> list[int]:
-        for seconds in looks:
-            assert not times.left
-            for _ in range(50):
-                times.next()
-            times.learn([inf, seconds, inf], [inf] * 3)
-        return times.left
-
-    # three odd looks may be chance, four are not; a first one that was slow is not the usual one
-    assert looked(1.3, 1.0, 1.0, 1.0, 1.2, 1.3, 1.3, 1.1, 1.3, 1.3, 1.3) == []
-    assert looked(1.3) == [0, 1, 2]
-    while not turn(times, 4.0, 1.3, 3.0)[1]:
-        pass
-    # it has changed no choice, so that it takes more of them, and turns from before count too
-    assert (times.chosen, times.patience, len(times.turns)) == (1, 8, 2)
-    assert looked(1.3, 1.3, *[2.0] * 7) == []
-    assert looked(2.0) == [0, 1, 2]
-    while not turn(times, 4.0, 2.0, 1.0)[1]:
-        pass
-    assert (times.chosen, times.patience) == (2, 4)
-    # all of this round, in which another option has become faster
-    assert times.turns == [[4.0, 2.0, 1.0], *[[inf, 2.0, 1.0]] * 7]
 
 
 class _Mark(torch.autograd.Function):

@@ -22,6 +22,7 @@ from weft.models.router import Choice
 from weft.parallel.experts.expert_ranks import ExpertRanks
 from weft.parallel.experts.rows import Awaited
 from weft.techniques.dispatch.adaptive.options import Adaptive, part_of
+from weft.techniques.dispatch.timed.evidence import NOISE
 from weft.techniques.dispatch.timed.trials import OptionTimes
 
 T = torch.Tensor
@@ -81,16 +82,12 @@ class TimedDispatch(Adaptive):
             return self._by(0, x, choice, None)
         size = self.size(x, choice)
         if size not in self.trials:
-            *known, turn = self.known(size, x.device)
-            self.trials[size] = OptionTimes(known, turn=int(turn))
+            self.trials[size] = OptionTimes.resumed(self.known(size, x.device))
         trials = self.trials[size]
-        if trials.due:
-            tries = bool(trials.left)
-            self.agree(trials, x.device)
-            if tries:
-                self.keep(size, trials)
-                # the next pass is timed, on ranks that would wait for the first one's file
-                dist.all_reduce(torch.zeros(1, device=x.device), group=self.ranks.group)
+        if trials.due and self.agree(trials, x.device):
+            self.keep(size, trials)
+            # the next pass is timed, on ranks that would wait for the first one's file
+            dist.all_reduce(torch.zeros(1, device=x.device), group=self.ranks.group)
         option, timed = trials.next()
         return self._by(option, x, choice, trials if timed else None)
 
@@ -119,14 +116,17 @@ class TimedDispatch(Adaptive):
         return self._table
 
     def known(self, size: str, device: torch.device) -> list[float]:
-        """Return the seconds of each option for a ``size`` as earlier runs have measured them; inf: unknown. A last
-        number follows: the turn of trials that comes next, 0 if the first round has ended.
+        """Return what earlier runs have measured for a ``size``: the seconds of each option (inf: unknown), the numbers
+        of turns of trials that these rest on, and their noise.
 
         All ranks must call this.
         """
         times = {} if self.ranks.rank else self.table.times.get(size, {})
-        seconds = [times.get(str(i), inf) for i in range(len(self.options))]
-        seconds.append(times.get("turn", 0.0))
+        options = range(len(self.options))
+        seconds = [times.get(str(i), inf) for i in options]
+        # tables of earlier versions have no numbers of turns
+        seconds += [times.get(f"{i} turns", 1.0) for i in options]
+        seconds.append(times.get("noise", NOISE))
         shared = torch.tensor(seconds, dtype=torch.float64, device=device)
         dist.broadcast(shared, group=self.ranks.group, group_src=0)
         return shared.tolist()
@@ -136,13 +136,16 @@ class TimedDispatch(Adaptive):
         nothing.
         """
         if self.ranks.rank == 0:
-            times = {str(i): s for i, s in enumerate(trials.known) if isfinite(s)}
-            first = trials.turn if not trials.rounds else 0
-            self.table.keep(size, times | {"turn": float(first)})
+            *kept, noise = trials.kept()
+            turns = kept[len(trials.known) :]
+            known = {i: s for i, s in enumerate(trials.known) if isfinite(s)}
+            times = {str(i): s for i, s in known.items()}
+            times |= {f"{i} turns": turns[i] for i in known}
+            self.table.keep(size, times | {"noise": noise})
 
     def agree(self, trials: OptionTimes, device: torch.device) -> bool:
         """Agree with all ranks on each option's time on its slowest rank, and give these times to ``trials``. All ranks
-        must call it. Return whether a round of trials has ended.
+        must call it. Return whether it is time to keep what is known for later runs.
         """
         seconds = [trials.forward, trials.backward]
         slowest = torch.tensor(seconds, dtype=torch.float64, device=device)

@@ -1,37 +1,39 @@
-"""Measured times of dispatch options, and the option that they choose.
+"""Trials of dispatch options in a run's passes, and the option that they choose.
 
-Not all options are tried equally often, because a slow one costs what the choice is to save. A *round* of trials has
-several turns; in a turn each option that is left is taken in one pass, and options that are clearly slower than the
-best are then left out. What was measured is kept for the next run on the same machine, so that it begins with the best
-option and only tries options that are about as fast.
+In a *turn* of trials each of some options is taken in one pass; a *round* is a row of turns, the first of which tries
+all options. A trial of a slower option costs time, and a wrong choice costs it in every pass. So an option is tried
+again as long as the loss that is expected without it (:class:`OptionRatio`) is not negligible, and as *credit* pays for
+it: a trial costs by how much longer it takes than the chosen option, and each pass earns a small share of its time. A
+clearly slower option is left out after a turn, and one that is as fast costs nothing; between them the noise decides.
+The chosen option has part in every turn, and is another one as soon as turns say so. What they have shown is kept for
+the next run on the same machine, with what it is worth: where a run could not tell options apart, the next one goes on.
 
-Trials must not cost what the choice saves: a later round may take only a small share of the time since the last one, so
-that an option is tried again the more seldom, the slower it was. A pass is slow by chance as well. So an option is left
-out of a round by its shortest time, which chance can only lengthen, and one odd look at the chosen option does not yet
-mean that the load has changed.
-
-A machine is faster at one time than at another, and an option that was left out early would seem to be fast if the
-machine has slowed down since. So two options are compared by their medians over those turns in which both were tried.
-The chosen option has part in all turns of a round. An option's first pass in a run, in which connections and buffers
-are made, is not timed. A run's passes become faster at first, so every other turn has the options in reverse order.
+Later rounds look whether anything has changed, by options whose trials are a small share of the time since the last
+one. What older turns have shown then counts less. One odd look at the chosen option does not yet mean that the load has
+changed. An option's first pass in a run, in which connections and buffers are made, is not timed. A run's passes become
+faster at first, so every other turn has the options in reverse order.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import ceil, exp, inf, isfinite, log
 from statistics import median_low
 
-#: How many times slower than the fastest an option may be after each turn of a round to be tried again. Options that
-#: are nearly as fast cost little to try, and take more passes to tell apart.
-LEFT_OUT = (2.0, 1.5, 1.4, 1.3, 1.2, 1.15, 1.1, 1.05)
-#: Number of the turn with which a round begins whose options have been tried before.
-AGAIN = 2
-#: Share of the time since the last round that a round may take longer than passes with the chosen option alone.
+from weft.techniques.dispatch.timed.evidence import LEAST, NOISE, Evidence, OptionRatio
+
+#: Options are tried while a loss of such a share of the time is expected without them.
+RISK = 0.005
+#: What trials may cost, in passes with the chosen option: those of all options after their first turn, and those with
+#: which a run begins where an earlier one could not tell.
+FIRST, LATER = 10.0, 0.8
+#: Share of the time since the last turn that the next one may take longer than passes with the chosen option alone.
 SPENT = 0.01
-#: Turns that count, the latest.
-LATEST = 24
-#: Passes with the chosen option until those that are about as fast are tried again: at first fewer, and twice as many
-#: after each round, as the first times may be those of a moment.
+#: Turns of a round that looks whether anything has changed, and turns of any round at most.
+AGAIN, TURNS = 3, 24
+#: As how many turns the times of an earlier run count at most, and those from before a change of the load.
+TRUST, DOUBTED = 24.0, 0.1
+#: Passes with the chosen option until those that are about as fast are tried again: at first fewer, then twice as many
+#: each time, as the first times may be those of a moment.
 KEPT = 800
 #: Passes after which the chosen option's time is looked at, the last few of which are timed.
 WATCHED, LOOKS = 50, 3
@@ -40,46 +42,49 @@ WATCHED, LOOKS = 50, 3
 DRIFT, PATIENCE = 1.25, 4
 #: Looks whose median is usual, the latest that were not odd or were among the first.
 USUAL = 9
-#: If in such a round another option is so many times as fast, turns from before the round no longer count.
-CHANGED = 1.1
 #: What another option must be faster by, so that noise does not change the choice to and fro.
 MARGIN = 0.01
 
 
 @dataclass
 class OptionTimes:
-    """Measured times of dispatch options in passes of one size, and the option that all ranks have chosen. A round
-    tries some options, each in several turns.
+    """Measured times of dispatch options in passes of one size, and the option that all ranks have chosen.
 
     Attributes:
         ``known``: for each option, its usual time in seconds on the slowest rank; inf: never tried.
+        ``weights``: for each option, the number of turns that its known time rests on, when it was given.
+        ``noise``: the noise (:class:`Evidence`) of an earlier run.
+        ``evidence``: what turns have shown.
         ``chosen``: index of the chosen option, -1 before the first choice.
-        ``left``: options that this round still tries, in order; every other turn takes them in reverse order. Empty
-            between rounds.
+        ``left``: options of the turn under way, in order; every other turn takes them in reverse order. Empty between
+            turns that do not follow each other at once.
         ``warm``: options that this run has used; ``cold``: those that the next turn first uses in a pass that is not
             timed.
-        ``best``: for each option, the shortest time in this round.
-        ``turns``: for each of the latest turns, the seconds of every option on the slowest rank; inf: not tried.
+        ``least``: number of turns in which this round tries the options that are ``left`` at its begin.
+        ``credit``: what trials may cost, in passes with the chosen option.
+        ``rest``: passes since the last turn after which the next one begins.
         ``forward``,
         ``backward``: for each option, the shortest times on this rank since the ranks last agreed.
         ``looks``: the chosen option's forward times at the latest usual looks since it was chosen.
         ``doubts``: number of the last looks, in a row, that found the chosen option much slower or faster than
             usual; ``patience``: number of them after which all options are tried again.
         ``doubted``: the option that was chosen when such a round began; -1: the last round was another one.
-        ``turn``: number of the turn in this round. Given with the times of an earlier run, it says that this run had
-            ended before its first round, which goes on with that turn.
-        ``passes``: number of passes in this turn, or since the round if none is under way.
+        ``turn``: number of turns that this round has had; 0 between rounds.
+        ``passes``: number of passes in this turn, or since the last one if none is under way.
         ``rounds``: number of rounds that have ended.
         ``agreements``: how often the ranks have agreed.
     """
 
     known: list[float]
+    weights: list[float] = field(default_factory=list)
+    noise: float = NOISE
     chosen: int = -1
     left: list[int] = field(default_factory=list)
     warm: set[int] = field(default_factory=set)
     cold: list[int] = field(default_factory=list)
-    best: list[float] = field(default_factory=list)
-    turns: list[list[float]] = field(default_factory=list)
+    least: int = 1
+    credit: float = FIRST
+    rest: int = 0
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     looks: list[float] = field(default_factory=list)
@@ -93,22 +98,34 @@ class OptionTimes:
 
     def __post_init__(self) -> None:
         every = range(len(self.known))
+        weights = self.weights or [1.0] * len(self.known)
+        weights = [min(TRUST, weight) for weight in weights]
+        self.evidence = Evidence([*self.known], weights, max(LEAST, self.noise))
+        self._forget()
         if not all(map(isfinite, self.known)):
-            self.try_again(every)
+            self._begin(every)
             return
         self.chosen = min(every, key=self.known.__getitem__)
-        self._forget()
-        turn, self.turn = min(self.turn, len(LEFT_OUT) - 1), 0
-        limit = LEFT_OUT[turn - 1] * self.known[self.chosen]
-        near = [option for option in every if self.known[option] <= limit]
-        if turn and len(near) > 1:
-            self.try_again(near, turn)
+        self.credit, self.turn = LATER, 1
+        self._go_on()
 
-    def try_again(self, options: Sequence[int], turn: int = 0) -> None:
-        """Begin a round of trials of ``options``, which are indices of dispatch options, with the turn ``turn``."""
-        self.left, self.turn, self.doubts = [*options], turn, 0
+    @classmethod
+    def resumed(cls, kept: Sequence[float]) -> "OptionTimes":
+        """Return times that go on where those of an earlier run have ended; ``kept`` is what :meth:`kept` gave."""
+        count = len(kept) // 2
+        return cls([*kept[:count]], [*kept[count:-1]], kept[-1])
+
+    def kept(self) -> list[float]:
+        """Return what a later run needs: the known time of each option, the number of turns that each rests on, and
+        the noise.
+        """
+        old = self.evidence.faded(self.known, max(self.chosen, 0), TRUST)
+        return [*old.before, *old.weights, old.noise]
+
+    def _begin(self, options: Sequence[int]) -> None:
+        """Begin a turn with ``options``, which are indices of dispatch options."""
+        self.left, self.passes, self.rest = [*options], 0, 0
         self.cold = [option for option in options if option not in self.warm]
-        self.best, self.passes = [inf] * len(self.known), 0
         self._forget()
 
     def _forget(self) -> None:
@@ -126,6 +143,7 @@ class OptionTimes:
     def next(self) -> tuple[int, bool]:
         """Count a pass. Return the index of the option that this pass uses, and whether the pass is to be timed."""
         at, self.passes = self.passes, self.passes + 1
+        self.credit += SPENT
         if self.left:
             left = self.left[:: -1 if self.turn % 2 else 1]
             option = [*self.cold, *left][at]
@@ -139,136 +157,150 @@ class OptionTimes:
         """Whether the ranks must agree on the times (:meth:`learn`) before the next pass."""
         if self.left:
             return self.passes == len(self.cold) + len(self.left)
-        return self.passes > 0 and self.passes % WATCHED == 0
+        return self.passes > 0 and (
+            self.passes % WATCHED == 0 or self.passes == self.rest
+        )
 
     def learn(self, forward: list[float], backward: list[float]) -> bool:
-        """Take the times on which all ranks have agreed, and choose an option. Return whether a round has ended.
-        ``forward``, ``backward``: for each option, its seconds on the slowest rank since the last call; inf: not timed.
-        Backward counts only if it was timed with all options of a turn. In a pipeline, which computes other passes
-        between forward and backward, it is not timed.
+        """Take the times on which all ranks have agreed, and choose an option. Return whether it is time to keep what
+        is known for later runs. ``forward``, ``backward``: for each option, its seconds on the slowest rank since the
+        last call; inf: not timed. Backward counts only if it was timed with all options of a turn. In a pipeline, which
+        computes other passes between forward and backward, it is not timed.
         """
         self._forget()
         if not self.left:
-            self._look(forward[self.chosen])
+            if self.passes % WATCHED == 0:
+                self._look(forward[self.chosen])
+            if not self.left and self.passes >= self.rest and not self.doubts:
+                self._try_again()
             return False
         both = all(isfinite(backward[option]) for option in self.left)
         times = [
             (f + b if both else f) if option in self.left else inf
             for option, (f, b) in enumerate(zip(forward, backward, strict=True))
         ]
-        self.turns = [*self.turns, times][-LATEST:]
-        self.best = [*map(min, self.best, times)]
-        limit = LEFT_OUT[self.turn] * min(self.best)
-        left = [
-            option
-            for option in self.left
-            if option == self.chosen or not limit < self.best[option] < inf
-        ]
-        self.turn, self.passes, self.cold = self.turn + 1, 0, []
-        if self.turn < len(LEFT_OUT) and len(left) > 1:
-            self.left = left
-            self._estimate()
-            return False
-        self._end_round()
-        return True
+        self._conclude(times)
+        self.turn, self.cold = self.turn + 1, []
+        ended = self._go_on()
+        # other turns change little, and a file takes its time
+        return ended or self.turn.bit_count() == 1
 
-    def _end_round(self) -> None:
-        """Choose by the turns of this round and of the last ones."""
-        chosen = self.chosen
-        if self.doubted >= 0:
-            of_round = self.turns[-self.turn :]
-            ratios = self._ratios(of_round)
-            changed = min(ratios[option] for option in self.left) * CHANGED < 1
-            self.turns = of_round if changed else self.turns
-            self.patience = PATIENCE if changed else self.patience * 2
-            self.doubted = -1
+    def _conclude(self, times: list[float]) -> None:
+        """Add a turn with these ``times``, choose by all turns, and set what is known and what the turn has cost."""
+        before, chosen = self.ratios(), self.chosen
+        self.evidence.turns.append(times)
+        if chosen < 0:
+            tried = [option for option in self.left if times[option] < inf]
+            if not tried:
+                return
+            self.chosen = min(tried, key=times.__getitem__)
         self.decide()
-        self._estimate()
-        self.left, self.turn = [], 0
-        self.rounds += 1
-        if chosen != self.chosen:
+        if self.chosen != chosen:
             self.looks = []
+        self._estimate()
+        if chosen >= 0 and (self.turn or self.doubted < 0):
+            self.credit -= sum(self._cost(n, before[n]) for n in self.left)
 
-    def _ratios(self, turns: list[list[float]], to: int = -1) -> list[float]:
-        """Return for each option how many times as long as the option ``to`` (-1: the chosen one) it takes, by the
-        medians over those ``turns`` in which both were tried; inf: there are none.
-        """
-        to = self.chosen if to < 0 else to
-        ratios = []
-        for option in range(len(self.known)):
-            both = [turn for turn in turns if max(turn[option], turn[to]) < inf]
-            ratios.append(
-                median_low(turn[option] for turn in both)
-                / median_low(turn[to] for turn in both)
-                if both
-                else inf
-            )
-        return ratios
-
-    def _estimate(self) -> None:
-        """Set each option's known time to its ratio to one that was tried in all turns, times that one's time."""
-        to = self._reference()
-        times = [turn[to] for turn in self.turns if turn[to] < inf]
-        # where passes overlap, their times may come only after the turn
-        if not times:
-            return
-        usual = median_low(times)
-        pace = usual / self.known[to] if isfinite(self.known[to]) else 1.0
-        for option, ratio in enumerate(self._ratios(self.turns, to)):
-            self.known[option] = (
-                usual * ratio if isfinite(ratio) else pace * self.known[option]
-            )
-
-    def _reference(self) -> int:
-        """Return the chosen option, or before the first choice the fastest of those that all turns have tried."""
-        if self.chosen >= 0:
-            return self.chosen
-        return min(
-            self.left,
-            key=lambda option: median_low(turn[option] for turn in self.turns),
-        )
+    def ratios(self) -> list[OptionRatio]:
+        """Compare each option with the chosen one; before the first choice with the first one."""
+        return self.evidence.ratios(max(self.chosen, 0))
 
     def decide(self) -> None:
         """Choose the fastest option. The present one is kept unless another is faster by at least the fraction
         :data:`MARGIN`.
         """
-        if self.chosen < 0:
-            self.chosen = self._reference()
-            return
-        ratios = self._ratios(self.turns)
-        fastest = min(range(len(ratios)), key=ratios.__getitem__)
-        if ratios[fastest] < 1 - MARGIN:
+        ratios = self.ratios()
+        fastest = min(range(len(ratios)), key=lambda option: ratios[option].slower)
+        if ratios[fastest].slower < log(1 - MARGIN):
             self.chosen = fastest
 
+    def _estimate(self) -> None:
+        """Set each option's known time to its ratio to the chosen one, times that one's usual time."""
+        turns = self.evidence.turns
+        times = [turn[self.chosen] for turn in turns if turn[self.chosen] < inf]
+        if times:
+            usual = median_low(times)
+            self.known = [usual * exp(ratio.slower) for ratio in self.ratios()]
+
+    def _cost(self, option: int, ratio: OptionRatio, turns: int = 1) -> float:
+        """Return the passes with the chosen option that so many trials of this one cost, whose ``ratio`` is given. Its
+        first pass in this run is one trial more.
+        """
+        if option == self.chosen or ratio.slower == inf:
+            return 0.0
+        first = option in self.cold or option not in self.warm
+        return (turns + first) * max(0.0, exp(ratio.slower) - 1)
+
+    def _go_on(self) -> bool:
+        """Begin the next turn of this round, or rest until there is credit for it, or end the round. Return whether the
+        round has ended.
+        """
+        if self.chosen < 0 or self.turn < self.least:
+            self._begin(self.left)
+            return False
+        ratios = self.ratios()
+        near = [
+            option
+            for option, ratio in enumerate(ratios)
+            if option != self.chosen and ratio.loss > RISK
+        ]
+        if self.turn >= TURNS or not near:
+            self._end_round()
+            return True
+        options = self.affordable(near)
+        if len(options) > 1:
+            self._begin(options)
+            return False
+        least = min(self._cost(option, ratios[option]) for option in near)
+        self.left, self.passes = [], 0
+        self.rest = max(1, ceil((least - self.credit) / SPENT))
+        return False
+
+    def _end_round(self) -> None:
+        if self.doubted >= 0:
+            changed = self.doubted != self.chosen
+            self.patience = PATIENCE if changed else self.patience * 2
+            self.doubted = -1
+        self.left, self.turn, self.passes = [], 0, 0
+        self.rest = min(KEPT, WATCHED << self.rounds)
+        self.credit = min(self.credit, 0.0)
+        self.rounds += 1
+
+    def _try_again(self) -> None:
+        """Go on with a round that has rested, or begin one of options that are about as fast as the chosen one."""
+        if self.turn:
+            self._go_on()
+            return
+        near = self.affordable(range(len(self.known)), AGAIN)
+        if len(near) < 2:
+            return
+        self.least = AGAIN
+        most = max(self.evidence.counts()) / 2
+        self.evidence = self.evidence.faded(self.known, self.chosen, most)
+        self._begin(near)
+
     def _look(self, now: float) -> None:
-        """Begin a round of trials if the chosen option has become slower or faster, or if it is time for one."""
+        """Begin a round of trials of all options if the chosen one has become slower or faster."""
         usual = median_low(self.looks or [now])
         # nan and infinite while either is unknown
         odd = DRIFT < max(now / usual, usual / now) < inf
         self.doubts = self.doubts + 1 if odd else 0
         if self.doubts >= self.patience:
-            self.doubted = self.chosen
-            self.try_again(range(len(self.known)))
-            self.looks = []
-            return
-        if isfinite(now) and (not odd or len(self.looks) < PATIENCE):
+            self.doubted, self.doubts, self.looks = self.chosen, 0, []
+            self.turn, self.least, self.credit = 0, 1, FIRST
+            self.evidence = self.evidence.faded(self.known, self.chosen, DOUBTED)
+            self._begin(range(len(self.known)))
+        elif isfinite(now) and (not odd or len(self.looks) < PATIENCE):
             self.looks = [*self.looks, now][-USUAL:]
-        if not odd and self.passes >= min(KEPT, WATCHED << self.rounds):
-            near = self.affordable()
-            if len(near) > 1:
-                self.try_again(near, AGAIN)
 
-    def affordable(self) -> list[int]:
-        """Return the options, in order, whose trials in a round together cost no more than the share :data:`SPENT` of
-        the passes since the last round; those that are nearest to the chosen option first, and that option itself.
+    def affordable(self, options: Sequence[int], turns: int = 1) -> list[int]:
+        """Return in order those of ``options`` that the credit pays ``turns`` turns for, those nearest to the chosen
+        option first, and that option itself.
         """
-        budget, near = SPENT * self.passes, [self.chosen]
-        for option in sorted(range(len(self.known)), key=self.known.__getitem__):
-            slower = self.known[option] / self.known[self.chosen]
-            turns = 1 + sum(limit >= slower for limit in LEFT_OUT[AGAIN:])
-            turns += option not in self.warm
-            budget -= turns * max(0.0, slower - 1)
-            if budget < 0:
+        ratios, credit, near = self.ratios(), self.credit, [self.chosen]
+        for option in sorted(options, key=lambda option: ratios[option].slower):
+            credit -= self._cost(option, ratios[option], turns)
+            if credit < 0:
                 break
             if option != self.chosen:
                 near.append(option)
