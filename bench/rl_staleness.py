@@ -1,11 +1,14 @@
 """Updates per second with rollouts that are ahead of training by at most so many updates, against the synchronous loop.
 
 The ledger, the router, the channel of weights and the engines are the real ones, in threads of one process; the model
-is tiny. Each answer is written after a sleep drawn from U(20, 200) ms or from a log-normal distribution with the same
-mean, training sleeps for 60 ms. One run of every bound after another, with the same sleeps for the same answers; the
-order changes from turn to turn. The lag of every trained answer is counted.
+is tiny. Each answer is written after a sleep drawn from U(20, 200) ms, from a log-normal distribution with the same
+mean, or in proportion to a length drawn from those that a run has logged (the first phases of ``rl_length.py`` with
+normaliser ``tokens``, in ``traces/answer_lengths.json``), with the same mean. Training sleeps for 60 ms. One run of
+every bound after another, with the same sleeps for the same answers; the order changes from turn to turn. The lag of
+every trained answer is counted.
 
     OMP_NUM_THREADS=1 python bench/rl_staleness.py [--json bench/results/rl_staleness.json]
+    python bench/rl_staleness.py --log      # write the lengths anew
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -35,6 +40,14 @@ from weft.rl.weight_channel import WeightSender
 
 SHAPE = ModelShape(vocab=31, layers=1, embed=16, heads=2, kv_heads=1, ffn=16)
 TRAIN_S, MEAN_S = 0.06, 0.11
+KINDS = ("uniform", "lognormal", "logged")
+LENGTHS = Path(__file__).parent / "traces" / "answer_lengths.json"
+
+
+@cache
+def logged_lengths() -> list[int]:
+    """Tokens of each answer of a run, in the order of their questions."""
+    return list(json.loads(LENGTHS.read_text())["lengths"])
 
 
 def sleep_of(kind: str, seed: int) -> float:
@@ -42,6 +55,9 @@ def sleep_of(kind: str, seed: int) -> float:
     chance = Random(seed)
     if kind == "uniform":
         return chance.uniform(0.02, 0.2)
+    if kind == "logged":
+        lengths = logged_lengths()
+        return MEAN_S * chance.choice(lengths) / statistics.mean(lengths)
     return chance.lognormvariate(0, 0.8) * MEAN_S / 1.377  # e^(0.8^2 / 2)
 
 
@@ -121,6 +137,27 @@ def run(bound: int, kind: str, updates: int, batch: int, engines: int) -> dict[s
     return {"seconds": seconds, "lags": lags, "phases": phases}
 
 
+def log_lengths() -> None:
+    """Write the tokens of each answer of the first rollout phases of the run that learns the task ``length``."""
+    import rl_length
+
+    from weft.api import start
+
+    asked = {
+        "tokens": 48, "longest": 16, "group": 8, "batch": 64, "start": 60, "steps": 8, "start_lr": 3e-3, "lr": 1e-3,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = rl_length.recipe("tokens", 0, argparse.Namespace(**asked))
+        run = start(recipe, Path(folder) / "run").run
+        # a letter is a token, and the last token ends the answer
+        lengths = [
+            min(answer.length + 1, asked["tokens"])
+            for phase in rl_length.phases(run)
+            for answer in phase
+        ]
+    LENGTHS.write_text(json.dumps({"settings": asked, "lengths": lengths}) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--updates", type=int, default=24)
@@ -128,11 +165,16 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--log", action="store_true", help="run and write lengths")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.log:
+        log_lengths()
+        return
     rows: dict[str, Any] = {}
-    for kind in ("uniform", "lognormal"):
+    for kind in given.kinds:
         runs: dict[int, list[dict[str, Any]]] = {bound: [] for bound in given.bounds}
         for turn in range(given.turns):
             for bound in given.bounds[:: 1 if turn % 2 == 0 else -1]:

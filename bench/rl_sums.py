@@ -4,7 +4,9 @@ The control writes answers to the same kind of questions, and rewards three of t
 Both are asked the same held-out questions, greedily, after the supervised start and at the end: what the control gains
 is not due to rewards.
 
-    python bench/rl_sums.py [--seeds 3] [--threads 1] [--json bench/results/rl_sums.json]
+    python bench/rl_sums.py [--seeds 3] [--first 0] [--threads 1] [--json bench/results/rl_sums.json]
+
+Runs of other seeds that the file already has are kept.
 """
 
 from __future__ import annotations
@@ -80,11 +82,16 @@ def main() -> None:
     """Run all seeds with and without meaning, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    seeds = range(args.first, args.first + args.seeds)
     runs: dict[str, list[dict[str, Any]]] = {"rewards": [], "shuffled": []}
-    for seed in range(args.seeds):
+    if args.json and args.json.exists():
+        known = json.loads(args.json.read_text())["runs"]
+        runs = {n: [r for r in known[n] if r["seed"] not in seeds] for n in runs}
+    for seed in seeds:
         for name in runs:
             with tempfile.TemporaryDirectory() as folder:
                 given = recipe(Path(folder), seed, name == "shuffled", args.threads)
@@ -100,6 +107,8 @@ def main() -> None:
                 "reward_first": statistics.mean(rewards[:tenth]), "reward_last": statistics.mean(rewards[-tenth:]),
             })  # fmt: skip
             print(name, runs[name][-1], flush=True)
+    for each in runs.values():
+        each.sort(key=lambda run: run["seed"])
     gains = {
         name: statistics.median(r["gain"] for r in each) for name, each in runs.items()
     }

@@ -326,7 +326,7 @@ def test_serve(tmp_path: Path) -> None:
 def test_rl_staleness(tmp_path: Path) -> None:
     words = ("--updates", "6", "--turns", "1", "--bounds", "0", "1")
     rows = figures_of("rl_staleness", tmp_path, *words)
-    for kind in ("uniform", "lognormal"):
+    for kind in ("uniform", "lognormal", "logged"):
         assert set(rows[kind]["0"]["lags"]) == {"0"}
         assert set(rows[kind]["1"]["lags"]) == {"0", "1"}
         assert rows[kind]["1"]["seconds"] < rows[kind]["0"]["seconds"]

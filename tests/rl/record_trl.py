@@ -2,7 +2,8 @@
 
 Made with TRL 1.16.0 by ``python tests/rl/record_trl.py``, where that, datasets and accelerate are installed. TRL's own
 trainers compute rewards to advantages, log-probabilities, corrections, losses and gradients; only the sampling of
-answers is replaced by answers that are written down here.
+answers is replaced by answers that are written down here. Of the gradient of each parameter its norm and a scalar
+product are kept.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ REWARDS: list[list[float | None]] = [
 WEIGHTS = [1.0, 0.5]
 #: How far the policy has moved since it sampled, and from the reference model.
 MOVED, AWAY = 0.06, 0.15
+#: The seed of values with which gradients are multiplied, as norms alone do not tell their directions.
+DIRECTION = 9
 
 #: Settings of Weft's loss, and those of TRL's trainer.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -196,8 +199,25 @@ def record() -> dict[str, Any]:
                     for key, p in trainer.model.named_parameters()
                     if p.grad is not None
                 },
+                "products": products(trainer.model, folder),
             }
     return results
+
+
+def products(model: Any, folder: Path) -> dict[str, float]:
+    """The scalar product of each parameter's gradient with the values of a model of another seed."""
+    from transformers import AutoModelForCausalLM
+
+    path = folder / "direction"
+    if not path.exists():
+        save_model(path, DIRECTION)
+    other = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    directions = dict(other.named_parameters())
+    return {
+        key: (p.grad * directions[key]).sum().item()
+        for key, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 def log_probabilities(model: Any, prompts: list[list[int]]) -> list[list[float]]:

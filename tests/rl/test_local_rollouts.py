@@ -49,10 +49,11 @@ def test_all_ranks_end_when_one_has_no_answers(
 
     monkeypatch.setattr(rl_loader, "from_all", gathered)
     rank: Any = SimpleNamespace(
-        local=None, writes_all=here, mesh=SimpleNamespace(step_group=None), _groups=groups
+        local=None, writes_all=here, mesh=SimpleNamespace(step_group=None), _groups=groups,
+        job=SimpleNamespace(answers=1),
     )  # fmt: skip
     source: Any = object()
-    asked: Any = ["question"]
+    asked: Any = [SimpleNamespace(answers=1)]
     with pytest.raises(WeftError, match="it has diverged") as caught:
         RlLoader._written(rank, source, asked, asked)
     assert [each.problem for each in shares] == ["it has diverged" if here else ""]

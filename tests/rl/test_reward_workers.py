@@ -112,6 +112,18 @@ def test_killed_and_frozen_processes_lose_nothing(workers: RewardWorkers) -> Non
     assert all(v in (None, n / 2) for n, v in enumerate(values))
 
 
+def test_a_run_that_is_asked_to_end_waits_for_no_reward(workers: RewardWorkers) -> None:
+    """It ends while the reward still hangs, not when its time is over."""
+
+    def look() -> None:
+        if any(worker.item is not None for worker in workers._workers):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        workers.scores([QUESTION], ["hang"], look)
+    assert workers.scores([QUESTION], ["good"]) == [Scored(2.0)]
+
+
 def test_a_call_that_was_interrupted_does_not_disturb_the_next(
     workers: RewardWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,8 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,10 +29,12 @@ from weft.rl import rl_setup
 from weft.rl.environment import Environment, EnvironmentStep
 from weft.rl.generation_model import GenerationModel, usual_weights
 from weft.rl.reward_task import RewardTask
+from weft.rl.reward_workers import Scored
 from weft.rl.rl_loader import RlLoader
 from weft.rl.rollout import AnswerGroup, GroupRequest, RewardQuestion, WrittenAnswer
 from weft.rl.scored_answers import ScoredGroup, check_scored, pass_at, phase_figures
 from weft.rl.weight_moves import WeightsMoved
+from weft.train.setup import prepare
 
 TREE: dict[str, Any] = {
     "model": {"layers": 1, "embed": 32, "heads": 2, "ffn": 64, "tied": True},
@@ -308,6 +311,19 @@ def test_what_does_not_go_together_is_refused(
         train(recipe(**sections), out=tmp_path / "run")
 
 
+def test_a_prompt_that_is_too_long_is_named_before_the_run_starts(
+    tmp_path: Path, letters: dict[str, Any]
+) -> None:
+    """Not when it is asked, which may be thousands of steps later."""
+    with Path(letters["path"]).open("a") as file:
+        for long in (40, 90):
+            file.write(json.dumps({"prompt": "x" * long, "answer": "1"}) + "\n")
+    with pytest.raises(
+        UsageError, match=r"'x{60}' has 90 tokens.*= 16 \(so .* 1 more\)"
+    ):
+        prepare(recipe(tasks=[letters]))
+
+
 def test_answers_are_written_with_weights_in_bfloat16_where_that_is_asked(
     tmp_path: Path, letters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +412,25 @@ def test_answers_without_a_reward_are_named_and_end_the_run_if_there_are_too_man
         check_scored([scored([1, nan, nan, 0])], 0.2)
     with pytest.raises(WeftError):
         check_scored([scored([nan, nan])], 1.0)
+
+
+def test_scoring_ends_as_soon_as_too_many_answers_have_no_reward() -> None:
+    """A reward that hangs for ten seconds with every answer is named after some, not after all."""
+    judged = []
+
+    def scores(group: AnswerGroup, workers: None) -> list[Scored]:
+        judged.append(group)
+        return [Scored(None, "took longer than 10 s")] * 2
+
+    mesh, source = SimpleNamespace(step_group=None), object()
+    rank: Any = SimpleNamespace(
+        local=None, writes_all=True, mesh=mesh, rewards=[None], _scores=scores, _groups=lambda *_: range(8),
+        rl=SimpleNamespace(most_unscored=0.25), job=SimpleNamespace(answers=16),
+    )  # fmt: skip
+    asked: Any = [SimpleNamespace(task=0, answers=2)] * 8
+    with pytest.raises(WeftError, match=r"6 of 16 answers have no .* longer than 10 s"):
+        RlLoader._written(rank, cast("Any", source), asked, asked)
+    assert len(judged) == 3
 
 
 def test_pass_at_k_counts_as_enumeration_does() -> None:

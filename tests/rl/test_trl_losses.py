@@ -14,7 +14,7 @@ from tests.rl import record_trl as recorded
 from tests.train import trl_peer
 from weft.data.loader import Loader
 from weft.data.policy_rows import PolicySample, policy_rows
-from weft.layout.dims import Box, Logical
+from weft.layout.dims import Box, Logical, whole_box
 from weft.layout.mesh import Mesh
 from weft.models.hooks import Hooks
 from weft.models.policy_loss import PolicyObjective
@@ -114,14 +114,20 @@ def test_advantages_losses_and_gradients_are_trls(name: str) -> None:
     loader = Loader(rows, mesh.layout, 0, 0, rows.total, 1, rows.total, 40)
     loss = accumulate(model, state, loader.step(0) or [], mesh)
     assert loss.item() == pytest.approx(given["loss"], rel=1e-5, abs=1e-6)
-    norms = {
-        hf_name(key, SHAPE): grad.norm().item()
-        for key, grad in state.gradients().items()
-    }
+    direction, logical = trl_peer.values(recorded.DIRECTION), dict(model.logical_parameters())  # fmt: skip
+    norms, products = {}, {}
+    for key, grad in state.gradients().items():
+        theirs = hf_name(key, SHAPE)
+        norms[theirs] = grad.norm().item()
+        along = direction(key, logical[key], whole_box(grad.shape))
+        products[theirs] = (grad * along).sum().item()
     assert norms.keys() == given["norms"].keys()
     scale = max(given["norms"].values())
     for key, norm in given["norms"].items():
         assert norms[key] == pytest.approx(norm, rel=1e-5, abs=1e-7 * scale), key
+        assert products[key] == pytest.approx(
+            given["products"][key], rel=1e-5, abs=1e-5 * norm + 1e-7 * scale
+        ), key
 
 
 def test_the_cases_reach_what_they_are_about() -> None:

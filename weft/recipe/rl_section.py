@@ -121,7 +121,7 @@ class Reinforcement(HostSection):
         le=1,
         description=(
             "Largest share of a rollout phase's answers that may be without a reward because computing it failed. "
-            "If there are more, the run ends with an error."
+            "If there are more, also in an evaluation, the run ends with an error."
         ),
     )
     start: SupervisedStart = Field(

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 PROMPTS = ("prompt", "messages", "question", "problem")
 ANSWERS = ("answer", "solution", "completion")
 
+#: Prompts whose tokens are counted before a run: the longest by characters, as a file may have millions.
+LONGEST = 500
+
 
 class SplitQuestions(NamedTuple):
     """Questions of a task's file, divided into those for ``training`` and those for evaluation (``held_out``)."""
@@ -81,6 +84,12 @@ class PromptTask(RewardTask):
             Random(f"{self.seed}/{epoch}").shuffle(order)
             self._order = epoch, order
         return self.asked(training[self._order[1][place]])
+
+    def longest_questions(self) -> list[RewardQuestion]:
+        """Return the questions of the file with the longest prompts, counted in characters."""
+        every = [*self.prompts.training, *self.prompts.held_out]
+        every.sort(key=lambda question: len(str(question.prompt)), reverse=True)
+        return [self.asked(question) for question in every[:LONGEST]]
 
 
 def read_prompts(path: str) -> list[RewardQuestion]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 #: First keys that keep the uses of random numbers apart: of answers, and of answers in evaluations.
 _TRAINING, _EVALUATION = 101, 102
+#: Characters of a question that an error shows.
+SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -94,27 +97,45 @@ class QuestionStream:
             return PlainTurns(self.tokenizer)
         return ChatTurns(self.encoder)
 
-    def check(self, supervised: bool) -> None:
-        """Ask each task for its first questions, to find mistakes before training starts.
+    def check(self, supervised: bool, most: int) -> None:
+        """Ask each task for some questions, to find mistakes before training starts.
 
-        ``supervised``: whether each question needs a reference answer. Raises :class:`UsageError` if the model cannot
-        read a question, or an answer is missing.
+        ``supervised``: whether each question needs a reference answer. ``most``: largest number of tokens of an answer.
+        Raises :class:`UsageError` if the model cannot read a question, if there is no room for one of the longest, or
+        if an answer is missing.
         """
-        for task in range(len(self.tasks)):
+        for task, asked in enumerate(self.tasks):
             self.held_out(task, 0)
             first = self.question(task)
             if supervised:
                 supervised_row(first)
+            lengths = [
+                (len(self._text(0, task, question).given), question)
+                for question in asked.longest_questions()
+            ]
+            if long := [pair for pair in lengths if pair[0] + most > self.room]:
+                length, question = max(long, key=itemgetter(0))
+                others = (
+                    f" (so it is with {len(long) - 1} more)" if len(long) > 1 else ""
+                )
+                shown = repr(str(question.prompt)[:SHOWN])
+                raise self._no_room(shown, length, most, others)
+
+    def _no_room(
+        self, name: str, length: int, most: int, others: str = ""
+    ) -> UsageError:
+        """Return the error of a question with ``length`` tokens, beside which ``most`` tokens find no room."""
+        return UsageError(
+            f"question {name} has {length} tokens, and with rl.tokens = {most} for the answer this is more than "
+            f"data.seq_len = {self.room}{others}; raise data.seq_len, lower rl.tokens, or leave such questions out"
+        )
 
     def _request(
         self, asked: TaskQuestion, answers: int, most: int, use: int
     ) -> GroupRequest:
         prompt = tuple(asked.text.given)
         if len(prompt) + most > self.room:
-            raise UsageError(
-                f"question {asked.number} has {len(prompt)} tokens, and with rl.tokens = {most} for the answer this is "
-                f"more than data.seq_len = {self.room}; raise data.seq_len or lower rl.tokens"
-            )
+            raise self._no_room(str(asked.number), len(prompt), most)
         seed = int(
             hash_keys(use, self.seed, asked.task, asked.number)[0] >> np.uint64(16)
         )
@@ -129,6 +150,11 @@ class QuestionStream:
         level: int | None = None,
     ) -> TaskQuestion:
         question = self.tasks[task].question(index, held_out, level)
+        text = self._text(number, task, question)
+        return TaskQuestion(number, task, question, text, level)
+
+    def _text(self, number: int, task: int, question: RewardQuestion) -> Text:
+        """Return the token ids of ``question``, with the number ``number`` in the run, and of its reference answer."""
         if self.encoder is None and not isinstance(question.prompt, str):
             raise UsageError(
                 f"task {task + 1} asks in messages, and the model's tokenizer has no chat template; set "
@@ -139,10 +165,10 @@ class QuestionStream:
         )
         (text,) = question_texts(given, self.tokenizer, self.encoder)
         if not question.answer:
-            text = Text(text.given, ())
-        elif text.following[-1] not in self.stops:
-            text = Text(text.given, [*text.following, self.tokenizer.closing])
-        return TaskQuestion(number, task, question, text, level)
+            return Text(text.given, ())
+        if text.following[-1] not in self.stops:
+            return Text(text.given, [*text.following, self.tokenizer.closing])
+        return text
 
     @property
     def stops(self) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Every so-manieth different question is held out: training never asks it.
 HELD_OUT = 8
+#: Questions whose lengths are looked at before a run.
+LOOKED_AT = 16
 #: Questions that are drawn for one that is held out, or one that is not, before a task counts as too small.
 TRIES = 2000
 
@@ -47,6 +49,13 @@ class RewardTask:
         ``level``: level of difficulty; None: as the settings say.
         """
         raise NotImplementedError
+
+    def longest_questions(self) -> list[RewardQuestion]:
+        """Return some questions that are likely the longest, so that a run can check before it starts that they fit.
+
+        Here these are the first ones, as questions that are drawn differ little in length.
+        """
+        return [self.question(index) for index in range(LOOKED_AT)]
 
     def score(self, question: RewardQuestion, answer: str) -> float:
         """Return the reward of the text ``answer`` as an answer to ``question``, usually from 0 to 1. Text of the

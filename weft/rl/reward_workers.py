@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 START = 300.0
 #: How often an answer is given to a new process when the process that scored it was ended from outside.
 ATTEMPTS = 2
+#: Seconds between two looks at whether the run is asked to end.
+LOOK_S = 0.2
 #: Processes in turn that may be killed before one is ready.
 STARTS = 20
 #: What tells a process that it is a rank of a run, which one that scores is not.
@@ -159,9 +161,14 @@ class RewardWorkers:
         self._workers = []
 
     def scores(
-        self, questions: Sequence[RewardQuestion], answers: Sequence[str]
+        self,
+        questions: Sequence[RewardQuestion],
+        answers: Sequence[str],
+        look: Callable[[], None] = lambda: None,
     ) -> list[Scored]:
         """Score ``answers[i]`` as an answer to ``questions[i]``, for all i, and return the scores in this order.
+
+        ``look``: called several times a second meanwhile; an error that it raises ends the scoring.
 
         The value is None if the reward of an answer raises an error, is not a finite number, or takes more time or
         memory than the limits allow. If a process is killed from outside, another one scores its answer again. Raises
@@ -181,7 +188,9 @@ class RewardWorkers:
                     worker.item = waiting.popleft()
                     attempts[worker.item] += 1
                     self._ask(worker, *asked[worker.item])
-            for number, reply in self._replies():
+            replies = self._replies()
+            look()
+            for number, reply in replies:
                 worker, item = self._workers[number], self._workers[number].item
                 if "ended" in reply or "late" in reply:
                     self._replace(number)
@@ -202,7 +211,7 @@ class RewardWorkers:
         worker.send({"question": asdict(question), "answer": encodable(answer)})
 
     def _replies(self) -> list[tuple[int, dict[str, Any]]]:
-        """Wait until a process has something to say, has ended or is late, and return what each such process says.
+        """Wait a little until a process has something to say, has ended or is late; return what each such one says.
 
         The pair has the number of the process, and its reply with one of the keys value, error, ended and late. That a
         process is ready is noted here. Raises :class:`WeftError` for a process that does not get ready.
@@ -213,8 +222,8 @@ class RewardWorkers:
                 selector.register(worker.process.stdout, EVENT_READ)  # type: ignore[arg-type]
                 if worker.to_send:
                     selector.register(worker.process.stdin, EVENT_WRITE)  # type: ignore[arg-type]
-            first = min(worker.deadline for worker in busy)
-            selector.select(max(0.0, first - time.monotonic()))
+            first = min(worker.deadline for worker in busy) - time.monotonic()
+            selector.select(min(LOOK_S, max(0.0, first)))
         replies = []
         for number, worker in enumerate(self._workers):
             if worker not in busy:

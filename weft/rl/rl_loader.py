@@ -30,7 +30,12 @@ from weft.rl.recorded_loader import row_batches
 from weft.rl.reward_workers import Scored
 from weft.rl.role_starts import complete_reference, start_roles
 from weft.rl.rollout import SentWeights
-from weft.rl.scored_answers import ScoredGroup, check_scored, phase_figures
+from weft.rl.scored_answers import (
+    ScoredGroup,
+    check_scored,
+    check_unscored,
+    phase_figures,
+)
 from weft.train.own_critic import critic_of
 from weft.train.reference_layout import reference_beside
 from weft.train.step_loader import AskedQuestions
@@ -369,9 +374,12 @@ class RlLoader:
         """Return the answers of ``source`` to ``questions`` with their rewards.
 
         ``begun``: whether ``source`` was asked for them already. If they cannot be written or scored on one rank, all
-        ranks raise :class:`WeftError`, so that none waits for the others.
+        ranks raise :class:`WeftError`, so that none waits for the others. Scoring ends as soon as more answers have no
+        reward than may be, as a reward that hangs takes its limit of time for each.
         """
-        own = [*range(len(questions))]
+        own, unscored = [*range(len(questions))], list[str]()
+        # not those of questions drawn again alone, of which a few may fail
+        asked = max(self.job.answers, sum(request.answers for request in requests))
         if source is self.local:
             own = self.turns.own(own)
         elif not self.writes_all:
@@ -389,9 +397,10 @@ class RlLoader:
                         float("nan") if each.value is None else each.value
                         for each in given
                     )
-                    scored.append(
-                        ScoredGroup(group, rewards, tuple(each.why for each in given))
-                    )
+                    whys = tuple(each.why for each in given)
+                    scored.append(ScoredGroup(group, rewards, whys))
+                    unscored += filter(None, whys)
+                    check_unscored(unscored, asked, self.rl.most_unscored)
             except RolloutInterrupted:
                 interrupted = True
             except WeftError as error:
@@ -417,9 +426,15 @@ class RlLoader:
         ]
         texts = [self.job.questions.answer_text(group.answers[i].ids) for i in waiting]
         asked = [group.request.question] * len(texts)
-        for i, score in zip(waiting, workers.scores(asked, texts), strict=True):
+        scored = workers.scores(asked, texts, self._heed)
+        for i, score in zip(waiting, scored, strict=True):
             given[i] = score
         return given
+
+    def _heed(self) -> None:
+        """Raise :class:`RolloutInterrupted` if this rank is asked to end the run."""
+        if self.interrupted():
+            raise RolloutInterrupted
 
     def _groups(
         self,
@@ -516,4 +531,6 @@ class RlLoader:
             raise WeftError(
                 f"task {settings.title}: no answer could be scored; the first one {why}"
             )
+        if note := check_scored(groups, 1.0):
+            self.recorder.event(f"task {settings.title}: {note}")
         return Answered(len(questions), sum(reward >= 1 for reward in scored), None)

@@ -58,7 +58,7 @@ def prepare_rl(recipe: Recipe) -> RlJob:
     )
     job = job.with_questions(rewarded, questions)
     check_rl(job)
-    questions.check(job.supervised > 0)
+    questions.check(job.supervised > 0, job.rl.tokens)
     return job
 
 

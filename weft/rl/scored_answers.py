@@ -47,11 +47,18 @@ class ScoredGroup:
 def check_scored(groups: Sequence[ScoredGroup], most: float) -> str:
     """Return a line about the answers in ``groups`` that have no reward; "" if all have one.
 
-    Raises :class:`WeftError` if their share of all answers is more than ``most`` (0 to 1), or if no answer has a
-    reward.
+    Raises :class:`WeftError` as :func:`check_unscored` does.
     """
     whys = [why for group in groups for why in group.whys if why]
-    answers = sum(len(group.rewards) for group in groups)
+    return check_unscored(whys, sum(len(group.rewards) for group in groups), most)
+
+
+def check_unscored(whys: Sequence[str], answers: int, most: float) -> str:
+    """Return a line about answers that have no reward; "" if there are none.
+
+    ``whys``: why each of them has none. ``answers``: number of all answers, also of those that are not scored yet.
+    Raises :class:`WeftError` if the share without a reward is more than ``most`` (0 to 1), or if no answer has one.
+    """
     if not whys:
         return ""
     said = "; ".join(list(dict.fromkeys(whys))[:NAMED])
