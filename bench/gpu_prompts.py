@@ -155,7 +155,7 @@ def way(name: str, device: str) -> Iterator[None]:
     """Compute attention in the way ``name`` inside this context."""
     with ExitStack() as patches:
         for module, patch in (
-            (prompt_attention, {"in_one_call": lambda _: name == "shared"}),
+            (prompt_attention, {"in_one_call": lambda *_: name == "shared"}),
             (gpu_attention, STAND_INS if device == "cpu" else {}),
         ):
             for attribute, new in patch.items():

@@ -181,3 +181,18 @@ def test_a_seed_draws_the_same_tokens_by_all_ways_to_a_nucleus(
     assert choose_tokens(logits, texts) == said
     monkeypatch.setattr(row_sampling, "cut_to_nucleus", lambda *given: None)
     assert choose_tokens(logits, texts) == said
+
+
+def test_the_last_token_of_a_vocabulary_is_drawn_where_a_form_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of 64 do not divide GPT-2's vocabulary, whose last token ends a text."""
+    vocab = 50257
+    allowed = torch.zeros(vocab, dtype=torch.bool)
+    allowed[[3, 70, vocab - 1]] = True
+    logits = torch.zeros(1, vocab)
+    logits[0, -1] = 20
+    state = TextState(Sampling(top_p=0.9), 0.5, allowed=allowed)
+    monkeypatch.setattr(row_sampling, "kernel_serves", lambda values: False)
+    monkeypatch.setattr(row_sampling, "cut_to_nucleus", lambda *given: None)
+    assert choose_tokens(logits, [state]) == [vocab - 1]

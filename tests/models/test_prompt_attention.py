@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu_prompts import SMALL, errors
 from weft.models import prompt_attention
-from weft.models.prompt_attention import gathered_keys
+from weft.models.prompt_attention import gathered_count, gathered_keys
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -37,3 +37,8 @@ def test_a_segment_sees_its_prompt_before_itself() -> None:
     assert index.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 2, 3, 4, 6, 7]
     assert queries.bounds.tolist() == [0, 2, 5, 6, 8] and queries.longest == 3
     assert keys.bounds.tolist() == [0, 2, 5, 8, 13] and keys.longest == 5
+
+
+def test_keys_are_not_gathered_where_a_long_prompt_would_be_repeated() -> None:
+    """Two answers to a prompt, and an empty segment, which sees nothing."""
+    assert gathered_count((0, 5, 7, 8, 8), (-1, 0, 0, 0)) == 5 + (5 + 2) + (5 + 1)

@@ -353,7 +353,9 @@ def test_bfloat16_is_usual_where_gpus_train_dense_models_in_it() -> None:
     narrow, wide = Train(dtype="bfloat16"), Train()
     two = Layout.parse("tp=2")
     mixture = shape.model_copy(update={"experts": 2})
+    summed = shape.model_copy(update={"mixer": "retention"})
     for own, layout, section, gpu, said in [
+        (summed, alone, narrow, True, "float"),
         (shape, alone, narrow, True, "bfloat16"),
         (shape, alone, narrow, False, "float"),
         (shape, alone, wide, True, "float"),

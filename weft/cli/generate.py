@@ -323,6 +323,7 @@ def generate_command(
                 ranks=spread.world > 1,
                 attention=attention,
                 cache_policy=cache_policy_of(cache_policy),
+                graphs=True,
             )
         ) as engine:
             engine.report_to(warn)

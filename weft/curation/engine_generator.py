@@ -132,7 +132,9 @@ class EngineGenerator:
             invariant = self.weights == "float"
         except UsageError:
             invariant = False
-        return Engine(model, self.capacity, limit=self.requests, invariant=invariant)
+        return Engine(
+            model, self.capacity, limit=self.requests, invariant=invariant, graphs=True
+        )
 
     @cached_property
     def _ids(self) -> Callable[[str], list[int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,9 @@ LayerPages = KeyValuePages | StatePages
 #: Function that prepares a pass for being repeated: of a function that computes the pass, one that computes it again
 #: from the same tensors' present contents. Both return the logits, always in the same tensor if need be.
 Recorder = Callable[[Callable[[], T]], Callable[[], T]]
+
+#: Held while a thread records: a recording begins by waiting for the whole GPU, which ends one of another thread.
+RECORDING = Lock()
 
 #: The fewest blocks of a table. Tables are padded to this number times a power of two.
 LEAST_BLOCKS = 32
@@ -246,10 +250,16 @@ class GraphRecorder:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.stream: torch.cuda.Stream | None = None
 
     def __call__(self, compute: Callable[[], T]) -> Callable[[], T]:
         """Record ``compute``; return a function that repeats it."""
-        stream = torch.cuda.Stream()
+        with RECORDING:
+            return self._recorded(compute)
+
+    def _recorded(self, compute: Callable[[], T]) -> Callable[[], T]:
+        # PyTorch's own stream for this is that of the GPU on which a process has recorded first
+        stream = self.stream = self.stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # kernels are compiled, and libraries get their memory
@@ -257,7 +267,9 @@ class GraphRecorder:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # other threads may use the GPU meanwhile
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"
+        ):
             logits = compute()
 
         def replay() -> T:

@@ -212,7 +212,7 @@ class Engine:
             :func:`weft.generate.leader.follow_leader`.
         ``attention``: name of the attention backend (:mod:`weft.models.attention_backend`); "": the fastest one.
         ``graphs``: whether steps in which each text computes one token are recorded as CUDA graphs, if the model and
-            its device permit it (:mod:`weft.generate.decode_step`); without a GPU it has no effect.
+            its device permit it (:mod:`weft.generate.decode_step`); the whole cache is then allocated at once.
         ``cache_policy``: chooses the cached tokens that new tokens attend to
             (:func:`weft.generate.cache_policy.cache_policy_of`); None: all of them.
     """
@@ -221,7 +221,7 @@ class Engine:
         self, model: Transformer, tokens: int | None = None, budget: int = BUDGET, limit: int = 64,
         policy: Policy = exact_fill, size: int = 0, drafter: Drafter | None = None, invariant: bool = False,
         ranks: bool = False, attention: str = "",
-        graphs: bool = True, cache_policy: CachePolicy | None = None,
+        graphs: bool = False, cache_policy: CachePolicy | None = None,
     ) -> None:  # fmt: skip
         if budget < 1 or limit < 1:
             raise UsageError(
@@ -419,6 +419,13 @@ class Engine:
             self.reader.report = warn
             for line in self.reader.notes:
                 warn(line)
+
+    def record_graphs(self) -> None:
+        """Record decode steps as CUDA graphs from now on, if the model and its device permit it. The cache still grows
+        as texts need it; each time it has grown, steps are recorded again.
+        """
+        if isinstance(self.reader, PagedReader):
+            self.reader.record_graphs()
 
     @torch.inference_mode()
     def record_steps(self) -> None:

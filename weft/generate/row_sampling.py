@@ -418,10 +418,10 @@ def nuclei(values: T, hows: Sequence[Sampling]) -> Iterator[Candidates]:
         enough = (ends[:, -1] >= share * total[left, 0]) | (count == vocab)
         kept = above_least(in_nucleus(weights, ends, total[left], own), own)
         if enough.any():
-            # in the order of the ids, in which all other ways draw
+            # in the order of the ids, in which the other ways to a nucleus draw; ids that fill up come twice, as 0
             some = kept[enough]
             whole = some.new_zeros(len(some), vocab)
-            whole.scatter_(1, ids[enough], some)
+            whole.scatter_add_(1, ids[enough], some)
             yield Candidates(left[enough], whole, None)
         left = left[~enough]
         if not len(left):

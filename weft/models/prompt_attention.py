@@ -28,6 +28,9 @@ Forward = Callable[[T, T, T, list[Segment]], tuple[T, T]]
 Join = Callable[[T, T, T, T], None]
 Backward = Callable[[T, T, T, T, T, T, list[Segment]], QkvGradients]
 
+#: Gathered keys for each token of a row, at the most: short answers to a long prompt would repeat it in memory.
+MOST_GATHERED = 4
+
 
 class PromptParts(NamedTuple):
     """Calls that compute the attention of a row with shared prompts.
@@ -73,9 +76,22 @@ def prompt_parts(edges: tuple[int, ...], parents: tuple[int, ...]) -> PromptPart
     return PromptParts(alike, seen)
 
 
-def in_one_call(q: T) -> bool:
-    """Return whether one call of a GPU's kernel takes all segments of queries ``q``, in 16 bits."""
-    return q.is_cuda and not gpu_attention.by_products(q)
+def in_one_call(q: T, edges: Sequence[int], parents: Sequence[int]) -> bool:
+    """Return whether one call of a GPU's kernel takes all segments of queries ``q``: in 16 bits, where the gathered
+    keys are not many times the row's. ``edges``, ``parents``: as for :func:`prompt_parts`.
+    """
+    if not q.is_cuda or gpu_attention.by_products(q):
+        return False
+    return gathered_count(edges, parents) <= MOST_GATHERED * len(q)
+
+
+def gathered_count(edges: Sequence[int], parents: Sequence[int]) -> int:
+    """Return how many keys are gathered if each segment has its prompt's before its own. The arguments are those of
+    :func:`prompt_parts`.
+    """
+    lengths = [b - a for a, b in pairwise(edges)]
+    own = zip(lengths, parents, strict=False)
+    return sum(n + (lengths[p] if p >= 0 and n else 0) for n, p in own)
 
 
 @lru_cache(maxsize=16)
@@ -150,7 +166,7 @@ def attend_after_prompts(
     heads]``.
     """
     edges, parents = map(tuple, cu_seqlens.tolist())
-    if in_one_call(q):
+    if in_one_call(q, edges, parents):
         gathered = _gathered(q, edges, parents)
         own_k, own_v = (x.index_select(0, gathered.tokens) for x in (k, v))
         return gpu_attention.varlen_forward(
@@ -177,7 +193,7 @@ def backward_after_prompts(
     ``grad``: the gradient of its ``out``. The other arguments are those of that call, and its results.
     """
     edges, parents = map(tuple, cu_seqlens.tolist())
-    if in_one_call(q):
+    if in_one_call(q, edges, parents):
         gathered = _gathered(q, edges, parents)
         return _backward_in_one_call(grad, q, k, v, out, lse, gathered)
     totals = QkvGradients(*(torch.zeros_like(x) for x in (q, k, v)))

@@ -8,13 +8,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from weft.memory.nameless_file import TierError
 from weft.memory.resting import ALIGNED, RestingGroup
 from weft.memory.tier_file import BufferPool, page_buffer
 from weft.parallel.state import Held, State, Unit
@@ -102,8 +103,9 @@ def pin_slots(jobs: Sequence[UnitUpdate], pool: BufferPool) -> None:
     for job in jobs:
         slots = [part.values for h in job.held for part in h.slots.values()]
         loose = [t for t in slots if t.numel() and not t.is_pinned()]
-        if loose:
-            RestingGroup(loose, None, pool)
+        with suppress(TierError):  # they then stay where they are, which is slower
+            if loose:
+                RestingGroup(loose, None, pool)
 
 
 class Lane:

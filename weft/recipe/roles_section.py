@@ -69,10 +69,10 @@ class RolloutRole(Section):
     weights: Literal["", "float", "bfloat16"] = Field(
         "",
         description=(
-            "Number format of the weights and keys with which answers are written. 'bfloat16' writes faster, and takes "
-            "a copy of the weights in half the bytes, for dense models that are whole on every rank that writes; "
-            "'float': as weights are kept in training. Empty: 'bfloat16' where a GPU trains in bfloat16 and the model "
-            "permits it; else 'float'."
+            "Number format of the weights and keys with which answers are written. 'bfloat16' writes faster from a "
+            "copy of the weights in two bytes each, for dense models that are whole on every rank that writes; "
+            "'float': as weights are kept in training, which a rank that has all of them does not copy. Empty: "
+            "'bfloat16' where GPUs write and train in bfloat16 and all layers have softmax attention; else 'float'."
         ),
     )
     delta: bool = Field(

@@ -60,6 +60,7 @@ def open_turns(
     engine = Engine(
         generation.model, tokens=tokens, limit=limit, ranks=several, invariant=alike
     )
+    engine.record_graphs()
     return GenerationTurns(generation, engine)
 
 

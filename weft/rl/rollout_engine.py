@@ -100,6 +100,7 @@ class RolloutEngine:
             about["requests"],
             invariant=about["invariant"],
         )
+        self.engine.record_graphs()
         size = self.engine.reader.size
         self.failure: Exception | None = None
         self.member = EngineMember(

@@ -37,7 +37,7 @@ def time_thinking(
     tokens of the prompt. The time to read the prompt is not included. ``clock``: returns the time in seconds. Raises
     :class:`weft.errors.WeftError` if a text could not go on.
     """
-    engine = Engine(model, cache_policy=sparse_policy(how.share))
+    engine = Engine(model, graphs=True, cache_policy=sparse_policy(how.share))
     ids = [(7 * i + 3) % model.shape.vocab for i in range(prompt)]
     sampling = Sampling(seed=1)
     texts = engine.submit(ids, how.tokens + WARM, sampling, n=how.texts)
@@ -79,7 +79,7 @@ def try_questions(
     Raises :class:`UsageError` for questions that are not plain texts, and :class:`weft.errors.WeftError` if a text
     could not go on.
     """
-    engine = Engine(model, cache_policy=sparse_policy(share))
+    engine = Engine(model, graphs=True, cache_policy=sparse_policy(share))
     asked = []
     for number, question in enumerate(questions):
         if not isinstance(question.prompt, str):

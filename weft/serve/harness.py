@@ -165,7 +165,10 @@ class WeftLM(TemplateLM):
         ]
         with tqdm(total=len(asks), disable=disable_tqdm, desc="generating") as bar:
             texts = write_texts(
-                Engine(self.model, limit=self.batch_size), self.own, asks, bar.update
+                Engine(self.model, limit=self.batch_size, graphs=True),
+                self.own,
+                asks,
+                bar.update,
             )
         answers = [
             str(postprocess_generated_text(text, list(a.until), None))

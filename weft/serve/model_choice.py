@@ -21,6 +21,7 @@ from weft.errors import UsageError
 from weft.generate.backend import Backend
 from weft.generate.embedding import embed
 from weft.generate.engine import Engine
+from weft.generate.thread_device import use_device
 from weft.models.transformer import Transformer
 
 #: The name by which requests leave the choice of the model to the server.
@@ -250,6 +251,10 @@ def model_embedder(model: Transformer, tokenizer: Tokenizer) -> Embed:
 
     async def embedded(text: str) -> torch.Tensor:
         ids = tokenizer.prompt_ids(text[:CHARACTERS])[:TOKENS]
-        return await asyncio.to_thread(embed, engine, ids, "mean")
+        return await asyncio.to_thread(in_thread, ids)
+
+    def in_thread(ids: list[int]) -> torch.Tensor:
+        use_device(model.mesh.device)
+        return embed(engine, ids, "mean")
 
     return embedded

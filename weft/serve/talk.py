@@ -187,7 +187,7 @@ def model_speaker(
     tokenizer = tokenizer_of(files, checkpoint)
     # a model without a template is refused before anybody types
     own_encoder(tokenizer, checkpoint)
-    engine = Engine(model, cache_policy=policy)
+    engine = Engine(model, graphs=True, cache_policy=policy)
 
     def speak(messages: Messages) -> Iterator[str]:
         ids = prompt_ids(tokenizer, messages, True, checkpoint)

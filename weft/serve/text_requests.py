@@ -141,4 +141,4 @@ def samples(
         )
         for prompt in settings.all_prompts
     ]
-    return write_texts(Engine(model), tokenizer, asks)
+    return write_texts(Engine(model, graphs=True), tokenizer, asks)

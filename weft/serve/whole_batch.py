@@ -107,7 +107,7 @@ def write_prompt_file(
             write(json.dumps(line, ensure_ascii=False))
             following = next(due, -1)
 
-    with closing(Engine(model, attention=asked.attention)) as engine:
+    with closing(Engine(model, attention=asked.attention, graphs=True)) as engine:
         write_whole_batch(engine, tokenizer, asks, experts, warn, write_in_order)
     if experts is not None:
         warn(experts.report())
