@@ -411,10 +411,11 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    found: dict[str, Any] = {
-        "machine": machine(),
-        "weights are random": given.model is None,
-    }
+    now = {"machine": machine(), "weights are random": given.model is None}
+    # what another run has measured stays, with its date
+    there = given.json and given.json.exists()
+    found: dict[str, Any] = json.loads(given.json.read_text()) if there else {}
+    found |= now
     with tempfile.TemporaryDirectory() as room:
         folder = given.model or random_weights(Path(room) / "model")
         for name in given.only:
@@ -426,7 +427,8 @@ def main() -> None:
             }
             more = peers if name == "throughput" else {}
             found[name] = CASES[name](folder, given.turns, **more) | {
-                "load": round(os.getloadavg()[0], 1)
+                "load": round(os.getloadavg()[0], 1),
+                "date": now["machine"]["date"],
             }
             print(json.dumps({name: found[name]}, indent=1), flush=True)
             if given.json:

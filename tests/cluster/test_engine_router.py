@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -27,7 +28,8 @@ from tests.cluster.inprocess import (
     until,
     written_by,
 )
-from weft.cluster.engine_router import EngineRouter, RouterModel
+from weft.cluster.engine_router import EngineRouter, RouterModel, _accept, _fail
+from weft.cluster.flight import Flight
 from weft.cluster.other_router import router_endpoint
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
@@ -339,6 +341,24 @@ def test_an_answer_does_not_wait_for_ever() -> None:
                         await asyncio.wait_for(answers.next(), 20)
 
         asyncio.run(main())
+
+
+class Leaving(Future[None]):
+    """The future of a client that leaves as soon as somebody has looked whether it waits."""
+
+    def done(self) -> bool:
+        waited = not super().done()
+        self.cancel()
+        return not waited
+
+
+def test_a_client_that_leaves_as_its_answer_is_taken_ends_no_engine() -> None:
+    for late in (False, True):
+        flight = Flight(0, asked([1], 5), 0, "", accepted=Leaving())
+        if late:
+            flight.accepted.cancel()
+        _accept(flight)
+        _fail(flight.accepted, NoEngine("none"))
 
 
 def test_a_request_that_ends_every_engine_ends_itself() -> None:

@@ -66,10 +66,10 @@ class CacheMember:
     def drain(self, move: bool = False) -> None:
         """Ask the router to let this process go. ``move`` changes nothing, as there are no answers to move."""
         self._draining.set()
-        if self._outbox is None:
+        if (outbox := self._outbox) is None:
             self._ended.set()
         else:
-            self._outbox.put({"kind": "drain", "move": move})
+            outbox.put({"kind": "drain", "move": move})
 
     def load(self) -> EngineLoad:
         """Return the load of the stock: numbers of blocks in memory, of blocks for which memory has room, and of blocks

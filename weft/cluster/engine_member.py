@@ -179,10 +179,10 @@ class EngineMember:
         self._draining.set()
         if self.loans is not None:
             self.loans.recall_all()
-        if self._current is None:
+        if (current := self._current) is None:
             self._ended.set()
         else:
-            self._current.outbox.put({"kind": "drain", "move": move})
+            current.outbox.put({"kind": "drain", "move": move})
 
     def leave(self) -> None:
         """Close the connection to the router, so that :meth:`run` returns at once. The router is not told before."""

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -760,8 +760,7 @@ class EngineRouter:
         """End an answer with ``error``."""
         self._flights.pop(flight.number, None)
         flight.error, flight.finished = error, "error"
-        if not flight.accepted.done():
-            flight.accepted.set_exception(error)
+        _fail(flight.accepted, error)
         if answers := self._owners.pop(flight, None):
             answers.deliver([TokenEvent(flight.index, None, None, "error")])
 
@@ -903,8 +902,9 @@ class EngineRouter:
                 if call := link.calls.pop(head["call"], None):
                     if "error" in head:
                         _fail(call.result, read_refusal(head))
-                    elif not call.result.done():
-                        call.result.set_result(frame)
+                    else:
+                        with suppress(InvalidStateError):  # the server ends
+                            call.result.set_result(frame)
                     self._release(link)
             elif kind == "moved":
                 self._take_move(link, head)
@@ -1106,10 +1106,11 @@ def _asked_vector(head: Head, ids: Sequence[int], call: int) -> Message:
 
 
 def _accept(flight: Flight) -> None:
-    if not flight.accepted.done():
+    # who waits in the event loop may cancel it at any moment
+    with suppress(InvalidStateError):
         flight.accepted.set_result(None)
 
 
 def _fail(future: "Future[Any]", error: WeftError) -> None:
-    if not future.done():
+    with suppress(InvalidStateError):  # its result, or the end of who waits, came first
         future.set_exception(error)
