@@ -200,22 +200,19 @@ def test_greedy_tokens_are_those_without_a_small_model(
             assert bool(drafter.ready) == bool(ahead)
 
 
-@pytest.mark.soak
-@pytest.mark.slow
-def test_drawn_tokens_of_requests_do_not_depend_on_what_was_made_ahead() -> None:
-    model = build("softmax", torch.float64)
-    other = build("softmax", torch.float64)
-    for p in other.parameters():
-        p.data *= 1.05
-    how, found = Sampling(0.9, top_p=0.95, seed=4), {}
-    for ahead, layer in ((0, 0), (1, 0), (3, 0), (3, 1), (3, 2)):
-        drafter = DraftModel(other, 3, ahead, early_layer=layer)
+def test_drawn_tokens_do_not_depend_on_what_was_made_ahead() -> None:
+    """Where likely tokens are drawn, guesses are often ready; they are those that would be made in time."""
+    model, small = (build("softmax", torch.float64) for _ in range(2))
+    nudged(small, 0.02)
+    how, texts = Sampling(0.3, top_p=0.95, seed=4), {}
+    for ahead, layer in ((0, 0), (2, 0), (2, 2)):
+        drafter = DraftModel(small, 3, ahead, early_layer=layer)
         engine = Engine(model, size=4, drafter=drafter)
-        ones = [engine.submit(prompt, 15, how)[0] for prompt in PROMPTS]
+        requests = [engine.submit(prompt, 8, how)[0] for prompt in PROMPTS[2:4]]
         engine.run()
-        found[ahead, layer] = [one.written for one in ones]
-        assert ahead == 0 or drafter.ready > 5
-    assert all(texts == found[0, 0] for texts in found.values())
+        texts[ahead, layer] = [request.written for request in requests]
+        assert bool(drafter.ready) == bool(ahead)
+    assert all(each == texts[0, 0] for each in texts.values())
 
 
 def test_the_engine_draws_with_a_small_model_as_without() -> None:
