@@ -48,6 +48,7 @@ def main(
 
         best = search_policy(policy, size, say)
         figures[technique.name] = {
+            "size": size._asdict(),
             "expression": str(best.expression),
             "seen": best.seen,
             "held_out": best.held_out,
@@ -61,8 +62,7 @@ def main(
             f"{technique.name}: ours {ours:.4g}, {policy.greedy} {greedy:.4g}, ratio {ours / greedy:.3f}"
         )
     if not quick:
-        record = {"size": size._asdict(), "policies": figures}
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        out.write_text(json.dumps({"policies": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import random
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from math import comb
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from tests.cases import Case, pairwise, recipe, start, write_corpus
 from tests.models.test_experts import MODELS
 from tests.prove.test_equality import difference
 from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
 from weft.models.feed_forward import FeedForward
 from weft.models.router import Choice, Router
 from weft.parallel.experts import rows
@@ -27,8 +29,9 @@ from weft.parallel.experts.connect import count_pieces
 from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.members import Members
 from weft.parallel.units import all_gather, reduce_scatter
+from weft.prove.equality import compare_with_one_device, run_layout
 from weft.prove.types import check_types
-from weft.recipe import ModelShape, Train
+from weft.recipe import ModelShape, Recipe, Train
 from weft.techniques.dispatch.adaptive.options import (
     Adaptive,
     numbers_sent,
@@ -36,6 +39,7 @@ from weft.techniques.dispatch.adaptive.options import (
 )
 from weft.techniques.dispatch.timed.choice import TimedDispatch
 from weft.techniques.dispatch.timed.trials import OptionTimes
+from weft.train.setup import prepare
 from weft.train.step import train_step
 
 FACTORS: dict[str, list[Any]] = {
@@ -455,6 +459,30 @@ def test_ranks_with_nothing_but_padding_and_experts_without_tokens(
     # three ranks have a row of padding
     values["train"] = values["train"] | {"batch": 1}
     found = pool.run(4, difference_with_idle_ranks, values)[0]
+    assert found.ok, found
+
+
+def difference_of_a_slow_rank(values: dict[str, Any], cache: str) -> Any:
+    """Compare with one device where the last of the data ranks has fewer rows, as it is slow. ``cache``: the folder of
+    times.
+    """
+    job = prepare(Recipe(**values))
+    layout = job.recipe.layout
+    speeds = (*(1.0,) * (layout.world - 1), 0.2)
+    mesh = Mesh.create(layout, "cpu", uneven=True)
+    with mock.patch.dict(os.environ, WEFT_CACHE=cache):
+        trace = run_layout(replace(job, speeds=speeds), mesh, 2)
+    return compare_with_one_device(trace, job, mesh)
+
+
+@pytest.mark.parametrize("dispatch", ["all-gather", "timed"])
+def test_slow_ranks_have_fewer_tokens(
+    pool: Any, corpus: str, dispatch: str, tmp_path: Path
+) -> None:
+    """Ranks of which one has few tokens send all to all, and agree on the size of a pass."""
+    case = {"layout": "shard=2,ep=2", "dispatch": dispatch, "model": "mixtral"}
+    values = tree(corpus, case)
+    found = pool.run(2, difference_of_a_slow_rank, values, str(tmp_path))[0]
     assert found.ok, found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.cli.target import target_command
 from weft.errors import UsageError
 from weft.run.time_to_target import (
     PROFILE,
@@ -73,6 +74,27 @@ def test_declared_entrants(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(UsageError, match=named):
             read_entrants(file)
+
+
+@pytest.mark.parametrize(
+    ("entrant", "words", "named"),
+    [
+        ('set = ["train.seed=3"]', [], "train.seed cannot be set here, as --seeds"),
+        ('tune = { "observe.every" = [5] }', [], "as every step is timed"),
+        ("", ["validation.until=1"], "as --until gives the loss"),
+        ('set = ["data.seq_len=64"]', [], "entrants of .*: a, b differ in .data."),
+        ('set = ["validation.every=7"]', [], "differ in .validation."),
+    ],
+)
+def test_what_makes_no_fair_comparison_is_refused(
+    tmp_path: Path, entrant: str, words: list[str], named: str
+) -> None:
+    (tmp_path / "few.toml").write_text(f"[a]\n{entrant}\n[b]\n")
+    with pytest.raises(UsageError, match=named):
+        target_command(
+            ["quickstart"], ["loss=2"], tmp_path / "few.toml", overrides=words, out=tmp_path / "out",
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_ends_at_the_loss_that_was_asked_for(tmp_path: Path) -> None:

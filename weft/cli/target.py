@@ -27,6 +27,12 @@ _entrants = (
 )
 _seeds = "Number of studies: each trains all candidates with a seed of its own, and counts the best."
 _out = "Folder of the runs and of the page; runs/target by default."
+#: Settings that the comparison gives to every run, and what decides them.
+GIVEN = {
+    "train.seed": "--seeds gives each study a seed",
+    "validation.until": "--until gives the loss",
+    "observe.every": "every step is timed",
+}
 
 
 def target_command(
@@ -58,6 +64,7 @@ def target_command(
 
     folder = out or RUNS / "target"
     check_folder(folder)
+    _refuse_given(overrides or [])
     if entrants is None:
         workloads = {"workload": ""}
         competing = [Entrant(Path(recipe).stem) for recipe in recipes]
@@ -65,6 +72,9 @@ def target_command(
     else:
         workloads = {Path(recipe).stem: recipe for recipe in recipes}
         competing, sources = read_entrants(entrants), {}
+        for entrant in competing:
+            for candidate in entrant.candidates:
+                _refuse_given([*entrant.settings, *candidate])
     if len(sources or workloads) < len(recipes):
         raise UsageError("two of the recipes have one name; give files of different names")  # fmt: skip
     targets = _targets(until, list(workloads))
@@ -82,8 +92,10 @@ def target_command(
     asked = [(attempt, recipe_of(attempt)) for attempt in attempts]
     for _, recipe in asked:
         check_sources(recipe.data)
-    if entrants is None:
-        _refuse_other_work([recipe for _, recipe in asked], recipes)
+    names = [entrant.name for entrant in competing] if entrants else recipes
+    for workload in workloads:
+        every = [recipe for a, recipe in asked if a.workload == workload]
+        _refuse_other_work(every, names, entrants)
     trials = [(_trial(attempt), recipe) for attempt, recipe in asked]
     # what the runs print is no part of the JSON
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
@@ -135,16 +147,34 @@ def _targets(until: list[str], workloads: list[str]) -> dict[str, float]:
     return dict(zip(workloads, losses, strict=True))
 
 
-def _refuse_other_work(given: "list[Recipe]", names: list[str]) -> None:
-    """Raise :class:`UsageError` if the recipes, which compete on one workload, differ in what the loss is about."""
+def _refuse_given(settings: list[str]) -> None:
+    """Raise :class:`UsageError` if ``settings`` have one that the comparison itself gives to every run."""
+    for text in settings:
+        name = text.partition("=")[0].strip()
+        if name in GIVEN:
+            raise UsageError(f"{name} cannot be set here, as {GIVEN[name]}; leave it out")  # fmt: skip
+
+
+def _refuse_other_work(
+    given: "list[Recipe]", names: list[str], entrants: Path | None
+) -> None:
+    """Raise :class:`UsageError` if recipes that compete on one workload differ in what the loss is about.
+
+    ``names``: what competes; ``entrants``: the file that declares it, None where the recipes themselves compete.
+    """
     for section in ("data", "validation", "loss"):
         first = getattr(given[0], section)
-        for recipe in given[1:]:
-            if getattr(recipe, section) != first:
-                raise UsageError(
-                    f"recipes {', '.join(names)} differ in [{section}], so that their losses cannot be compared; make "
-                    "these equal, or give --entrants, with which every recipe is a workload of its own"
-                )
+        if any(getattr(recipe, section) != first for recipe in given[1:]):
+            who = f"entrants of {entrants}:" if entrants else "recipes"
+            way = (
+                "make them recipes, which are workloads of their own"
+                if entrants
+                else "give --entrants, with which every recipe is a workload of its own"
+            )
+            raise UsageError(
+                f"{who} {', '.join(names)} differ in [{section}], so that their losses cannot be compared; make these "
+                f"equal, or {way}"
+            )
 
 
 def _show(table: "list[Standing]") -> None:

@@ -39,6 +39,7 @@ class Mesh:
         ``island_store``: store that the ranks of all islands share; None without islands.
         ``sums``: object that sums activations over ``tp`` during generation, in place of the process group of ``tp``.
             Every rank of ``tp`` then holds all tokens where norms are computed. None in training.
+        ``uneven``: whether ranks have different numbers of rows, because slow ones get fewer.
 
     :meth:`group` knows a group of ranks by the name of its axis. Some groups have names of their own:
 
@@ -62,6 +63,7 @@ class Mesh:
     islands: int = 1
     island_store: dist.Store | None = None
     sums: TokenSums | None = None
+    uneven: bool = False
 
     def __post_init__(self) -> None:
         sizes = {axis: self.layout.size(axis) for axis in (*AXES, FOLDED)}
@@ -87,14 +89,18 @@ class Mesh:
 
     @classmethod
     def create(
-        cls, layout: Layout, device: torch.device | str, needed: float = 0
+        cls,
+        layout: Layout,
+        device: torch.device | str,
+        needed: float = 0,
+        uneven: bool = False,
     ) -> Mesh:
         """Return the mesh of ``layout`` over the default process group, which must have been initialised.
 
         With several islands the default process group is replaced: it then has the ranks of this rank's island only.
         ``device``: device on which this rank computes. Shares of ``tp`` that are ``"auto"`` are measured. ``needed``:
-        bytes of all weights, for these shares; 0: memory does not matter. Raises :class:`UsageError` if the number of
-        ranks is not that of the layout.
+        bytes of all weights, for these shares; 0: memory does not matter. ``uneven``: as the attribute. Raises
+        :class:`UsageError` if the number of ranks is not that of the layout.
         """
         device = torch.device(device)
         if not dist.is_initialized():
@@ -122,7 +128,8 @@ class Mesh:
         from weft.layout.axis_groups import axis_groups
 
         live = axis_groups(layout, device, rank_table(layout))
-        return cls(layout, device, *live, island, islands, island_store)
+        apart = island, islands, island_store
+        return cls(layout, device, *live, *apart, uneven=uneven)
 
     def become(self, other: Mesh) -> None:
         """Replace all fields of this mesh by those of ``other``, so that objects that refer to this mesh use the new

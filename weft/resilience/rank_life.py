@@ -269,8 +269,9 @@ class RankParty:
         if membership.why:
             raise PeerLost(membership.why)
         self.join_groups(world, self.device)
-        mesh = Mesh.create(recipe.layout, own_device(self.device))
         job = replace(self.job, recipe=recipe, speeds=guard.slow.speeds(present))
+        uneven = bool(job.batch_speeds(layout))
+        mesh = Mesh.create(layout, own_device(self.device), uneven=uneven)
         try:
             outcome = train_job(job, mesh, guard=guard)
         except Regroup:

@@ -136,11 +136,10 @@ class AllGather:
 
     def __init__(self, members: Members) -> None:
         self.members, self.fan_out = members, local_experts(members)
-        self.uneven = bool(members.mesh.layout.balance or members.mesh.layout.lsh)
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         members, tokens = self.members, len(x)
-        if self.uneven and (padding := members.most(tokens) - tokens):
+        if members.uneven and (padding := members.most(tokens) - tokens):
             pad = partial(F.pad, pad=(0, 0, 0, padding))
             nowhere = pad(choice.ids, value=members.slots)
             x, choice = pad(x), Choice(pad(choice.weights), nowhere)

@@ -68,6 +68,12 @@ class Members:
         all_gather(gathered, counts, group=self.group)
         return gathered.view(self.count, -1)
 
+    @property
+    def uneven(self) -> bool:
+        """Whether members may have different numbers of tokens in a pass."""
+        layout = self.mesh.layout
+        return bool(self.mesh.uneven or layout.balance or layout.lsh)
+
     def most(self, number: int) -> int:
         """Return the largest of the numbers that the members of the group pass as ``number``. Collective."""
         with untyped():

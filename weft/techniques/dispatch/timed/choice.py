@@ -71,8 +71,6 @@ class TimedDispatch(Adaptive):
 
     def __init__(self, ranks: ExpertRanks) -> None:
         super().__init__(ranks)
-        layout = ranks.mesh.layout
-        self.uneven = bool(layout.balance or layout.lsh)
         #: By the size of a pass.
         self.trials: dict[str, OptionTimes] = {}
         self._table: TimeTable | None = None
@@ -98,7 +96,7 @@ class TimedDispatch(Adaptive):
         ``choice``: their experts.
         """
         ranks = self.ranks
-        tokens = (ranks.most(len(x)) if self.uneven else len(x)).bit_length()
+        tokens = (ranks.most(len(x)) if ranks.uneven else len(x)).bit_length()
         learns = torch.is_grad_enabled() and x.requires_grad
         experts, hidden, embed = ranks.stacks[0]
         near = os.environ.get("LOCAL_WORLD_SIZE", "1")
