@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
 
 from tests.cluster.inprocess import until
 from tests.rl.test_remote_rollouts import InThread
 from tests.rl.test_rl_loader import letters, parameters, recipe, records, train
+from weft.cli import cluster_engine
+from weft.cli.app import app
 from weft.errors import UsageError
 from weft.net.endpoint import Endpoint
 from weft.rl import rl_checks, rollout_processes
@@ -45,6 +49,23 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines in threads in the place of processes, so that they compute as invariantly as this process does."""
     monkeypatch.setattr(rollout_processes, "start_rollout_engines", EnginesInThreads)
     monkeypatch.setattr(rl_checks, "check_alike", lambda recipe, role: None)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_weft_takes_the_command_that_starts_an_engine(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Other tests put threads in the place of these processes."""
+    commands, written = list[Sequence[str]](), list[Any]()
+    place: Any = SimpleNamespace(start=lambda words, _: commands.append(words))
+    run: Any = SimpleNamespace(address=("127.0.0.1", 9))
+    monkeypatch.setattr(cluster_engine, "_write_rollouts", lambda *a: written.append(a))
+    rollout_processes.start_rollout_engines(count, run, "s", print, places=[place] * 2)
+    assert len(commands) == count
+    for python, weft, *words in commands:
+        assert (python, weft) == ("-m", "weft")
+        get_command(app).main(words, standalone_mode=False)
+    assert [given[2] for given in written] == [f"engine-{i}" for i in range(count)]
 
 
 #: With log-probabilities that do not depend on which answers are written at the same time.

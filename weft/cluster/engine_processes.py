@@ -20,11 +20,12 @@ class EngineProcesses:
     """Runs one process of ``weft engine`` for each of ``roles``. All processes join the router at ``address``.
     ``roles``: roles of the engines, "" for one that computes prompts and writes. ``words``: further arguments of the
     command, by role; those of "" are for all roles that are not named. ``share``: fraction of the free memory that all
-    engines together use. Each engine gets an equal part of it, and an equal part of the processor's cores. ``say``
-    prints a line. ``ranks``: number of processes of each engine. ``gpus``: names of this host's GPUs, as in
-    ``CUDA_VISIBLE_DEVICES``; the ranks of the engines get them in turn. ``environment``: environment variables of the
-    processes; None: those of this process. ``start``: starts a process, given the name of its engine, its command and
-    its environment variables; None: as a child of this process. Once all have joined, a process that ends by a fault is
+    engines together use, of which each gets an equal part; None: they learn elsewhere how much they may use. Each gets
+    an equal part of the processor's cores. ``say`` prints a line. ``ranks``: number of processes of each engine.
+    ``gpus``: names of this host's GPUs, as in ``CUDA_VISIBLE_DEVICES``; the ranks of the engines get them in turn.
+    ``environment``: environment variables of the processes; None: those of this process. ``start``: starts a process,
+    given the name of its engine, its command and its environment variables; None: as a child of this process. Once all
+    have joined, a process that ends by a fault is
     started again. The processes inherit the variable ``WEFT_SECRET``.
     """
 
@@ -33,7 +34,7 @@ class EngineProcesses:
         roles: Sequence[str],
         address: str,
         words: Mapping[str, Sequence[str]],
-        share: float,
+        share: float | None,
         say: Callable[[str], None],
         ranks: int = 1,
         gpus: Sequence[str] = (),
@@ -46,16 +47,13 @@ class EngineProcesses:
         given = os.environ if environment is None else environment
         self._environment = {"OMP_NUM_THREADS": str(threads), **given}
         devices = iter(gpus_of_engines(len(computing), ranks, gpus))
-        # engines that share their memory: all of this host's, or those of a GPU
-        beside = -(-len(computing) * ranks // len(gpus)) if gpus else len(roles)
-        shares = {"cache": share / (roles.count("cache") or 1) if gpus else share / beside}  # fmt: skip
         command = [sys.executable, "-m", "weft", "engine", f"--join={address}"]
         kinds = [role or "engine" for role in roles]
         names = [f"{kind}-{kinds[:i].count(kind)}" for i, kind in enumerate(kinds)]
         self._commands = {
             name: [
                 *command, f"--name={name}", f"--role={role}", "--redial=0",
-                f"--share={shares.get(role, share / beside)}", *words.get(role, words[""]),
+                *share_option(role, roles, share, ranks, len(gpus)), *words.get(role, words[""]),
             ]
             for name, role in zip(names, roles, strict=True)
         }  # fmt: skip
@@ -165,6 +163,23 @@ def ending(process: Any, code: int) -> str:
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     lost: str = getattr(process, "lost", "")
     return lost or how
+
+
+def share_option(
+    role: str, roles: Sequence[str], share: float | None, ranks: int, gpus: int
+) -> list[str]:
+    """Return the option that tells an engine with ``role`` its part of the free memory; none if ``share`` is None.
+
+    ``gpus``: number of this host's GPUs. The other arguments are those of :class:`EngineProcesses`.
+    """
+    if share is None:
+        return []
+    # engines that share their memory: all of this host's, or those of a GPU
+    caches = roles.count("cache")
+    beside = -(-(len(roles) - caches) * ranks // gpus) if gpus else len(roles)
+    if gpus and role == "cache":
+        beside = caches
+    return [f"--share={share / beside}"]
 
 
 def gpus_of_engines(engines: int, ranks: int, gpus: Sequence[str]) -> list[str]:

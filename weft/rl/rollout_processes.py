@@ -89,7 +89,7 @@ def start_rollout_engines(
         roles,
         f"{host}:{port}",
         words,
-        0.4,
+        None,  # the run tells each how many tokens to keep
         say,
         gpus=gpus.names,
         environment=environment,
