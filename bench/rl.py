@@ -4,7 +4,8 @@ Both sides write ``--answers`` answers of ``--tokens`` tokens in each step, in g
 take one GRPO step with AdamW. TRL generates by transformers. A side is a process of its own; counted are the steps
 after the first one, and the process's peak memory. Weights are random, so that answers almost never end early: then
 both write equally many tokens. A third process measures the floor: how long the matrix products of a step take by
-themselves on this machine, each by the fastest of the library's kernels.
+themselves on this machine, each by the fastest of the kernels at hand. On a CPU, Weft's updates take those of the
+forward pass from the passes that wrote the answers, so that the floor of what it computes is lower.
 
     python bench/rl.py --model FOLDER --trl VENV/bin/python [--rounds 2] [--json bench/results/rl.json]
     python bench/rl.py --model FOLDER --trl python --device cuda --dtype bfloat16 --answers 64 --tokens 256
@@ -28,10 +29,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+#: Makes a function that multiplies rows with a weight.
+Way = Callable[[Any], Callable[[Any], Any]]
 
 REWARD = '''
 def letters(answer, question):
@@ -237,13 +241,33 @@ def product_sizes(
     return sizes
 
 
+def token_seconds(
+    way: Way, sizes: Sequence[tuple[int, int, int, int]], answers: int
+) -> float:
+    """Return the seconds of all products for one token of every answer.
+
+    ``way``: makes the function that multiplies with a weight. ``sizes``: for each kind of weight how many there are,
+    and two of their sizes. All weights together are larger than the caches.
+    """
+    import torch
+
+    from weft.memory.heap import use_huge_pages
+
+    weights = [(out, inner) for count, out, inner, _ in sizes for _ in range(count)]
+    products = [(way(torch.randn(*size)), torch.randn(1, answers, size[1])) for size in weights]  # fmt: skip
+    with torch.inference_mode():
+        use_huge_pages()
+        return least(lambda: [product(x) for product, x in products], 5)
+
+
 def floor_side(asked: dict[str, Any]) -> dict[str, Any]:
     """Measure how long the products of a step take: forward and backward over all tokens, and those of writing."""
     import torch
     import transformers
 
-    from weft.memory.heap import keep_heap, use_huge_pages
+    from weft.memory.heap import keep_heap
     from weft.models.products import Packed
+    from weft.models.row_layers import ROWS, RowOutput, rows_kernel
 
     torch.set_num_threads(asked["threads"])
     keep_heap()
@@ -254,18 +278,11 @@ def floor_side(asked: dict[str, Any]) -> dict[str, Any]:
         flops += 3 * 2.0 * count * out * inner * tokens
         for name, value in product_seconds(out, inner, tokens).items():
             seconds[name] += count * value
-    every = [
-        Packed(torch.randn(out, inner))
-        for count, out, inner, _ in sizes
-        for _ in range(count)
-    ]
-    inputs = [inner for count, _, inner, _ in sizes for _ in range(count)]
-    with torch.inference_mode():
-        use_huge_pages()
-        # one token of every answer; all weights together are larger than the caches
-        x = {inner: torch.randn(asked["answers"], inner) for inner in {*inputs}}
-        step = least(lambda: [product(x[inner]) for product, inner in zip(every, inputs, strict=True)], 5)  # fmt: skip
-    seconds["writing"] = step * asked["tokens"]
+    ways: list[Way] = [Packed]
+    if asked["answers"] <= ROWS[-1] and rows_kernel(64, 1, 16, ROWS[0]):
+        ways.append(lambda weight: RowOutput(weight, 64, 1))
+    steps = [token_seconds(way, sizes, asked["answers"]) for way in ways]
+    seconds["writing"] = min(steps) * asked["tokens"]
     learning = sum(seconds.values()) - seconds["writing"]
     return {
         "seconds": learning + seconds["writing"], "products": seconds, "learning_gflops": flops / learning / 1e9,

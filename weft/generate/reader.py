@@ -25,6 +25,7 @@ from weft.generate.layer_stream import LayerStream, streaming
 from weft.generate.packed_row import PackedRow, TextSlice, pack, parts_of
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.span_groups import RowGroups, SpanGroup, joined_rows
+from weft.generate.written_passes import WrittenPasses
 from weft.models.adapter_shelf import AdapterShelf
 from weft.models.backend_choice import choose_backend
 from weft.models.borrowed_keys import LentBlocks
@@ -67,10 +68,12 @@ class PagedReader:
 
     Attributes:
         ``decoding``: computes decode steps from recorded passes; None: every pass is launched anew.
+        ``kept``: keeps what passes compute of each token; None: nothing does.
     """
 
     depth = 1
     decoding: DecodeSteps | None = None
+    kept: WrittenPasses | None = None
 
     def __init__(
         self,
@@ -125,8 +128,12 @@ class PagedReader:
                 return lambda: decoded
         # a plugin's model cannot remember: it reads all again
         parts = parts_of(step, bool(self.model.shape.kind))
+        if self.kept is not None:
+            self.kept.begin(step, [part.rows for part in parts])
         with streaming(streamed):
             logits = self.read(parts, step.copies, step.loads, early)
+        if self.kept is not None:
+            self.kept.end(logits)
         return lambda: logits
 
     def _streamed(self, step: ScheduledStep) -> list[tuple[LayerStream, int]]:

@@ -5,13 +5,14 @@ logits of one chunk of tokens are kept for them, and those of all others are com
 (:mod:`weft.models.preference`) and policy losses (:mod:`weft.models.policy_loss`) are such losses.
 """
 
-from collections import UserDict
+from collections.abc import Callable
 
 import torch
 
 from weft.data.batch import IGNORE, Batch
 from weft.layout.boundary import BY_DATA, declare, untyped
 from weft.layout.mesh import Mesh
+from weft.models.logit_kernel import KeptLogits
 from weft.models.loss import (
     labelled_rows,
     linear_cross_entropy,
@@ -26,6 +27,9 @@ T = torch.Tensor
 
 #: The loss of answers: of pairs, or a policy's.
 Objective = PairObjective | TokenObjective
+
+#: Function that gives known logits of tokens (:attr:`weft.models.token_objective.TokenObjective.known_logits`).
+Known = Callable[[T | None], T | None] | None
 
 
 def weigh(
@@ -68,15 +72,20 @@ def answer_loss(
     """
     labels = batch.labels.flatten()
     with_entropy = isinstance(of, TokenObjective)
-    if isinstance(of, TokenObjective) and of.temperature != 1:
-        hidden = hidden / of.temperature
+    known: Known = None
+    if isinstance(of, TokenObjective):
+        known, of.known_logits = of.known_logits, None
+        if of.temperature != 1:
+            hidden = hidden / of.temperature
     learns = torch.is_grad_enabled()
     with torch.no_grad(), untyped():
         rows = labelled_rows(labels)
         some = slice(None) if rows is None else rows
-        kept = UserDict[int, T]()  # into which no check of types looks
+        kept = KeptLogits()
+        logits = known(rows) if known is not None else None
         scored = token_scores(
-            hidden[some], weight, labels[some], first, chunk, mesh, with_entropy, kept if learns else None
+            hidden[some] if logits is None else logits, weight if logits is None else None, labels[some], first, chunk,
+            mesh, with_entropy, kept if learns else None,
         )  # fmt: skip
         values = torch.zeros(
             len(labels), scored.shape[1], dtype=torch.float64, device=labels.device

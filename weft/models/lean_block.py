@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from weft.models.feed_forward import FeedForward
 from weft.models.invariant import is_invariant
@@ -113,25 +114,33 @@ def split_of(module: Projections, *names: str) -> SplitProduct:
     return product
 
 
+def is_plain(block: nn.Module) -> bool:
+    """Return whether ``block`` is on one device and has softmax attention and a dense SiLU feed-forward, without
+    dropout and without norms beside those before its two parts.
+    """
+    if type(block) is not Block or block.dropout or block.ladder:
+        return False
+    attention, ffn = block.attention, block.ffn
+    if type(attention) is not Attention or type(ffn) is not FeedForward:
+        return False
+    usual = attention.mixer == "softmax" and attention.query_scale == 1
+    norms = [attention.q_norm, attention.k_norm, attention.o_norm]
+    norms += [block.attention_out_norm, block.ffn_out_norm]
+    turned = attention.interleaved or attention.kv_index is not None
+    if not usual or turned or any(norm is not None for norm in norms):
+        return False
+    return ffn.activate is F.silu and block.mesh.layout.world == 1
+
+
 def packed_weights(block: Block) -> BlockWeights | None:
     """Return the packed weights of ``block`` if :class:`LeanBlock` can compute it, else None.
 
     It can compute a block on one device with softmax attention and a dense SiLU feed-forward. The block must have no
     further norms and no dropout, and its weights must be packed for oneDNN.
     """
-    if type(block) is not Block or block.dropout or block.ladder:
+    if not is_plain(block):
         return None
     attention, ffn = block.attention, block.ffn
-    if type(attention) is not Attention or type(ffn) is not FeedForward:
-        return None
-    usual = attention.mixer == "softmax" and attention.query_scale == 1
-    norms = [attention.q_norm, attention.k_norm, attention.o_norm]
-    norms += [block.attention_out_norm, block.ffn_out_norm]
-    turned = attention.interleaved or attention.kv_index is not None
-    if not usual or turned or any(norm is not None for norm in norms):
-        return None
-    if ffn.activate is not F.silu or block.mesh.layout.world > 1:
-        return None
     weights = []
     for module in (attention, ffn):
         for names in module.TOGETHER:

@@ -130,7 +130,10 @@ class _LinearCrossEntropy(SummedLoss):
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight: T | None = None
         if ctx.needs_input_grad[1]:
-            d_weight = torch.zeros_like(weight, dtype=dtype)
+            # which the first product overwrites
+            sets = len(hidden) and dtype == hidden.dtype
+            blank = torch.empty_like if sets else torch.zeros_like
+            d_weight = blank(weight, dtype=dtype)
         for start in range(0, len(hidden), chunk):
             h = hidden[start : start + chunk]
             logits = kept.pop(start, None)  # [chunk, vocab/tp]
@@ -139,7 +142,7 @@ class _LinearCrossEntropy(SummedLoss):
             for at in rows_in_cache(logits, group):
                 of = slice(start + at.start, start + at.stop)
                 bonus = None if bonuses is None else bonuses[of]
-                total += _differentiated(
+                total += getattr(kept, "differentiate", differentiated)(
                     logits[at], labels[of], scales[of], bonus, first, group
                 )
             p = logits.to(hidden.dtype)
@@ -147,7 +150,7 @@ class _LinearCrossEntropy(SummedLoss):
                 d_hidden[start : start + chunk] = times(p, weight.t())
             if d_weight is not None and d_weight.dtype == p.dtype:
                 # of the largest tensors: no second one to add
-                torch.addmm(d_weight, p.t(), h, out=d_weight)
+                torch.addmm(d_weight, p.t(), h, beta=min(start, 1), out=d_weight)
             elif d_weight is not None:
                 d_weight += multiply(p.t(), h)
             del logits, p  # before the next chunk's
@@ -168,7 +171,7 @@ def rows_in_cache(logits: T, group: dist.ProcessGroup | None) -> list[slice]:
     return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
 
-def _differentiated(
+def differentiated(
     logits: T, y: T, scale: T, bonus: T | None, first: int, group: dist.ProcessGroup | None
 ) -> T:  # fmt: skip
     """Return the loss of some tokens, and overwrite their ``logits`` ``[tokens, vocab/tp]`` by its derivatives.

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from re import MULTILINE, findall
 
 import torch
 
@@ -44,7 +45,7 @@ def compiled_library(source: Path, *options: str) -> ctypes.CDLL | None:
         if not compiler:
             return None
         command = [*compiler.split(), *FLAGS, *options, str(source), "-o"]
-        name = sha256(repr([*command, _processor()]).encode() + source.read_bytes())
+        name = sha256(repr([*command, _processor()]).encode() + _text(source))
 
         def build(folder: Path) -> None:
             subprocess.run(
@@ -54,6 +55,24 @@ def compiled_library(source: Path, *options: str) -> ctypes.CDLL | None:
 
         folder = build_once(cache_root() / f"kernel-{name.hexdigest()[:24]}", build)
         return ctypes.CDLL(str(folder / "kernel.so"))
+    return None
+
+
+def _text(source: Path) -> bytes:
+    """Return the bytes of a C file, and of the files beside it that it includes."""
+    text = source.read_bytes()
+    included = findall(rb'^#include "([^"]+)"', text, MULTILINE)
+    return text + b"".join(_text(source.parent / name.decode()) for name in included)
+
+
+def threaded_library(source: Path, *options: str) -> ctypes.CDLL | None:
+    """Return :func:`compiled_library` of a kernel whose threads are those of PyTorch's own operators, as it calls
+    functions of libgomp. Returns None also if PyTorch has another library of threads.
+    """
+    with suppress(OSError, AttributeError):
+        # names of libraries that are loaded already are bound to a new one if they are seen by all
+        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+        return compiled_library(source, *options)
     return None
 
 

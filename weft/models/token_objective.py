@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -28,10 +29,16 @@ class Weighed(NamedTuple):
 
 class TokenObjective:
     """Base class of losses of sampled answers, for batches that have a :attr:`weft.data.batch.Batch.rollout`.
-    ``temperature`` (attribute): number by which logits are divided before the softmax, as in sampling.
+
+    Attributes:
+        ``temperature``: number by which logits are divided before the softmax, as in sampling.
+        ``known_logits``: function that gives the logits of tokens of the next batch, if they need not be computed;
+            None: they must be. Its argument: indices of the tokens, int64 ``[rows]``, or None for all. It returns
+            ``[rows, vocab]``, which may be overwritten, or None if a token has none.
     """
 
     temperature: float = 1.0
+    known_logits: Callable[[T | None], T | None] | None = None
 
     @property
     def has_entropy(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from weft.models.fused import times
 from weft.models.invariant import is_invariant
+from weft.models.logit_kernel import kernel_serves_logits, measured_logits
 from weft.models.loss import (
     entropy_of_shares,
     from_shares,
@@ -43,7 +44,8 @@ def token_scores(
     or the logits if ``weight`` is None; ``weight``: rows of the output layer from row ``first`` on, ``[vocab/tp,
     embed]``; ``labels``: ``[tokens]``, none missing; ``chunk``: number of tokens whose logits are computed at a time;
     ``mesh``: ranks that share the model. ``kept``: mapping that gets the logits of the first chunk, under 0, for
-    :func:`weft.models.loss.linear_cross_entropy`.
+    :func:`weft.models.loss.linear_cross_entropy`; those of all chunks, each under its first token, if ``weight`` is
+    None.
     """
     group = vocabulary_group(mesh)
     columns = 3 if with_entropy else 2
@@ -57,8 +59,8 @@ def token_scores(
             logits = times(logits, weight)
         logits = logits.to(wide(logits.dtype))  # [chunk, vocab/tp]
         scores[at] = _logit_scores(logits, labels[at], first, group, with_entropy)
-        if kept is not None and not start:
-            kept[0] = logits
+        if kept is not None and (weight is None or not start):
+            kept[start] = logits
         del logits  # before the next chunk's
     return scores
 
@@ -73,6 +75,11 @@ def _logit_scores(
     """Return the scores of :func:`token_scores` from ``logits`` ``[tokens, vocab/tp]``, the columns from ``first`` on
     of all logits. ``labels``: ``[tokens]``. ``group``: ranks that share the columns; None: they are all here.
     """
+    if group is None and not is_invariant() and kernel_serves_logits(logits):
+        measured = measured_logits(logits, labels)
+        lse, mean, top, target = measured.unbind(1)
+        columns = [target - lse, (target >= top).double(), lse - mean]
+        return torch.stack(columns[: 2 + with_entropy], 1)
     here = ((labels >= first) & (labels < first + logits.shape[1]))[:, None]
     index = torch.where(here, labels[:, None] - first, 0)
     target = torch.where(here, logits.gather(1, index), 0)

@@ -115,6 +115,17 @@ class Reinforcement(HostSection):
             "own layers on the ranks that train."
         ),
     )
+    known_products: bool = Field(
+        True,
+        description=(
+            "Whether an update takes the products of weights and activations from the passes that wrote its answers, "
+            "instead of computing them again for the forward pass: a third of the products of learning. Loss and "
+            "gradients are the same up to roundings. Models of less than 64 MiB multiply again in any case, and so do "
+            "runs on several devices or GPUs, with answers from other processes, with several updates or passes per "
+            "rollout phase, with staleness, adapters, train.compile, recomputation or roles.rollout.invariant, and "
+            "models other than dense ones with plain attention."
+        ),
+    )
     most_unscored: float = Field(
         0.2,
         ge=0,

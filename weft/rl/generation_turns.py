@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from weft.generate.engine import Engine
 from weft.generate.leader import follow_leader
+from weft.generate.reader import PagedReader
 from weft.models.invariant import is_invariant
 from weft.rl.generation_model import use_huge_copies
 
 if TYPE_CHECKING:
     from weft.generate.leader import Follower
     from weft.generate.request import Written
+    from weft.generate.written_passes import WrittenPasses
     from weft.rl.generation_model import GenerationModel
 
 
@@ -67,8 +69,11 @@ def open_turns(
 class GenerationTurns:
     """A rank's part in generation: it runs an engine, or computes along with the rank that does.
 
-    ``generation``: the model that generates. ``engine``: this rank's engine.
+    ``generation``: the model that generates. ``engine``: this rank's engine. ``passes`` (attribute): keeps what the
+    passes of an engine on one rank compute; None: nothing does.
     """
+
+    passes: WrittenPasses | None = None
 
     def __init__(
         self, generation: GenerationModel, engine: Engine | FollowingEngine
@@ -99,9 +104,15 @@ class GenerationTurns:
                 self.engine.follow()
             yield
             return
+        self.generation.copies.keeper = self.passes
+        if isinstance(self.engine.reader, PagedReader):
+            self.engine.reader.kept = self.passes
         with copies:
             use_huge_copies(self.generation.copies)
             try:
                 yield
             finally:
                 self.engine.rest()
+                self.generation.copies.keeper = None
+                if isinstance(self.engine.reader, PagedReader):
+                    self.engine.reader.kept = None

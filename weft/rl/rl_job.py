@@ -75,6 +75,7 @@ class RlJob(RlPhases):
         )
         most = min(AT_A_TIME, -(-self.answers // generation.groups))
         generation.refresh(built.state.updates)
+        generation.copies.rows = most
         alike = self.roles.rollout.invariant
         tokens = (most + 1) * (recipe.data.seq_len + 16)
         turns = open_turns(generation, tokens, most, alike)

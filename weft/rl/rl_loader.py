@@ -19,10 +19,16 @@ from weft.data.order import permutation
 from weft.data.policy_rows import PolicySample, policy_rows
 from weft.data.tasks import Answered
 from weft.errors import WeftError
+from weft.generate.written_passes import WrittenPasses
 from weft.layout.mesh import from_all
 from weft.models.policy_loss import PolicyObjective
 from weft.rl.episode_groups import written_groups
 from weft.rl.kept_phases import keep_phase
+from weft.rl.known_products import (
+    give_known_products,
+    take_back_products,
+    takes_known_products,
+)
 from weft.rl.local_rollouts import LocalRollouts, RolloutInterrupted
 from weft.rl.phase_samples import phase_samples
 from weft.rl.questions import TaskQuestion, supervised_row
@@ -104,6 +110,8 @@ class RlLoader:
     #: The first rollout phase whose answers were not asked for yet, where engines in other processes write.
     unasked: int = 0
     samples: list[PolicySample] = field(default_factory=list)
+    #: What the passes that wrote these samples have computed, for the update that learns from them.
+    written: WrittenPasses | None = None
     #: The number of updates of the weights that write at present.
     written_by: int = -1
     #: The same, of the weights with which this rank writes.
@@ -181,7 +189,11 @@ class RlLoader:
             policy_rows([sample], len(sample.ids), self.job.loss).rows[0]
             for sample in chosen
         ]
-        return row_batches(self.job, self.mesh, rows, position)
+        batches = row_batches(self.job, self.mesh, rows, position)
+        if (written := self.written) is not None:
+            self.written = None
+            give_known_products(self.built.model, written, batches[0])
+        return batches
 
     # --- rollouts ---
 
@@ -196,6 +208,7 @@ class RlLoader:
         moved = time.perf_counter()
         self.curricula.begin(phase)
         questions = self.job.phase_questions(phase, self.curricula.now)
+        self._keep_passes(questions)
         groups = self._collected(questions, asked=self._ask_ahead(phase))
         answered = [*zip(questions, groups, strict=True)]
         spare = iter(self.job.spare_questions(phase, self.curricula.now))
@@ -209,6 +222,7 @@ class RlLoader:
             for i, group in zip(poor, more, strict=False):
                 if group.teaches:
                     groups[i] = group
+        self.turns.passes = None
         written = time.perf_counter()
         while self.lines:
             self.recorder.event(self.lines.popleft())
@@ -262,6 +276,20 @@ class RlLoader:
         self.ended_at = ended
         self.recorder.reinforcement(phase, figures)
         self._keep_examples(phase, groups)
+
+    def _keep_passes(self, questions: Sequence[TaskQuestion]) -> None:
+        """Keep what passes compute from now on, if the update that learns from answers to ``questions`` can use it."""
+        if not takes_known_products(self.job, self.built, self.turns.generation):
+            return
+        take_back_products(self.built.model)  # of a step that was not taken
+        self.turns.passes = self.written = WrittenPasses(self._most_tokens(questions))
+
+    def _most_tokens(self, questions: Sequence[TaskQuestion]) -> int:
+        """Return how many tokens the passes that write answers to ``questions`` compute at most."""
+        if not self.job.answers_at_once:
+            return self.job.answers * (self.job.recipe.data.seq_len + 1)
+        prompts = [len(request.prompt) for request in self._requests(questions)]
+        return sum(prompts) + len(prompts) * self.rl.group * self.rl.tokens
 
     def _reward_figures(self) -> dict[str, int]:
         """Return the bytes of requests to servers of reward models, and of their replies, since the last phase."""

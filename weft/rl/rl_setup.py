@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _APART: Any = {
     "keep": True,
     "share_prompts": True,
+    "known_products": True,
     "loss": {"vespo_positive", "vespo_negative"},
 }
 

@@ -91,6 +91,8 @@ class RolloutEngine:
             about["weights"],
         )
         self._copies = None if about["invariant"] else PackedCopies(model)
+        if self._copies is not None:
+            self._copies.rows = about["requests"]
         self._intake = WeightIntake(targets_of(held), self.weights.senders)
         self._first = threading.Event()
         self.engine = Engine(

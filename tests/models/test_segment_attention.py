@@ -1,0 +1,44 @@
+"""Attention of short segments with its gradients by a kernel, against autograd in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.models.attention import attention
+from weft.models.rope import rotate
+from weft.models.segment_attention import attend_and_differentiate, segments_kernel
+
+
+@pytest.mark.skipif(
+    segments_kernel(16) is None, reason="no C compiler, or PyTorch without libgomp"
+)
+@pytest.mark.parametrize(
+    ("width", "kv_heads", "group", "shared", "threads"),
+    [(16, 1, 1, False, 1), (64, 2, 3, True, 3), (96, 1, 2, True, 2)],
+)
+def test_result_and_gradients_are_those_of_autograd(
+    monkeypatch: pytest.MonkeyPatch, width: int, kv_heads: int, group: int, shared: bool, threads: int
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    edges = [0, 5, 18, 19, 90, 93, 95]
+    parents = [-1, 0, 0, -1, 3, -1, -1]
+    cu_seqlens = torch.tensor([edges, parents] if shared else edges, dtype=torch.int32)
+    sizes = [group * kv_heads * width, kv_heads * width, kv_heads * width]
+    drawn = torch.Generator().manual_seed(3)
+    heads = torch.randn(95, sum(sizes), generator=drawn)
+    bias = torch.randn(sum(sizes), generator=drawn) if shared else None
+    grad = torch.randn(95, sizes[0], generator=drawn)
+    angles = 6 * torch.rand(1, 95, 1, width // 2, generator=drawn)
+    cos, sin = angles.cos(), angles.sin()
+    both = attend_and_differentiate(heads, bias, cos, sin, grad, sizes, cu_seqlens)
+    assert both is not None
+    exact = heads.double().requires_grad_()
+    added = exact if bias is None else exact + bias.double()
+    q, k, v = (x.unflatten(1, (-1, width))[None] for x in added.split(sizes, 1))
+    q, k = (rotate(x, cos.double(), sin.double()) for x in (q, k))
+    out = attention(q, k, v, cu_seqlens)[0].flatten(2)[0]
+    (out * grad).sum().backward()
+    assert exact.grad is not None
+    assert (both.out - out).norm() < 1e-5 * out.norm()
+    assert (both.heads - exact.grad).norm() < 1e-5 * exact.grad.norm()

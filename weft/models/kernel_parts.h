@@ -1,0 +1,34 @@
+/* What kernels in C share: the threads of PyTorch's operators, and exponentials. */
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Of the OpenMP library that PyTorch has loaded, so that both share threads. */
+extern void GOMP_parallel(void (*run)(void *), void *data, unsigned threads, unsigned flags);
+extern int omp_get_thread_num(void);
+extern int omp_get_num_threads(void);
+
+/* a * b + c, whose roundings no compiler may change. */
+#if defined(__FMA__) || defined(__aarch64__)
+#define FUSED(a, b, c) __builtin_fmaf(a, b, c)
+#else
+#define FUSED(a, b, c) ((a) * (b) + (c))
+#endif
+
+/* exp(x) for x <= 0 (the polynomial of Cephes); NaN stays NaN. */
+static inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    const float whole = rintf(x * 1.44269504f);
+    const float f = FUSED(whole, 2.12194440e-4f, FUSED(whole, -0.693359375f, x));
+    float y = 1.9875691500e-4f * f + 1.3981999507e-3f;
+    y = y * f + 8.3334519073e-3f;
+    y = y * f + 4.1665795894e-2f;
+    y = y * f + 1.6666665459e-1f;
+    y = y * f + 5.0000001201e-1f;
+    y = y * f * f + f + 1.0f;
+    const int32_t bits = ((int32_t)whole + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return y * power;
+}
