@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -102,6 +103,20 @@ def test_the_reference_of_python_names_what_exists() -> None:
         for name in re.findall(r"(?m)^::: (\S+)$", page.read_text()):
             module, _, attribute = name.rpartition(".")
             assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_every_extra_is_listed() -> None:
+    """Who meets a missing package looks here; what ``make install`` brings is said so that nobody installs it again."""
+    page = (ROOT / "docs/reference/errors.md").read_text()
+    table, brought = page.split("## Extras")[1].split("`make install`")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    listed = re.findall(r"(?m)^\|([^|]+)\|", table)
+    assert set(re.findall(r"`(\w+)`", "".join(listed))) == set(extras)
+    held = re.search(r"weft\[(.*)]", extras["test"][0])
+    assert held is not None
+    assert re.findall(r"`(\w+)`", brought)[1:] == held[1].split(",")
 
 
 def test_commands_can_be_typed() -> None:

@@ -36,6 +36,8 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:
             print("weft: interrupted", file=sys.stderr)
         _leave(128 + (*received, 2)[0])
+    except BrokenPipeError:  # nobody reads the help of a command without arguments
+        _leave(1)
     except SystemExit as ended:
         if requests.asked:
             _leave(ended.code if isinstance(ended.code, int) else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,32 @@ def test_ctrl_c_while_a_command_is_imported_costs_one_line(module: str) -> None:
             env=os.environ | {"RANK": rank},
         )
         assert (done.returncode, done.stderr) == (130, said)
+
+
+def test_nobody_reads_the_help_of_a_command_without_arguments() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    words = [sys.executable, "-m", "weft", "data"]
+    done = subprocess.run(words, stdout=writes, stderr=subprocess.PIPE, timeout=240)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(("width", "words"), [
+    (60, ["generate"]),
+    (80, ["serve"]),
+])  # fmt: skip
+def test_help_cuts_no_name(width: int, words: list[str]) -> None:
+    """A table hides the end of what has no room in its column, such as the ``y`` of ``--cache-policy``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", *words, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"COLUMNS": str(width)},
+    )
+    assert done.returncode == 0
+    assert not re.search(r"\S(…|\.\.\.$)", done.stdout)
 
 
 def test_help_says_all_that_it_is_given() -> None:

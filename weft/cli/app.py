@@ -1,8 +1,9 @@
 """The commands in the order of ``weft --help``. Each stands in the file named after it."""
 
 import os
+import shutil
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -46,6 +47,10 @@ class Commands(TyperGroup):
     It distinguishes Ctrl-C in a command from a command that returns exit code 130.
     """
 
+    def __init__(self, **settings: Any) -> None:
+        # a table of commands is whole at any width, a plain list is not
+        super().__init__(**settings | {"rich_markup_mode": "rich"})
+
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's own context, which is private
         try:
             return super().invoke(ctx)
@@ -59,6 +64,8 @@ app = typer.Typer(
     help="Train large models on whatever devices there are, under any layout, proved equal to one device.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # below this, tables cut the names of options
+    rich_markup_mode="rich" if shutil.get_terminal_size().columns >= 80 else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -119,9 +126,10 @@ for name, commands in {
     "checkpoint": checkpoint,
     "bench": bench,
 }.items():
-    app.add_typer(commands, name=name)
+    app.add_typer(commands, name=name, cls=Commands)
 app.command(
-    "rl", help="Train by rewards: the same as weft train, for a recipe with \\[rl]."
+    "rl",
+    help="Train by rewards: the same as weft train, for a recipe with a section rl.",
 )(train_command)
 app.command("prune")(prune_model_command)
 app.command("plan", no_args_is_help=True)(plan_command)

@@ -30,9 +30,7 @@ def chat_command(
     ema: Ema = False,
     cache_policy: CachePolicyWord = "none",
 ) -> int:
-    """Talk to a model: each line is a message, and answers appear as they are written. A pipe is read line by line,
-    too.
-    """
+    """Talk to a model: each line is a message, and answers appear as they are written; also from a pipe."""
     from weft.serve.talk import key_of_environment, model_speaker, server_speaker, talk
 
     if model.startswith(("http://", "https://")):

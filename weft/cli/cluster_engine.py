@@ -79,7 +79,7 @@ def engine_command(
 ) -> int:
     """Run an engine that answers the requests of a router (weft serve --cluster FILE), until the router lets it go.
 
-    With --checkpoint policy: it writes rollouts for a training run with \\[roles.rollout], which sends it the weights.
+    With --checkpoint policy: it writes rollouts for a training run with roles.rollout, which sends it the weights.
     """
     import torch
 

@@ -23,7 +23,7 @@ _source = (
 _config = typer.Option(help="The model's config.json, if SOURCE has none.")
 _upcycle = typer.Option(
     metavar="SETTINGS",
-    help='Give a dense model experts: "experts=8,experts_per_token=2", of \\[model].',
+    help='Give a dense model experts: "experts=8, experts_per_token=2", fields of the section model.',
 )
 _out = typer.Option(help="The new folder; with --to weft also s3://...")
 

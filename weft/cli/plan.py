@@ -50,7 +50,7 @@ _own = (
 )
 _hottest = "How often the busiest expert of a layer is chosen, over the mean (weft report shows it)."
 _sweep = (
-    "Plan the model with each of these values of a field of \\[model], such as"
+    "Plan the model with each of these values of a field of the section model, such as"
     " experts=64,128; may be repeated. One line per model."
 )
 _generate = (
@@ -64,8 +64,8 @@ _probe = (
 )
 
 _rl = (
-    "Show how many ranks should write answers and how many should train, by the times of the run with \\[rl] whose "
-    "folder stands in place of MODEL; --gpus: number of ranks."
+    "Show how many ranks should write answers and how many should train, by the times of the run with rewards "
+    "whose folder stands in place of MODEL; --gpus: number of ranks."
 )
 _serve = (
     "Show how many engines serve a load within limits, which of them read prompts, write, or do both, and with which "

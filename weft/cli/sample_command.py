@@ -20,7 +20,7 @@ _stale = (
 )
 _table = (
     "Sample by this table, with settings after a colon: distrifusion, pcpp:part=0.5, pipefusion:patches=8, "
-    "video-infinity:padding=8, dualparal:frames=8,context=5, asgdiffusion:scale=2, exact."
+    "video-infinity, dualparal:context=5, asgdiffusion:scale=2, exact."
 )
 _split = "With --guidance: predictions with and without condition on two groups of ranks, each of the size of --layout."
 _frames = "Frames of a video; if not given: as many as the model was trained on."

@@ -45,7 +45,7 @@ _context = (
     "has one."
 )
 _cors = (
-    "An origin such as https://chat.example.com whose pages may send requests, or *; may be repeated. If not set: "
+    "An origin such as https://a.example whose pages may send requests, or *; may be repeated. If not set: "
     "none."
 )
 _connections = "Largest number of connections at a time; the connection that is idle longest makes way for a new one."
@@ -72,7 +72,7 @@ _template = (
 )
 
 _engines = "Start this many engines on this host, each in its own process; a router spreads the requests over them."
-_cluster = "A file with a section \\[cluster]: engines here and on other hosts, which join by weft engine --join."
+_cluster = "A file with a section cluster: engines here and on other hosts, which join by weft engine --join."
 _dispatch = (
     "With --engines: which engine a request goes to. load: the one with most free memory per request; "
     "cached-prefix: the one that has most of its prompt; session: always the same for a user or conversation; "

@@ -39,7 +39,7 @@ def verify_command(
         typer.Option(
             "--random",
             min=1,
-            help="Try this many random layouts instead; of \\[federated], settings.",
+            help="Try this many random layouts instead; of a recipe with a section federated, settings.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="With --random: seed of the cases.")] = 0,
