@@ -1,6 +1,6 @@
 """What trials of dispatch options cost, and how often they choose well, by drawn pass times; nothing is sent.
 
-    python bench/dispatch_trials.py [--draws 300] [--recorded bench/results/timed_dispatch.json] [--json FILE]
+    python bench/dispatch_trials.py [--draws 100] [--passes 40 60 200] [--recorded TIMED.json] [--json FILE]
 
 Seven options get times that are up to some three times the best one's. A pass takes its option's time, times noise of
 the option, of the machine's state, which changes slowly, and now and then of a stall; the first pass with an option
@@ -22,6 +22,7 @@ import json
 import math
 import random
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 from weft.techniques.dispatch.timed.trials import OptionTimes
 
 OPTIONS = 7
-PASSES = (40, 60, 200, 800)
+PASSES = (40, 60, 200)
 #: Standard deviation of the logarithm of the pace of a machine from run to run.
 PACE = 0.2
 #: Passes of the first run at least.
@@ -205,12 +206,13 @@ def replayed(file: Path, draws: int) -> list[Recorded]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draws", type=int, default=300)
+    parser.add_argument("--draws", type=int, default=100)
+    parser.add_argument("--passes", type=int, nargs="*", default=PASSES)
     parser.add_argument("--recorded", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: dict[str, Any] = {}
-    for passes in PASSES:
+    for passes in options.passes:
         sides: dict[str, Sequence[Machine | Recorded]] = {
             name: [Machine(random.Random(n), noise) for n in range(options.draws)]
             for name, noise in NOISES.items()
@@ -221,7 +223,8 @@ def main() -> None:
             rows[f"{name}, {passes} passes"] = row = judged(machines, passes)
             print(f"{name}, {passes} passes: {row}", flush=True)
     if options.json:
-        result = {"command": "python bench/dispatch_trials.py", "draws": options.draws}
+        command = ["python", "bench/dispatch_trials.py", *sys.argv[1:]]
+        result = {"command": " ".join(command), "draws": options.draws}
         options.json.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
 
 
