@@ -186,6 +186,29 @@ def test_an_environment_that_fails_ends_its_own_episode_alone() -> None:
     assert whole.reward == 1
 
 
+@pytest.mark.parametrize(
+    ("reward", "why"),
+    [
+        (float("nan"), "returned nan"),
+        ("much", "returned str"),
+        (1e99, "returned 1e+99"),
+    ],
+)
+def test_a_reward_of_an_environment_that_is_none_is_named(
+    reward: Any, why: str
+) -> None:
+    """As one of a task: it was summed before, and its answer left out without a word."""
+
+    class Odd(Environment):
+        def step(self, action: str) -> EnvironmentStep:
+            return EnvironmentStep([], reward, True)
+
+    odd = Episode(Odd(), QUESTION, PlainTurns(BYTES))
+    (broken,) = write_episodes([odd], Scripted(BYTES, ["a"]))
+    assert broken.facts["ended"].startswith(f"its environment {why}")
+    assert broken.turns[-1].reward is None
+
+
 @pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "smollm2"])
 def test_turns_are_those_of_the_chat_template(family: str, tmp_path: Path) -> None:
     """All tokens together read as the template writes the whole conversation, with each end of a turn once."""

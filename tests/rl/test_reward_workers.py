@@ -37,7 +37,7 @@ def judge(answer, question):
         raise SystemExit(0)
     if answer == "deep":
         return judge("deep", question)
-    odd = {"nan": float("nan"), "text": "much", "none": None, "huge": 10**400}
+    odd = {"nan": float("nan"), "text": "much", "none": None, "huge": 10**400, "large": -1e300}
     return odd.get(answer, len(answer) * question.facts["factor"])
 """
 QUESTION = RewardQuestion("?", facts={"factor": 0.5})
@@ -61,7 +61,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardWorkers]
 
 
 def test_what_fails_has_no_score_and_all_else_has(workers: RewardWorkers) -> None:
-    bad = ["raise", "nan", "text", "none", "huge", "leave", "deep", "grow", "end", "hang"]  # fmt: skip
+    bad = ["raise", "nan", "text", "none", "huge", "large", "leave", "deep", "grow", "end", "hang"]  # fmt: skip
     answers = [word for each in bad for word in (each, "good")]
     scored = workers.scores([QUESTION] * len(answers), answers)
     assert scored[1::2] == [Scored(2.0)] * len(bad)
@@ -74,9 +74,10 @@ def test_what_fails_has_no_score_and_all_else_has(workers: RewardWorkers) -> Non
         "returned NoneType, which is no number",
     ]
     assert whys[4] == "returned an int that is too large"
-    assert whys[5].startswith("raised SystemExit: 0")
-    assert whys[6].startswith("raised RecursionError")
-    assert whys[7:] == [
+    assert whys[5] == "returned -1e+300, more than 1e+15"
+    assert whys[6].startswith("raised SystemExit: 0")
+    assert whys[7].startswith("raised RecursionError")
+    assert whys[8:] == [
         "needs more than 256 MB of memory",
         "its process ended, and the next one did, too",
         "took longer than 0.5 s",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from weft.data.chat.trajectory import Observed, Trajectory, Turn, TurnTokens
 from weft.errors import UsageError, WeftError
+from weft.rl.reward_task import NotAReward, reward_value
 from weft.rl.rollout import GroupRequest
 from weft.rl.time_limit import OutOfTime, call_within
 
@@ -181,14 +182,19 @@ class Episode:
         tokens = TurnTokens(tuple(self.ids), answer.ids, answer.log_probabilities, spans, answer.finished)  # fmt: skip
         self.ids += answer.ids
         self._written += 1
+        why = ""
         try:
             action, step = call_within(self._seconds, lambda: self._acted(text))
             observation, reward, done = step
-        except (Exception, OutOfTime) as error:
+            reward = reward_value(0.0 if reward is None else reward)
+        except NotAReward as error:
+            why = f"{error} as a reward"
+        except OutOfTime:
+            why = f"took longer than {self._seconds:g} s"
+        except Exception as error:
             line = (str(error).splitlines() or [""])[0]
             why = f"raised {type(error).__name__}: {line}"
-            if isinstance(error, OutOfTime):
-                why = f"took longer than {self._seconds:g} s"
+        if why:
             self._end(f"its environment {why}")
             self._turns.append(Turn("agent", text, tokens=tokens))
             return

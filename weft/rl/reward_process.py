@@ -6,7 +6,6 @@ What a reward prints goes to the standard error, so that it cannot be mistaken f
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 import signal
@@ -19,7 +18,7 @@ from weft.errors import WeftError
 from weft.plugins import load_plugins
 from weft.recipe import Task
 from weft.rl.build_task import reward_task
-from weft.rl.reward_task import RewardTask
+from weft.rl.reward_task import NotAReward, RewardTask, reward_value
 from weft.rl.rollout import RewardQuestion
 
 #: Seconds after the limit at which a process that nobody has killed ends by itself, as its parent is gone.
@@ -65,13 +64,9 @@ def run_reward_process() -> None:
 def _scored(task: RewardTask, request: Mapping[str, Any]) -> dict[str, Any]:
     given = task.reward(RewardQuestion(**request["question"]), request["answer"])
     try:
-        value = float(given)
-    except (TypeError, ValueError):
-        return {"error": f"returned {type(given).__name__}, which is no number"}
-    except OverflowError:
-        return {"error": "returned an int that is too large"}
-    if not math.isfinite(value):
-        return {"error": f"returned {value}"}
+        value = reward_value(given)
+    except NotAReward as error:
+        return {"error": str(error)}
     return {"value": value, "travelled": task.travelled}
 
 
