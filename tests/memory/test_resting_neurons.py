@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from tests.generate.one_text import OneText
 from tests.generate.test_resting import DRAWN, FOLLOWING, PROMPT_IDS, SMALL
@@ -24,7 +25,7 @@ from weft.layout.mesh import Mesh
 from weft.memory import neuron_slots, resting_neurons
 from weft.memory.kept_records import keep_records
 from weft.memory.nameless_file import TierError
-from weft.memory.neuron_predictor import gate_hashes, write_predictor
+from weft.memory.neuron_predictor import KIND, gate_hashes, write_predictor
 from weft.memory.neuron_slots import NeuronSlots, StagedNeurons
 from weft.memory.resting_layers import RestingLayers
 from weft.memory.resting_neurons import RestingNeurons
@@ -198,6 +199,9 @@ def test_what_cannot_be_is_said(tmp_path: Path, predictor: Any) -> None:
         built(RestingNeurons(tmp_path, 0.5, tmp_path / "none"))
     with pytest.raises(UsageError, match="cannot be read"):
         built(RestingNeurons(tmp_path, 0.5, Path(__file__)))
+    save_file({}, path, {"kind": KIND})
+    with pytest.raises(UsageError, match="is damaged; train it again"):
+        built(RestingNeurons(tmp_path, 0.5, path))
     model = built()
     for ids, rank, said in (
         ([3] * 99, 4, "99 tokens, and predictors need"),

@@ -37,6 +37,24 @@ def islands(
         yield found
 
 
+def test_an_address_is_said_when_the_channel_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who dials earlier is turned away, and takes the island for lost."""
+    store, plain = dist.HashStore(), Endpoint.open
+
+    def unsaid(endpoint: Endpoint, *given: Any) -> Any:
+        assert not store.check(["weft/streams/0/0"])
+        return plain(endpoint, *given)
+
+    monkeypatch.setattr(Endpoint, "open", unsaid)
+    endpoint = Endpoint("127.0.0.1", 0)
+    streams = streams_by_store(0, 2, 0, store, endpoint, 20)
+    assert store.check(["weft/streams/0/0"])
+    streams.close()
+    endpoint.close()
+
+
 def on_all(found: list[Streams], work: Callable[[Streams], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(found)) as pool:
         return list(pool.map(work, found))

@@ -301,8 +301,6 @@ def streams_by_store(
     """
     token = secrets.token_hex(32)
     secret = store.compare_set("weft/streams/token", "", token).decode()
-    own = f"weft/streams/{island}/{place}"
-    store.set(own, json.dumps(endpoint.address))
 
     def address_of(other: int) -> Address | None:
         name = f"weft/streams/{other}/{place}"
@@ -311,7 +309,12 @@ def streams_by_store(
         host, port = json.loads(store.get(name))
         return host, port
 
-    return Streams(island, islands, place, endpoint, secret, address_of, limit, store)
+    streams = Streams(
+        island, islands, place, endpoint, secret, address_of, limit, store
+    )
+    # who comes before the channel is open is turned away, and takes this island for lost
+    store.set(f"weft/streams/{island}/{place}", json.dumps(endpoint.address))
+    return streams
 
 
 @contextmanager
