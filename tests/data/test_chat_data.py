@@ -615,6 +615,15 @@ def test_the_preview_shows_what_is_learned(
     (folder / "talks.jsonl").write_text('{"messages": [1]}')
     code, _, err = command("data", "preview", recipe)
     assert code == 1 and "talks.jsonl:1: message 1 is 1" in err and err.count("\n") == 1
+    (folder / "talks.jsonl").write_text("")
+    code, _, err = command("data", "preview", recipe)
+    assert (code, err) == (
+        1,
+        f"weft: error: {folder / 'talks.jsonl'}: there is no conversation in it\n",
+    )
+    # the model whose template writes them is named as for weft train
+    code, _, err = command("data", "preview", recipe, "--from", tmp_path / "none")
+    assert code == 1 and str(tmp_path / "none") in err
 
 
 def test_what_templates_leave_out_is_said_at_every_start(

@@ -365,6 +365,16 @@ def test_templates_that_fail_are_one_line(encoders: dict[str, ChatEncoder]) -> N
         with pytest.raises(TemplateError) as error:
             ChatEncoder(ChatTemplate(text, tokenizer)).encode(conversation(TALK))
         assert said in str(error.value) and "\n" not in str(error.value)
+    calls = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+    ]
+    with pytest.raises(TemplateError, match=r"knows no tool calls: set data\.chat"):
+        ChatEncoder(
+            ChatTemplate(
+                "{% for m in messages %}{{ m.role + m.content }}{% endfor %}", tokenizer
+            )
+        ).encode(conversation(calls))
     # What only looks like a token of the template's is somebody's words.
     fine = ChatTemplate(
         chats.SMOLLM2 + "{% if false %}<|vision_start|>{% endif %}", tokenizer

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weft.cli.arguments import AsJson, DataPath, Overrides, RecipeFile, Seed
+from weft.cli.arguments import AsJson, DataPath, FromModel, Overrides, RecipeFile, Seed
 from weft.cli.console import print_table
 from weft.errors import UsageError, WeftError
 from weft.observe.display import compact
@@ -81,6 +81,7 @@ _size = "Number of tokens that a pool has in reality, if the small runs had a pa
 def preview_command(
     recipe: RecipeFile,
     overrides: Overrides = None,
+    origin: FromModel = None,
     data: DataPath = None,
     samples: Annotated[
         int, typer.Option(min=1, help="Number of conversations to show.")
@@ -97,7 +98,7 @@ def preview_command(
     from weft.recipe import load_recipe
     from weft.train.setup import recipe_tokenizer
 
-    settings = load_recipe(recipe, overrides or (), data=data)
+    settings = load_recipe(recipe, overrides or (), origin=origin, data=data)
     shown, notes = preview_samples(settings.data, recipe_tokenizer(settings), samples)
     if as_json:
         typer.echo(

@@ -308,6 +308,10 @@ class ChatTemplate:
                 None,
             )
             where = f", line {line} of it" if line else ""
+            if "tool_calls" not in self.source and any(m.get("tool_calls") for m in messages):  # fmt: skip
+                where += (
+                    "; it knows no tool calls: set data.chat.template to one that does"
+                )
             # What raise_exception says is meant for the reader.
             kind = (
                 ""

@@ -17,7 +17,7 @@ from weft.data.chat.source import remove_written_fields
 from weft.data.corpora import unread_files
 from weft.data.source_report import SourceReport
 from weft.data.tokenizer import Tokenizer
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.pages import render
 from weft.recipe import ANSWER_PAIRS, CONVERSATIONS, Data, Source
 
@@ -99,7 +99,8 @@ def preview_samples(
 ) -> tuple[list[Sample], list[str]]:
     """Return the first ``count`` conversations over all sources in ``data``, and lines with notes about them.
 
-    Raises :class:`UsageError` if no source holds conversations.
+    Raises :class:`UsageError` if no source is of a kind that holds conversations, and :class:`WeftError` if they hold
+    none.
     """
     sources = [source for source in data.sources if source.kind in CONVERSATIONS]
     if not sources:
@@ -156,6 +157,8 @@ def preview_samples(
         for source, report in zip(sources, reports, strict=True)
         for line in (*unread_files(source), *report.lines())
     ]
+    if not shown:
+        raise WeftError(f"{sources[0].path}: there is no conversation in it")
     return shown, lines + notes.sentences()
 
 
