@@ -116,7 +116,7 @@ class WrittenPasses:
         ``[tokens, out]``.
         """
         if not self.lost and len(y) == len(self._pass):
-            self.room(path, names, *y.shape, y.dtype).copy_(y)
+            self.room(path, names, len(y), y.shape[1], y.dtype).copy_(y)
 
     def room(
         self,

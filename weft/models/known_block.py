@@ -92,7 +92,7 @@ class _KnownBlock(torch.autograd.Function):
         x, middle, heads, wide, *weights = ctx.saved_tensors
         facts, learns = ctx.facts, ctx.needs_input_grad[3:]
         grad = grad[0].contiguous()
-        of_x, *of_weights = _gradients(grad, x[0], middle[0], heads, wide, weights, facts, learns)  # fmt: skip
+        of_x, of_weights = _gradients(grad, x[0], middle[0], heads, wide, weights, facts, learns)  # fmt: skip
         return of_x[None], None, None, *of_weights
 
 
@@ -105,7 +105,7 @@ def _gradients(
     weights: list[T],
     facts: BlockFacts,
     learns: tuple[bool, ...],
-) -> list[T | None]:
+) -> tuple[T, list[T | None]]:
     """Return the gradient of a block's input ``x`` ``[tokens, embed]``, and of each of its weights; None for one that
     does not learn.
 
@@ -142,7 +142,8 @@ def _gradients(
         each.scale if learn else None
         for each, learn in ((of_x, learns[0]), (of_middle, learns[5]))
     ]
-    return [of_x.rows, scales[0], *of_weights, of_out, scales[1], *of_ffn, *of_biases]
+    rest = [of_out, scales[1], *of_ffn, *of_biases]
+    return of_x.rows, [scales[0], *of_weights, *rest]
 
 
 def _differentiated(

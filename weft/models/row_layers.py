@@ -111,12 +111,12 @@ def serves(model: Transformer, rows: int) -> bool:
         return False
     if sum(p.nbytes for p in model.parameters()) < LARGE:
         return False
-    blocks = [*model.blocks.values()]
-    if model.woven is not None or shape.kind or not all(map(is_plain, blocks)):
+    blocks = plain_blocks(model)
+    if model.woven is not None or shape.kind or not blocks:
         return False
     sizes = set[int]()
     for block in blocks:
-        if block.attention.window or block.attention.base:
+        if attention_of(block).window or attention_of(block).base:
             return False
         for part, names in PRODUCTS:
             module = getattr(block, part)
@@ -127,10 +127,24 @@ def serves(model: Transformer, rows: int) -> bool:
                 if weight.dtype != torch.float32 or not weight.is_contiguous():
                     return False
                 sizes |= {*weight.shape}
-    attention = blocks[0].attention
+    attention = attention_of(blocks[0])
     width, group = attention.head_dim, sharing_heads(attention)
     fits = all(n % UNIT == 0 for n in sizes) and width % LANES == 0 and width <= WIDEST
     return fits and rows_kernel(width, group, UNIT, compiled_rows(rows)) is not None
+
+
+def plain_blocks(model: Transformer) -> list[Block]:
+    """Return the blocks of ``model``, in order; none if one of them is not plain
+    (:func:`weft.models.lean_block.is_plain`).
+    """
+    blocks = [b for b in model.blocks.values() if isinstance(b, Block) and is_plain(b)]
+    return blocks if len(blocks) == len(model.blocks) else []
+
+
+def attention_of(block: Block) -> Attention:
+    """Return the attention of a plain ``block``."""
+    assert isinstance(block.attention, Attention)
+    return block.attention
 
 
 def sharing_heads(attention: Attention) -> int:
@@ -152,9 +166,9 @@ class RowLayers:
     """
 
     def __init__(self, model: Transformer, keeper: ProductKeeper | None = None) -> None:
-        self.blocks: list[Block] = [*model.blocks.values()]
+        self.blocks = plain_blocks(model)
         self.keeper = keeper
-        attention, ffn = self.blocks[0].attention, self.blocks[0].ffn
+        attention, ffn = attention_of(self.blocks[0]), self.blocks[0].ffn
         self.width, self.group = attention.head_dim, sharing_heads(attention)
         self.kv_heads = len(attention.wk) // self.width
         self.ffn, self.eps = len(ffn.gate), self.blocks[0].attention_norm.eps
@@ -163,9 +177,9 @@ class RowLayers:
         self.room: dict[str, T] = {}
 
     def run(
-        self, model: Transformer, layers: Sequence[int], x: T, rope: tuple[T, ...], cu_seqlens: T, seen: Any,
+        self, model: Transformer, layers: Sequence[int], x: Any, rope: tuple[T, ...], cu_seqlens: T, seen: Any,
         enter: Any = None,
-    ) -> T:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Run the blocks ``layers`` on ``x`` ``[1, rows, embed]``, and return the output of the last. The arguments are
         those of :meth:`weft.models.transformer.Transformer.run_blocks`.
         """
@@ -186,7 +200,7 @@ class RowLayers:
             return None
         pages = list[KeyValuePages]()
         for i in layers:
-            attention, ffn = self.blocks[i].attention, self.blocks[i].ffn
+            attention, ffn = attention_of(self.blocks[i]), self.blocks[i].ffn
             own = attention.attend
             if type(own) is not KeyValuePages or own.selector is not None:
                 return None
@@ -263,7 +277,7 @@ class RowLayers:
 
 def weights_of(block: Block) -> list[int]:
     """Return the addresses of the weights of ``block``, in the order of ``Layer`` in C; 0 for a bias that it lacks."""
-    attention, ffn = block.attention, block.ffn
+    attention, ffn = attention_of(block), block.ffn
     biases = [attention.bq, attention.bk, attention.bv] if attention.bias else []
     first = [block.attention_norm.scale, attention.wq, attention.wk, attention.wv]
     last = [attention.wo, block.ffn_norm.scale, ffn.gate, ffn.up, ffn.down]
