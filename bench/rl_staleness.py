@@ -5,7 +5,7 @@ is tiny. Each answer is written after a sleep drawn from U(20, 200) ms, from a l
 mean, or in proportion to a length drawn from those that a run has logged (the first phases of ``rl_length.py`` with
 normaliser ``tokens``, in ``traces/answer_lengths.json``), with the same mean. Training sleeps for 60 ms. One run of
 every bound after another, with the same sleeps for the same answers; the order changes from turn to turn. The lag of
-every trained answer is counted.
+every trained answer is counted. Rows of other kinds that the file already has are kept.
 
     OMP_NUM_THREADS=1 python bench/rl_staleness.py [--json bench/results/rl_staleness.json]
     python bench/rl_staleness.py --log      # write the lengths anew
@@ -204,6 +204,9 @@ def main() -> None:
     }
     print(json.dumps(row, indent=1))
     if given.json:
+        known = json.loads(given.json.read_text()) if given.json.exists() else {}
+        kept = {kind: known[kind] for kind in KINDS if kind in known}
+        row = kept | row
         given.json.write_text(json.dumps(row, indent=1) + "\n")
 
 
