@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -163,6 +166,11 @@ def test_a_killed_process_is_started_again_and_its_answers_go_on(
         until(lambda: len(links) == 2, 60)
         assert started["engine-0"] is not first["engine-0"]
         assert asyncio.run(written_by(routed.router, requests[:1])) == plain[:1]
+        # as the HTTP server does when it ends; an engine that takes its time, as it may write files, is not killed
+        os.kill(started["engine-1"].pid, signal.SIGSTOP)
+        routed.router.close()
+        until(lambda: not links)
+        threading.Timer(1, os.kill, (started["engine-1"].pid, signal.SIGCONT)).start()
     assert [process.wait(20) for process in started.values()] == [0, 0]
     said = capsys.readouterr().err
     assert "engine-0 has ended with signal 9; it is started again" in said

@@ -360,11 +360,11 @@ def _routed(
                 about += f", {settings.roles.cache} of them for cache blocks alone"
         yield _Routed(router, dict(model.files), [*digests], about)
     finally:
-        joined = {*router.links} if router is not None else set[str]()
         if router is not None:
             router.close()
         if processes is not None:
-            processes.close(joined)
+            # not `links`: engines whose connections have ended already may still write files
+            processes.close(router.let_go if router is not None else ())
         endpoint.close()
 
 

@@ -167,6 +167,8 @@ class EngineRouter:
         self._kept = CacheKnowledge(0)  # by all cache engines together
         self._lost: dict[str, str] = {}  # why engines were given up, by instance
         self._strangers: dict[str, float] = {}
+        # names of engines that were asked to end, or let go, and may still have files to write
+        self.let_go: set[str] = set()
         self._cut, self._closed = False, threading.Event()
         endpoint.refused = self._note_stranger
         self._channel = endpoint.open(CHANNEL, secret, self._serve)
@@ -279,6 +281,7 @@ class EngineRouter:
         with self._lock:
             links = [*self.links.values()]
         for link in links:
+            self.let_go.add(link.name)
             link.outbox.put({"kind": "end"})
         for link in links:
             link.outbox.close(1.0)
@@ -690,6 +693,7 @@ class EngineRouter:
         """Let a draining engine go once it has nothing left to do."""
         if link.draining and not link.busy and not link.released:
             link.released = True
+            self.let_go.add(link.name)
             link.outbox.put({"kind": "leave"})
 
     def _drop(self, flights: Sequence[Flight]) -> None:
