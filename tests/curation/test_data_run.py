@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -20,6 +22,7 @@ from weft.curation import operator_code, run_output, source_units
 from weft.curation.data_run import DataResult, run_pipeline
 from weft.curation.read_pipeline import build_pipeline, load_pipeline
 from weft.curation.source_units import source_labels
+from weft.curation.work_folder import sole_writer
 from weft.errors import UsageError, WeftError
 from weft.recipe import Source
 
@@ -494,3 +497,22 @@ def test_code_of_a_plugin_is_all_that_it_imports_of_its_own(
         now = digests()
         assert [a == b for a, b in zip(now, before, strict=True)] == [which != 0, which != 1]  # fmt: skip
         before = now
+
+
+def test_a_disk_that_is_full_from_the_start_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock, the first file that is written, cannot hold the number of the process."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as during:
+        during.setattr(os, "write", full)
+        with (
+            pytest.raises(WeftError, match=r"out: No space left on device; free some"),
+            sole_writer(tmp_path / "out"),
+        ):
+            pass
+    with sole_writer(tmp_path / "out"):
+        assert (tmp_path / "out/.work/lock").read_text() == str(os.getpid())

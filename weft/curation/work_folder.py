@@ -122,9 +122,12 @@ def sole_writer(out: Path) -> Iterator[None]:
             raise WeftError(
                 f"process {holder} writes to {out} now; wait until it has ended, or choose another --out"
             ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        try:
+            os.truncate(lock.fileno(), 0)
+            # not through the file's buffer, which a full disk would have written again at its end
+            os.write(lock.fileno(), str(os.getpid()).encode())
+        except OSError as error:
+            raise cannot_write(out, error) from None
         # what killed processes have left
         for draft in (*out.glob("*.part"), *work.rglob("*.part")):
             with suppress(OSError):
