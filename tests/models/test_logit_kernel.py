@@ -8,6 +8,7 @@ import torch
 from weft.data.batch import IGNORE
 from weft.models import logit_kernel as kernels
 from weft.models.logit_kernel import KeptLogits, measured_logits
+from weft.models.loss import differentiated
 
 needs_kernel = pytest.mark.skipif(
     kernels.logit_kernel() is None, reason="no C compiler, or PyTorch without libgomp"
@@ -50,3 +51,18 @@ def test_logits_that_are_not_numbers_stay_so() -> None:
     assert measured_logits(logits, labels)[0, 0].isnan()
     total = KeptLogits().differentiate(logits, labels, torch.ones(2, 1), None, 0, None)
     assert total.isnan() and logits[0].isnan().all() and logits[1].isfinite().all()
+
+
+@needs_kernel
+def test_labels_that_are_no_columns_touch_no_other_memory() -> None:
+    large = torch.zeros(4, 8)
+    large[2] = 123.0
+    labels = torch.tensor([16, 1], dtype=torch.int32)
+    assert measured_logits(large[:2], labels)[:, 3].tolist() == [0, 0]
+    scales = torch.ones(2, 1)
+    KeptLogits().differentiate(large[:2], labels, scales, None, 0, None)
+    assert (large[2] == 123).all() and not large[0].any() and not large[3].any()
+    # columns from 8 on: labels count from the first of the vocabulary
+    rows, labels = torch.randn(2, 8), torch.tensor([9, 12])
+    same, expected = rows.clone(), differentiated(rows.clone(), labels, scales, None, 8, None)  # fmt: skip
+    assert KeptLogits().differentiate(same, labels, scales, None, 8, None) == expected

@@ -77,6 +77,21 @@ def test_few_rows_are_computed_as_by_the_layers(
 
 
 @needs_kernel
+def test_a_size_that_does_not_compile_is_not_met_while_writing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, own = build(), row_layers.rows_kernel
+    monkeypatch.setattr(row_layers, "LARGE", 0)
+    monkeypatch.setattr(
+        row_layers, "rows_kernel", lambda *sizes: None if sizes[3] == 16 else own(*sizes)
+    )  # fmt: skip
+    assert not row_layers.serves(model, 20)
+    hidden, weight = torch.randn(1, 3, 64), model.output.detach()
+    y = RowOutput(weight, 16, 3)(hidden)
+    torch.testing.assert_close(y, hidden @ weight.t(), rtol=1e-5, atol=1e-5)
+
+
+@needs_kernel
 def test_a_text_that_is_not_numbers_harms_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

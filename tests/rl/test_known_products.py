@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.rl.test_generation_turns import Recorder
 from tests.rl.test_rl_loader import recipe
+from weft.generate import written_passes
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.written_passes import ROOT, TokenTree, WrittenPasses
@@ -26,10 +28,12 @@ MODEL = {
 }  # fmt: skip
 
 
-def gradients(known: bool, dtype: str, **rl: Any) -> list[dict[str, torch.Tensor]]:
+def gradients(
+    known: bool, dtype: str, model: Any = MODEL, **rl: Any
+) -> list[dict[str, torch.Tensor]]:
     """Gradients of the updates of two phases, between which all weights change."""
     settings = recipe(
-        model=MODEL, rl={"start": {"steps": 0}, "known_products": known, "tokens": 7} | rl, train={"dtype": dtype},
+        model=model, rl={"start": {"steps": 0}, "known_products": known, "tokens": 7} | rl, train={"dtype": dtype},
     )  # fmt: skip
     mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
     assert isinstance(job, RlJob)
@@ -49,6 +53,7 @@ def gradients(known: bool, dtype: str, **rl: Any) -> list[dict[str, torch.Tensor
             assert lends(built.model) == known, "lent"
             accumulate(built.model, built.state, batches, mesh)
             assert not lends(built.model)
+            assert built.model.embedding.lookup is F.embedding
             of_phases.append({n: g.clone() for n, g in built.state.gradients().items()})
             built.state.clear_gradients()
             for p in built.model.parameters():
@@ -91,6 +96,49 @@ def test_updates_are_those_of_passes_that_multiply_again(
 
     monkeypatch.setattr(WrittenPasses, "take", wrong)
     assert difference(gradients(True, dtype, **more), expected) > 1e-3
+
+
+@pytest.mark.skipif(
+    row_layers.rows_kernel(16, 2, 16, 16) is None,
+    reason="no C compiler, or PyTorch without libgomp",
+)
+@pytest.mark.parametrize("most", [512 << 20, 1000])
+def test_kernels_for_few_rows_keep_what_updates_take(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Kept logits hold no rows of texts that have ended, and are given up where they are too many."""
+    calls, shares = list[str](), list[float]()
+    layers, output = row_layers.RowLayers._computed, row_layers.RowOutput.__call__
+    monkeypatch.setattr(
+        row_layers.RowLayers, "_computed", lambda *given: (calls.append("layers"), layers(*given))[1]
+    )  # fmt: skip
+    monkeypatch.setattr(
+        row_layers.RowOutput, "__call__", lambda *given: (calls.append("output"), output(*given))[1]
+    )  # fmt: skip
+    own = WrittenPasses.take_logits
+
+    def take(self: WrittenPasses, at: torch.Tensor) -> torch.Tensor:
+        held = sum(x.untyped_storage().nbytes() for x in self.logits)
+        shares.append(held / sum(x.nbytes for x in self.logits))
+        return own(self, at)
+
+    monkeypatch.setattr(WrittenPasses, "take_logits", take)
+    monkeypatch.setattr(written_passes, "LOGIT_BYTES", most)
+    model = MODEL | {"vocab": 272}
+    known, again = (gradients(each, "float32", model) for each in (True, False))
+    assert difference(known, again) < 1e-4
+    assert {*calls} == {"layers", "output"}
+    assert len(shares) == (2 if most > 1000 else 0)
+    assert all(share <= 1.1 for share in shares)
+
+
+def test_questions_drawn_again_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    why, own = list[str](), WrittenPasses.drop
+    monkeypatch.setattr(
+        WrittenPasses, "drop", lambda self, text: (why.append(text), own(self, text))
+    )
+    assert len(gradients(True, "float32", redraw=2)) == 2
+    assert not why
 
 
 def test_answers_with_other_tokens_are_computed_again(

@@ -28,6 +28,12 @@ ROOT = 0
 #: Rows of no token that a pass may have at most.
 SPARE = 64
 
+#: Bytes of logits that are kept at most: those of large vocabularies are larger than all that a pass that learns keeps.
+LOGIT_BYTES = 512 << 20
+
+#: Share of memory that kept logits may leave unused, as rows of no text.
+UNUSED = 0.1
+
 
 class TokenTree:
     """Tokens of texts, each with all tokens before it, as numbered nodes of a tree. :data:`ROOT` is before all."""
@@ -64,6 +70,8 @@ class WrittenPasses:
         ``lost``: why nothing is kept any more; "": all results are here.
         ``rows``: the row of each node's token among all that are kept.
         ``logit_rows``: the row of logits of each node's token, where it has any.
+
+    Logits are kept up to :data:`LOGIT_BYTES`. If there are more, none are, and products still are.
     """
 
     def __init__(self, most: int) -> None:
@@ -73,6 +81,7 @@ class WrittenPasses:
         self.logit_rows: dict[int, int] = {}
         self.products: dict[tuple[str, tuple[str, ...]], T] = {}
         self.logits: list[T] = []
+        self._logit_bytes = 0
         # what passes were to compute, and have computed
         self._tokens = self._logits = self._with_logits = 0
         self._counts = defaultdict[tuple[str, tuple[str, ...]], int](int)
@@ -141,11 +150,26 @@ class WrittenPasses:
         """Keep the ``logits`` ``[rows, vocab]`` of a pass, which has ended."""
         if self.lost:
             return
-        self.logits.append(logits)
+        self._keep_logits(logits)
         self._with_logits += len(logits)
         alike = {*self._counts.values()} == {self._tokens}
         if not alike or self._with_logits != self._logits:
             self.drop("a pass has computed other tokens than it was to")
+
+    def _keep_logits(self, logits: T) -> None:
+        """Keep the ``logits`` ``[rows, vocab]`` of a pass, or none of any pass if they are too many."""
+        self._logit_bytes += logits.nbytes
+        if self._logit_bytes > LOGIT_BYTES:
+            self.logits.clear()
+            return
+        # a kernel's result has more rows than texts: a view would hold all of them
+        held = logits.untyped_storage().nbytes()
+        few = logits.nbytes < (1 - UNUSED) * held
+        self.logits.append(logits.clone() if few else logits)
+
+    def has_logits(self) -> bool:
+        """Return whether the logits of all passes are here."""
+        return bool(self.logits) and self._logit_bytes <= LOGIT_BYTES
 
     def drop(self, why: str) -> None:
         """Forget all results, and keep none of later passes. ``why``: the reason."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.data.batch import IGNORE
 from weft.models.loss import differentiated
 from weft.models.native_library import pointer_to, threaded_library
 
@@ -55,7 +54,8 @@ def kernel_serves_logits(logits: T) -> bool:
 
 def measured_logits(logits: T, labels: T) -> T:
     """Return for each row of ``logits`` ``[rows, n]`` its log-sum-exp, the mean of its values under their softmax, the
-    largest value, and the value of its label: float64 ``[rows, 4]``. ``labels``: int64 ``[rows]``.
+    largest value, and the value of its label: float64 ``[rows, 4]``. ``labels``: ``[rows]``; the value of one that is
+    no column is 0.
     """
     results = torch.empty(len(logits), 4, dtype=torch.float64)
     _run(logits, labels, None, results)
@@ -66,7 +66,9 @@ def _run(logits: T, labels: T, scales: T | None, results: T) -> None:
     """Run the kernel in as many threads as PyTorch has. The arguments are those of ``Rows`` in C."""
     library = logit_kernel()
     assert library is not None
-    columns = torch.where(labels == IGNORE, -1, labels).contiguous()
+    # which the kernel takes as addresses
+    here = (labels >= 0) & (labels < logits.shape[1])
+    columns = torch.where(here, labels, -1).long().contiguous()
     scales = None if scales is None else scales.float().contiguous()
     pointers = [pointer_to(each) for each in (logits, columns, scales, results)]
     rows = LogitRows(*pointers, *logits.shape)
@@ -85,7 +87,7 @@ class KeptLogits(UserDict[int, T]):
         """Return the loss of some tokens, and overwrite their ``logits`` ``[tokens, vocab/tp]`` by its derivatives, as
         :func:`weft.models.loss.differentiated` does.
         """
-        plain = bonus is None and group is None
+        plain = bonus is None and group is None and not first
         if not (plain and kernel_serves_logits(logits)):
             return differentiated(logits, y, scale, bonus, first, group)
         losses = torch.empty(len(logits), dtype=torch.float64)

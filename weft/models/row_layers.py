@@ -130,7 +130,9 @@ def serves(model: Transformer, rows: int) -> bool:
     attention = attention_of(blocks[0])
     width, group = attention.head_dim, sharing_heads(attention)
     fits = all(n % UNIT == 0 for n in sizes) and width % LANES == 0 and width <= WIDEST
-    return fits and rows_kernel(width, group, UNIT, compiled_rows(rows)) is not None
+    # passes in which some texts have ended have fewer rows
+    sizes_of_rows = [n for n in ROWS if n <= compiled_rows(rows)]
+    return fits and all(rows_kernel(width, group, UNIT, n) is not None for n in sizes_of_rows)  # fmt: skip
 
 
 def plain_blocks(model: Transformer) -> list[Block]:
@@ -302,11 +304,10 @@ class RowOutput:
         flat = x.flatten(0, -2)
         count, (out, inner) = len(flat), self.weight.shape
         fits = 0 < count <= ROWS[-1] and x.dtype == torch.float32
-        if not fits or is_invariant() or x.requires_grad:
+        rows = compiled_rows(count) if fits else 0
+        kernel = rows_kernel(self.width, self.group, UNIT, rows) if fits else None
+        if kernel is None or is_invariant() or x.requires_grad:
             return times(flat, self.weight).unflatten(0, x.shape[:-1])
-        rows = compiled_rows(count)
-        kernel = rows_kernel(self.width, self.group, UNIT, rows)
-        assert kernel is not None
         columns = flat.new_zeros(rows, inner)
         columns[:count] = flat
         y = flat.new_empty(rows, out)

@@ -75,7 +75,8 @@ def _logit_scores(
     """Return the scores of :func:`token_scores` from ``logits`` ``[tokens, vocab/tp]``, the columns from ``first`` on
     of all logits. ``labels``: ``[tokens]``. ``group``: ranks that share the columns; None: they are all here.
     """
-    if group is None and not is_invariant() and kernel_serves_logits(logits):
+    whole = group is None and not first
+    if whole and not is_invariant() and kernel_serves_logits(logits):
         measured = measured_logits(logits, labels)
         lse, mean, top, target = measured.unbind(1)
         columns = [target - lse, (target >= top).double(), lse - mean]

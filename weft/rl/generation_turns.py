@@ -104,15 +104,19 @@ class GenerationTurns:
                 self.engine.follow()
             yield
             return
-        self.generation.copies.keeper = self.passes
+        try:
+            self._keep(self.passes)
+            with copies:
+                use_huge_copies(self.generation.copies)
+                try:
+                    yield
+                finally:
+                    self.engine.rest()
+        finally:
+            self._keep(None)
+
+    def _keep(self, passes: WrittenPasses | None) -> None:
+        """Let ``passes`` keep what the engine's passes compute; None: nothing keeps it."""
+        self.generation.copies.keeper = passes
         if isinstance(self.engine.reader, PagedReader):
-            self.engine.reader.kept = self.passes
-        with copies:
-            use_huge_copies(self.generation.copies)
-            try:
-                yield
-            finally:
-                self.engine.rest()
-                self.generation.copies.keeper = None
-                if isinstance(self.engine.reader, PagedReader):
-                    self.engine.reader.kept = None
+            self.engine.reader.kept = passes

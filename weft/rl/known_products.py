@@ -120,7 +120,7 @@ def give_known_products(
     )
     if model.shape.tied and model.embedding.table.requires_grad:
         # the output layer's gradient of the table is there before it
-        model.embedding.lookup = _FewRows.apply
+        model.embedding.lookup = partial(_looked_up_once, model)
     return True
 
 
@@ -145,6 +145,12 @@ def take_back_products(model: Transformer) -> None:
     model.embedding.lookup = F.embedding
     if isinstance(model.hooks.objective, PolicyObjective):
         model.hooks.objective.known_logits = None
+
+
+def _looked_up_once(model: Transformer, tokens: T, table: T) -> T:
+    """Look up the rows ``tokens`` of ``table``, as :class:`_FewRows` does, and let later passes do so as usual."""
+    model.embedding.lookup = F.embedding
+    return _FewRows.apply(tokens, table)
 
 
 class _FewRows(torch.autograd.Function):
@@ -174,7 +180,7 @@ def known_logits(
     None: all of them.
     """
     chosen = at if tokens is None else at[tokens]
-    if not len(chosen) or int(chosen.min()) < 0:
+    if not passes.has_logits() or not len(chosen) or int(chosen.min()) < 0:
         return None
     logits = passes.take_logits(chosen)
     return logits if temperature == 1 else logits.div_(temperature)

@@ -70,6 +70,15 @@ class OwnScores(NamedTuple):
     problem: str = ""
 
 
+class QuestionsAnswered(NamedTuple):
+    """The answers of a rollout phase: of all questions (``answered``), and those from which updates learn
+    (``groups``).
+    """
+
+    answered: list[tuple[TaskQuestion, ScoredGroup]]
+    groups: list[ScoredGroup]
+
+
 @dataclass
 class RlLoader:
     """Loader whose batches are answers of the policy. All methods but :meth:`island_samples` are collective.
@@ -192,7 +201,9 @@ class RlLoader:
         batches = row_batches(self.job, self.mesh, rows, position)
         if (written := self.written) is not None:
             self.written = None
-            give_known_products(self.built.model, written, batches[0])
+            taken = give_known_products(self.built.model, written, batches[0])
+            why = "" if taken else written.lost or "a token is missing"
+            self.recorder.log("products", phase=place.phase, taken=taken, why=why)
         return batches
 
     # --- rollouts ---
@@ -207,22 +218,7 @@ class RlLoader:
         self._refresh()
         moved = time.perf_counter()
         self.curricula.begin(phase)
-        questions = self.job.phase_questions(phase, self.curricula.now)
-        self._keep_passes(questions)
-        groups = self._collected(questions, asked=self._ask_ahead(phase))
-        answered = [*zip(questions, groups, strict=True)]
-        spare = iter(self.job.spare_questions(phase, self.curricula.now))
-        for _ in range(self.rl.redraw):
-            poor = [i for i, group in enumerate(groups) if not group.teaches]
-            drawn = [question for question, _ in zip(spare, poor, strict=False)]
-            if not drawn:
-                break
-            more = self._collected(drawn)
-            answered += zip(drawn, more, strict=True)
-            for i, group in zip(poor, more, strict=False):
-                if group.teaches:
-                    groups[i] = group
-        self.turns.passes = None
+        answered, groups = self._kept_groups(phase)
         written = time.perf_counter()
         while self.lines:
             self.recorder.event(self.lines.popleft())
@@ -277,6 +273,43 @@ class RlLoader:
         self.recorder.reinforcement(phase, figures)
         self._keep_examples(phase, groups)
 
+    def _kept_groups(self, phase: int) -> QuestionsAnswered:
+        """Return the answers of rollout phase ``phase``, and keep what the passes that write them compute, if an update
+        can use it.
+        """
+        questions = self.job.phase_questions(phase, self.curricula.now)
+        spare = [*self.job.spare_questions(phase, self.curricula.now)]
+        self.written = None
+        self._keep_passes([*questions, *spare])
+        try:
+            return self._answered(phase, questions, spare)
+        except BaseException:
+            self.written = None
+            raise
+        finally:
+            self.turns.passes = None
+
+    def _answered(
+        self,
+        phase: int,
+        questions: Sequence[TaskQuestion],
+        spare: Sequence[TaskQuestion],
+    ) -> QuestionsAnswered:
+        """Return the answers to ``questions``, of which those that teach nothing are replaced by some of ``spare``."""
+        groups = self._collected(questions, asked=self._ask_ahead(phase))
+        answered, left = [*zip(questions, groups, strict=True)], iter(spare)
+        for _ in range(self.rl.redraw):
+            poor = [i for i, group in enumerate(groups) if not group.teaches]
+            drawn = [question for question, _ in zip(left, poor, strict=False)]
+            if not drawn:
+                break
+            more = self._collected(drawn)
+            answered += zip(drawn, more, strict=True)
+            for i, group in zip(poor, more, strict=False):
+                if group.teaches:
+                    groups[i] = group
+        return QuestionsAnswered(answered, groups)
+
     def _keep_passes(self, questions: Sequence[TaskQuestion]) -> None:
         """Keep what passes compute from now on, if the update that learns from answers to ``questions`` can use it."""
         if not takes_known_products(self.job, self.built, self.turns.generation):
@@ -287,7 +320,8 @@ class RlLoader:
     def _most_tokens(self, questions: Sequence[TaskQuestion]) -> int:
         """Return how many tokens the passes that write answers to ``questions`` compute at most."""
         if not self.job.answers_at_once:
-            return self.job.answers * (self.job.recipe.data.seq_len + 1)
+            answers = self.job.answers * (1 + self.rl.redraw)
+            return answers * (self.job.recipe.data.seq_len + 1)
         prompts = [len(request.prompt) for request in self._requests(questions)]
         return sum(prompts) + len(prompts) * self.rl.group * self.rl.tokens
 
