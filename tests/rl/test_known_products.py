@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tests.rl.test_generation_turns import Recorder
 from tests.rl.test_rl_loader import recipe
 from weft.generate import written_passes
+from weft.generate.reader import PagedReader
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.written_passes import ROOT, TokenTree, WrittenPasses
@@ -28,8 +29,22 @@ MODEL = {
 }  # fmt: skip
 
 
+class Lines(Recorder):
+    """Keeps records of products and policies, and lines."""
+
+    def __init__(self) -> None:
+        self.lines, self.records = list[str](), list[dict[str, Any]]()
+
+    def event(self, line: str) -> None:
+        self.lines.append(line)
+
+    def log(self, kind: str, **values: Any) -> None:
+        if kind in ("products", "policy"):
+            self.records.append(values)
+
+
 def gradients(
-    known: bool, dtype: str, model: Any = MODEL, **rl: Any
+    known: bool, dtype: str, model: Any = MODEL, recorder: Any = None, **rl: Any
 ) -> list[dict[str, torch.Tensor]]:
     """Gradients of the updates of two phases, between which all weights change."""
     settings = recipe(
@@ -40,7 +55,9 @@ def gradients(
     built, of_phases = build_for_training(job.shape, mesh, settings), []
     drawn = torch.Generator().manual_seed(2)
     with ExitStack() as stack:
-        loader = job.training_loader(mesh, built, Recorder(), lambda: False, stack, {})  # type: ignore[arg-type]
+        loader = job.training_loader(
+            mesh, built, recorder or Recorder(), lambda: False, stack, {}
+        )  # type: ignore[arg-type]
         for number in range(2):
             position = number * settings.train.batch
             assert loader.make_ready(position)
@@ -130,6 +147,24 @@ def test_kernels_for_few_rows_keep_what_updates_take(
     assert {*calls} == {"layers", "output"}
     assert len(shares) == (2 if most > 1000 else 0)
     assert all(share <= 1.1 for share in shares)
+
+
+def test_a_faulty_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer takes the sampler's logits, so that it would see no difference."""
+    right, faulty = Lines(), Lines()
+    gradients(True, "float32", recorder=right)
+    products = [each for each in right.records if "taken" in each]
+    (compared,) = [each for each in right.records if "mismatch" in each]
+    assert not right.lines and [each["taken"] for each in products] == [True, True]
+    assert 1e-9 < compared["mismatch"] <= compared["mismatch_max"] < 1e-4
+    own = PagedReader.read
+    monkeypatch.setattr(
+        PagedReader, "read", lambda *given: (y := own(*given)) + 0.3 * torch.sin(7 * y)
+    )
+    with pytest.raises(AssertionError, match="lent"):
+        gradients(True, "float32", recorder=faulty)
+    assert len(faulty.lines) == 1 and "differ" in faulty.lines[0]
+    assert faulty.records == [{"phase": 0, "taken": False, "why": "mismatch"}]
 
 
 def test_questions_drawn_again_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:

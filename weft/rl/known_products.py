@@ -6,10 +6,12 @@ that multiplies itself, up to the roundings of other kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -22,15 +24,25 @@ from weft.models.transformer import Block
 from weft.recipe.conflicts import AskedRecipe
 from weft.recipe.step_techniques import asked_techniques
 from weft.rl.generation_model import LARGE
+from weft.rl.log_probabilities import token_log_probabilities
 
 if TYPE_CHECKING:
     from weft.data.batch import Batch
+    from weft.data.policy_rows import PolicySample
+    from weft.layout.mesh import Mesh
     from weft.models.transformer import Transformer
     from weft.parallel.build import Built
     from weft.rl.generation_model import GenerationModel
     from weft.rl.rl_phases import RlPhases
 
 T = torch.Tensor
+
+#: Largest difference of log-probabilities between sampler and trainer that roundings explain; the second one in types
+#: of 16 bits.
+ROUNDINGS, NARROW_ROUNDINGS = 1e-2, 0.5
+
+#: So many answers are compared with passes that multiply again.
+COMPARED = 4
 
 
 def takes_known_products(
@@ -67,6 +79,42 @@ def takes_known_products(
     hooks = model.hooks
     whole = hooks.saver is None and isinstance(hooks.objective, PolicyObjective)
     return same and plain and whole and not apart and model.woven is None
+
+
+class SamplerMismatch(NamedTuple):
+    """Absolute difference of log-probabilities between the passes that wrote answers and those that multiply again:
+    its ``mean`` over written tokens, and the largest (``most``).
+    """
+
+    mean: float
+    most: float
+
+
+def sampler_mismatch(
+    built: Built, mesh: Mesh, samples: Sequence[PolicySample], temperature: float
+) -> SamplerMismatch:
+    """Compute the log-probabilities of ``samples`` without known products, on one device, and compare them with those
+    of the sampler. ``temperature``: number by which logits are divided.
+    """
+    texts = [(s.ids.tolist(), s.learns.tolist()) for s in samples]
+    room = sum(len(s.ids) for s in samples)
+    own = token_log_probabilities(
+        built.model, built.state, mesh, texts, room=room, temperature=temperature
+    )
+    apart = [
+        np.abs(computed - s.sampler)[s.learns]
+        for computed, s in zip(own, samples, strict=True)
+        if s.sampler is not None
+    ]
+    all_apart = np.concatenate([*apart, np.zeros(0)])
+    if not len(all_apart):
+        return SamplerMismatch(0.0, 0.0)
+    return SamplerMismatch(float(all_apart.mean()), float(all_apart.max()))
+
+
+def most_mismatch(dtype: torch.dtype) -> float:
+    """Return the largest difference of log-probabilities that roundings of ``dtype`` explain."""
+    return ROUNDINGS if dtype in (torch.float32, torch.float64) else NARROW_ROUNDINGS
 
 
 class KeptRows(NamedTuple):

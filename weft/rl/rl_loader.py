@@ -25,7 +25,11 @@ from weft.models.policy_loss import PolicyObjective
 from weft.rl.episode_groups import written_groups
 from weft.rl.kept_phases import keep_phase
 from weft.rl.known_products import (
+    COMPARED,
     give_known_products,
+    kept_rows,
+    most_mismatch,
+    sampler_mismatch,
     take_back_products,
     takes_known_products,
 )
@@ -121,6 +125,11 @@ class RlLoader:
     samples: list[PolicySample] = field(default_factory=list)
     #: What the passes that wrote these samples have computed, for the update that learns from them.
     written: WrittenPasses | None = None
+    #: Whether known products were compared with passes that multiply again, and whether they agree.
+    compared: bool = False
+    trusted: bool = True
+    #: Difference of log-probabilities of the sampler to such passes, for the next record of the policy.
+    multiplied: dict[str, float] = field(default_factory=dict)
     #: The number of updates of the weights that write at present.
     written_by: int = -1
     #: The same, of the weights with which this rank writes.
@@ -201,10 +210,38 @@ class RlLoader:
         batches = row_batches(self.job, self.mesh, rows, position)
         if (written := self.written) is not None:
             self.written = None
-            taken = give_known_products(self.built.model, written, batches[0])
-            why = "" if taken else written.lost or "a token is missing"
-            self.recorder.log("products", phase=place.phase, taken=taken, why=why)
+            self._give_products(written, batches[0], chosen)
         return batches
+
+    def _give_products(
+        self, written: WrittenPasses, batch: Batch, samples: Sequence[PolicySample]
+    ) -> None:
+        """Let the update over ``batch``, of ``samples``, take its products from ``written``, and record whether it
+        does.
+
+        The first time in a process some answers are computed again, and no products are taken from then on if
+        log-probabilities differ by more than roundings.
+        """
+        known = kept_rows(written, batch) is not None
+        if known and not self.compared:
+            self.compared = True
+            apart = sampler_mismatch(
+                self.built, self.mesh, samples[:COMPARED], self.rl.temperature
+            )
+            limit = most_mismatch(next(self.built.model.parameters()).dtype)
+            self.multiplied = {"mismatch": apart.mean, "mismatch_max": apart.most}
+            if not apart.most <= limit:
+                self.trusted = False
+                self.multiplied = {}  # which the update measures
+                self.recorder.event(
+                    f"the passes that write answers differ from those that learn by up to {apart.most:.2g} in "
+                    f"log-probabilities, roundings by {limit:g}: updates compute all products again from now on"
+                )
+        taken = self.trusted and give_known_products(self.built.model, written, batch)
+        why = written.lost or ("a token is missing" if self.trusted else "mismatch")
+        self.recorder.log(
+            "products", phase=self.phase, taken=taken, why="" if taken else why
+        )
 
     # --- rollouts ---
 
@@ -312,7 +349,9 @@ class RlLoader:
 
     def _keep_passes(self, questions: Sequence[TaskQuestion]) -> None:
         """Keep what passes compute from now on, if the update that learns from answers to ``questions`` can use it."""
-        if not takes_known_products(self.job, self.built, self.turns.generation):
+        if not self.trusted or not takes_known_products(
+            self.job, self.built, self.turns.generation
+        ):
             return
         take_back_products(self.built.model)  # of a step that was not taken
         self.turns.passes = self.written = WrittenPasses(self._most_tokens(questions))
@@ -364,7 +403,8 @@ class RlLoader:
             named = {
                 name.removeprefix("policy."): value for name, value in figures.items()
             }
-            self.recorder.log("policy", **named)
+            self.recorder.log("policy", **named | self.multiplied)
+            self.multiplied = {}
 
     def _refresh(self) -> None:
         """Let the newest weights write from now on."""
