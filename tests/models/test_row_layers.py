@@ -77,6 +77,72 @@ def test_few_rows_are_computed_as_by_the_layers(
 
 
 @needs_kernel
+@pytest.mark.parametrize(
+    ("shape", "served"),
+    [
+        ({"qkv_bias": True, "tied": True}, True),
+        ({"rope_scaling": {"kind": "linear", "factor": 4.0}, "vocab": 130}, True),
+        ({"qk_norm": True}, False),
+        ({"window": 5}, False),
+        ({"window": 5, "full_every": 3}, False),
+        ({"activation": "gelu"}, False),
+        ({"norm_after": True}, False),
+        ({"residual": "ladder"}, False),
+        ({"query_dim": 32.0}, False),
+        ({"rope_interleaved": True}, False),
+        ({"experts": 4}, False),
+        ({"kv_rank": 16, "kv_heads": 6}, False),
+        ({"mixer": "retention"}, False),
+        ({"dropout": 0.1}, False),
+        ({"head_dim": 24}, False),
+        ({"head_dim": 272}, False),
+        ({"ffn": 100}, False),
+        ({"embed": 72}, False),
+    ],
+)
+def test_models_that_the_kernel_cannot_compute_are_refused(
+    monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], served: bool
+) -> None:
+    monkeypatch.setattr(row_layers, "LARGE", 0)
+    assert row_layers.serves(build(**shape | {"layers": 2}), 3) is served
+
+
+class Keeper:
+    """Counts what it is to keep, and why it is not to."""
+
+    def __init__(self) -> None:
+        self.rows, self.why = list[int](), list[str]()
+
+    def keep(self, path: str, names: tuple[str, ...], y: torch.Tensor) -> None:
+        self.rows.append(len(y))
+
+    def room(self, path: str, names: tuple[str, ...], rows: int, out: int) -> Any:
+        self.rows.append(rows)
+        return torch.empty(rows, out)
+
+    def drop(self, why: str) -> None:
+        self.why.append(why)
+
+
+@needs_kernel
+def test_packed_blocks_are_not_slowed_down_by_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(row_layers, "LARGE", 0)
+    model = build()
+    few, many = PackedCopies(model), PackedCopies(model)
+    few.rows, many.rows = 3, 200
+    few.keeper, many.keeper = Keeper(), Keeper()
+    with many:
+        assert all(block.lean for block in model.blocks.values())
+        assert many.keeper.why
+    with few:
+        assert model.woven is not None and not few.keeper.why
+        texts(model, 3)
+    assert few.keeper.rows
+
+
+@needs_kernel
 def test_a_size_that_does_not_compile_is_not_met_while_writing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

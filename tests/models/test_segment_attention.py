@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weft.models import segment_attention
 from weft.models.attention import attention
 from weft.models.rope import rotate
 from weft.models.segment_attention import attend_and_differentiate, segments_kernel
@@ -42,3 +43,28 @@ def test_result_and_gradients_are_those_of_autograd(
     assert exact.grad is not None
     assert (both.out - out).norm() < 1e-5 * out.norm()
     assert (both.heads - exact.grad).norm() < 1e-5 * exact.grad.norm()
+
+
+@pytest.mark.skipif(
+    segments_kernel(16) is None, reason="no C compiler, or PyTorch without libgomp"
+)
+def test_threads_have_no_more_room_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    heads, cos = torch.randn(40, 48), torch.ones(1, 40, 1, 8)
+    given = (heads, None, cos, torch.zeros_like(cos), heads[:, :16].contiguous(), [16, 16, 16])  # fmt: skip
+    edges = torch.tensor([0, 20, 40], dtype=torch.int32)
+    whole = attend_and_differentiate(*given, edges)
+    of_thread = 4 * (2 * 40 * 16 + 4 * 40 * 16 + 2 * 64 * 36)
+    taken, own = list[int](), torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda x, size: (taken.append(4 * size), own(x, size))[1]
+    )  # fmt: skip
+    for room, threads in ((4, 4), (3, 0)):
+        monkeypatch.setattr(segment_attention, "MOST_ROOM", room * of_thread + 4)
+        few = attend_and_differentiate(*given, edges)
+        assert (few is not None) == bool(threads)
+        if few is not None and whole is not None:
+            assert taken == [threads * of_thread]
+            torch.testing.assert_close(few.heads, whole.heads)

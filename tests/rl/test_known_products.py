@@ -29,6 +29,12 @@ MODEL = {
 }  # fmt: skip
 
 
+needs_kernel = pytest.mark.skipif(
+    row_layers.rows_kernel(16, 2, 16, 16) is None,
+    reason="no C compiler, or PyTorch without libgomp",
+)
+
+
 class Lines(Recorder):
     """Keeps records of products and policies, and lines."""
 
@@ -99,7 +105,10 @@ def _small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "near", "more"),
-    [("float64", 1e-10, {"temperature": 0.7}), ("float32", 1e-4, {})],
+    [
+        ("float64", 1e-10, {"temperature": 0.7}),
+        pytest.param("float32", 1e-4, {}, marks=needs_kernel),
+    ],
 )
 def test_updates_are_those_of_passes_that_multiply_again(
     monkeypatch: pytest.MonkeyPatch, dtype: str, near: float, more: dict[str, Any]
@@ -115,10 +124,7 @@ def test_updates_are_those_of_passes_that_multiply_again(
     assert difference(gradients(True, dtype, **more), expected) > 1e-3
 
 
-@pytest.mark.skipif(
-    row_layers.rows_kernel(16, 2, 16, 16) is None,
-    reason="no C compiler, or PyTorch without libgomp",
-)
+@needs_kernel
 @pytest.mark.parametrize("most", [512 << 20, 1000])
 def test_kernels_for_few_rows_keep_what_updates_take(
     monkeypatch: pytest.MonkeyPatch, most: int
@@ -149,6 +155,7 @@ def test_kernels_for_few_rows_keep_what_updates_take(
     assert all(share <= 1.1 for share in shares)
 
 
+@needs_kernel
 def test_a_faulty_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer takes the sampler's logits, so that it would see no difference."""
     right, faulty = Lines(), Lines()
@@ -167,6 +174,7 @@ def test_a_faulty_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert faulty.records == [{"phase": 0, "taken": False, "why": "mismatch"}]
 
 
+@needs_kernel
 def test_questions_drawn_again_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
     why, own = list[str](), WrittenPasses.drop
     monkeypatch.setattr(

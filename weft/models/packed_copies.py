@@ -35,7 +35,8 @@ class PackedCopies:
     Attributes:
         ``renewed``: how often they were made.
         ``rows``: how many texts get a token in a pass, at most; 0: not known.
-        ``keeper``: keeps what products make of the rows of each pass; None: nothing does.
+        ``keeper``: keeps what products make of the rows of each pass; None: nothing does. It keeps nothing where blocks
+            with packed weights would take longer for it.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -51,10 +52,16 @@ class PackedCopies:
         if model.mesh.device.type != "cpu" or not (alone or model.shape.adapter is None):  # fmt: skip
             return
         self.drop()
-        if not self._use_few_rows():
+        few = self._use_few_rows()
+        if not few:
             self._pack(alone)
-        self._keep_products()
         make_lean(model)
+        lean = any(isinstance(b, Block) and b.lean for b in model.blocks.values())
+        if self.keeper is not None and lean:
+            # which would need the time of more operators for every token
+            self.keeper.drop("no kernel for few rows writes")
+        elif self.keeper is not None:
+            self._keep_products(self.keeper)
         self.renewed += 1
 
     def _pack(self, alone: bool) -> None:
@@ -86,15 +93,13 @@ class PackedCopies:
             model.logits = RowOutput(weight, layers.width, layers.group)
         return True
 
-    def _keep_products(self) -> None:
+    def _keep_products(self, keeper: ProductKeeper) -> None:
         """Let ``keeper`` keep what products make of the rows of passes, also of those that no kernel computes."""
-        if self.keeper is None:
-            return
         for module in self.model.modules():
             if isinstance(module, Projections):
                 for names in module.TOGETHER:
                     product = module.products.get(names)
-                    module.products[names] = KeptProduct(module, names, product, self.keeper)  # fmt: skip
+                    module.products[names] = KeptProduct(module, names, product, keeper)  # fmt: skip
 
     def __enter__(self) -> None:
         """Use copies within the context."""

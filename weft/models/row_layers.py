@@ -62,6 +62,9 @@ class ProductKeeper(Protocol):
         be of no token.
         """
 
+    def drop(self, why: str) -> None:
+        """Keep nothing, and forget what was kept. ``why``: the reason."""
+
 
 class FewRowsPass(ctypes.Structure):
     """A pass through layers, as the kernel reads it (``Pass`` in C)."""

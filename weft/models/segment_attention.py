@@ -24,6 +24,10 @@ SOURCE = Path(__file__).with_suffix(".c")
 #: Most keys of a segment for which the kernel is used: what a task reads stays in the caches.
 MOST_KEYS = 512
 
+#: Most bytes of room that threads have for sums of gradients of all keys. Fewer threads compute where they need more;
+#: if fewer than half of them could, the kernel is not used.
+MOST_ROOM = 256 << 20
+
 #: Heads must have a multiple of so many elements, and at most so many. Keys are padded to a multiple of the latter.
 UNIT, WIDEST = 16, 256
 
@@ -103,11 +107,14 @@ def attend_and_differentiate(
     kernel = segments_kernel(width)
     if kernel is None:
         return None
-    kv_heads, threads = sizes[1] // width, torch.get_num_threads()
+    kv_heads, all_threads = sizes[1] // width, torch.get_num_threads()
     count, keys = segments.queries, segments.keys
     padded = -(-keys // 64) * 64
     of_task = 4 * (keys + count) * width + 2 * padded * (width + count)
     own_step = 2 * len(heads) * sizes[1] + of_task
+    threads = min(all_threads, MOST_ROOM // (4 * own_step))
+    if 2 * threads < all_threads:
+        return None
     own, out = heads.new_empty(threads * own_step), torch.empty_like(grad)
     of_heads = torch.empty_like(heads)
     listed = [torch.tensor(each, dtype=torch.int32) for each in segments[:2]]

@@ -123,7 +123,8 @@ class Reinforcement(HostSection):
             "gradients are the same up to roundings. Models of less than 64 MiB multiply again in any case, and so do "
             "runs on several devices or GPUs, with answers from other processes, with several updates or passes per "
             "rollout phase, with staleness, adapters, train.compile, recomputation or roles.rollout.invariant, and "
-            "models other than dense ones with plain attention."
+            "models other than dense ones with plain attention. With packed float32 or bfloat16 weights, so do runs "
+            "that no kernel for few rows serves: those that write more than 64 answers at a time (32 without AVX-512)."
         ),
     )
     most_unscored: float = Field(
