@@ -48,7 +48,6 @@ def main(
 
         best = search_policy(policy, size, say)
         figures[technique.name] = {
-            "size": size._asdict(),
             "expression": str(best.expression),
             "seen": best.seen,
             "held_out": best.held_out,
@@ -56,6 +55,8 @@ def main(
             "greedy": policy.greedy,
             "gain_over_greedy": best.gain(policy.greedy),
             "gain_over_best_known": min(best.gain(name) for name in policy.baselines),
+            # last, as tables of results show the first columns
+            "size": size._asdict(),
         }
         ours, greedy = best.held_out["find"], best.held_out[policy.greedy]
         print(

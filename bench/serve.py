@@ -396,6 +396,18 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def kept_of(file: Path | None) -> dict[str, Any]:
+    """The cases that an earlier run has left in a file, each with its machine and whether weights were random; files of
+    earlier versions say these once for all cases.
+    """
+    if file is None or not file.exists():
+        return {}
+    found: dict[str, Any] = json.loads(file.read_text())
+    names = {"machine", "weights are random"} & found.keys()
+    once = {name: found.pop(name) for name in sorted(names)}
+    return {name: once | case for name, case in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path)
@@ -412,10 +424,8 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     now = {"machine": machine(), "weights are random": given.model is None}
-    # what another run has measured stays, with its date
-    there = given.json and given.json.exists()
-    found: dict[str, Any] = json.loads(given.json.read_text()) if there else {}
-    found |= now
+    # what another run has measured stays, with its conditions
+    found = kept_of(given.json) | {"machine": now["machine"]}
     with tempfile.TemporaryDirectory() as room:
         folder = given.model or random_weights(Path(room) / "model")
         for name in given.only:
@@ -426,10 +436,10 @@ def main() -> None:
                 "counts": given.counts,
             }
             more = peers if name == "throughput" else {}
-            found[name] = CASES[name](folder, given.turns, **more) | {
+            found[name] = CASES[name](folder, given.turns, **more) | now | {
                 "load": round(os.getloadavg()[0], 1),
                 "date": now["machine"]["date"],
-            }
+            }  # fmt: skip
             print(json.dumps({name: found[name]}, indent=1), flush=True)
             if given.json:
                 write(found, given.json)

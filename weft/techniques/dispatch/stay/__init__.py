@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         "tokens and log-probabilities of one rank to 1e-10; one exchange of tokens per "
         "layer, and rows as a walk over one device's choices says; with one expert per "
         "token placed by the integer programs 3.19 times fewer rows per token and layer "
-        "than the two of tokens that return (1.54 times fewer with those for the "
+        "than the two of tokens that return (1.55 times fewer with those for the "
         "context), with two experts 1.70 times fewer (1.29); over links of 2 Mbit/s "
         "2.53 times as fast as `per-rank`, 1.93 with two experts (`bench/staying.py`)"
     ),
