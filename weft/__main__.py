@@ -36,8 +36,12 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:
             print("weft: interrupted", file=sys.stderr)
         _leave(128 + (*received, 2)[0])
-    except BrokenPipeError:  # nobody reads the help of a command without arguments
-        _leave(1)
+    except BrokenPipeError as error:
+        from weft.run.failure import nobody_reads, report_failure
+
+        if nobody_reads():
+            _leave(1)
+        sys.exit(report_failure(error))
     except SystemExit as ended:
         if requests.asked:
             _leave(ended.code if isinstance(ended.code, int) else 1)

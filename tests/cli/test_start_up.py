@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
 from rich.text import Text
+from typer.core import TyperGroup
 
-from weft.cli.app import app
+from weft.cli.app import Commands, app
 
 RUN = """
 import sys
@@ -92,6 +94,30 @@ def test_nobody_reads_the_help_of_a_command_without_arguments() -> None:
     done = subprocess.run(words, stdout=writes, stderr=subprocess.PIPE, timeout=240)
     os.close(writes)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+BROKEN = """
+import sys, types
+
+def app(**more):
+    raise BrokenPipeError(32, "Broken pipe")
+
+sys.modules["weft.cli.app"] = types.SimpleNamespace(app=app)
+from weft.__main__ import main
+main()
+"""
+
+
+def test_another_broken_pipe_is_a_failure_with_a_line() -> None:
+    words = [sys.executable, "-c", BROKEN]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert "Broken pipe" in done.stderr and "Traceback" not in done.stderr
+    with (
+        mock.patch.object(TyperGroup, "invoke", side_effect=BrokenPipeError(32, "Broken pipe")),
+        pytest.raises(RuntimeError, match="Broken pipe"),
+    ):  # fmt: skip
+        Commands().invoke(mock.Mock())
 
 
 @pytest.mark.parametrize(("width", "words"), [

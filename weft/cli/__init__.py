@@ -33,8 +33,8 @@ def run_command_line() -> None:
             print(f"weft: {requests.words(requests.run)}", file=sys.stderr)
         leave(requests.code)
         sys.exit(requests.code)
-    except BrokenPipeError:
-        sys.exit(1)
+    except BrokenPipeError:  # the program's entry tells which one it is
+        raise
     except Exception as error:
         # typer's own errors (it carries a private click) know how to say what is wrong with a command line.
         say = getattr(error, "format_message", None)

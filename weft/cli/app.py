@@ -56,6 +56,13 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted from None
+        except BrokenPipeError as error:
+            from weft.run.failure import nobody_reads
+
+            if nobody_reads():
+                raise
+            # typer says nothing of any broken pipe
+            raise RuntimeError(str(error)) from error
 
 
 app = typer.Typer(

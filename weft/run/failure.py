@@ -68,6 +68,15 @@ class Failure:
     trace: str = ""
 
 
+def nobody_reads() -> bool:
+    """Return whether the reader of this process's output is gone, so that a broken pipe is no failure."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
+
+
 def report_failure(error: BaseException) -> int:
     """Record ``error``, because of which this process fails, and return the exit code.
 
