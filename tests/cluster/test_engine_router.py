@@ -198,10 +198,13 @@ def test_a_cut_engine_keeps_its_blocks_and_joins_anew() -> None:
             nonlocal events
             events += 1
             if events == 10:
+                cluster.router.let_go.update(cluster.router.links)
                 cluster.engines[0].cut()
 
         async def main() -> None:
             assert await written_by(cluster.router, [request], seen) == [plain]
+            # an engine that is there again has not been asked to end
+            assert not cluster.router.let_go
             async with cluster.router.answers([request]) as answers:
                 await answers.next()
                 assert answers.generations[0].hits >= 36

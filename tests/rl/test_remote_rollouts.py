@@ -305,6 +305,15 @@ def replace_versions(group: AnswerGroup) -> list[tuple[object, ...]]:
     return [(a.ids, a.log_probabilities, a.finished) for a in group.answers]
 
 
+def test_an_engine_that_has_hung_up_may_end_by_itself() -> None:
+    """It was asked to end, and its connection has ended before the run looks which engines there are."""
+    ended: list[set[str]] = []
+    with Run(engines=0) as run:
+        run.rollouts._ended = lambda names: ended.append({*names})
+        run.rollouts.router.let_go.add("e0")
+    assert ended == [{"e0"}]
+
+
 def test_run_without_engines_ends_with_a_line() -> None:
     with Run(engines=1, slow=0.05, patience=0.5) as run:
         run.rollouts.take_weights(0)

@@ -25,8 +25,7 @@ class EngineProcesses:
     ``gpus``: names of this host's GPUs, as in ``CUDA_VISIBLE_DEVICES``; the ranks of the engines get them in turn.
     ``environment``: environment variables of the processes; None: those of this process. ``start``: starts a process,
     given the name of its engine, its command and its environment variables; None: as a child of this process. Once all
-    have joined, a process that ends by a fault is
-    started again. The processes inherit the variable ``WEFT_SECRET``.
+    have joined, a process that ends by a fault is started again. The processes inherit the variable ``WEFT_SECRET``.
     """
 
     def __init__(

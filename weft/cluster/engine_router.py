@@ -819,6 +819,7 @@ class EngineRouter:
             outbox.start()
             link = EngineLink(about, outbox, headroom=self.headroom)
             self.links[about.name] = link
+            self.let_go.discard(about.name)
             self.times.add_engine(about.name)
             if again and about.hung < SILENT_S:
                 self._acquit(about.instance)

@@ -3,7 +3,8 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 from math import inf
 from time import perf_counter
@@ -82,7 +83,9 @@ class EngineThread:
 
         def begun(first: Future[None]) -> None:
             if error := first.exception():
-                future.set_exception(error)
+                # nobody waits for a cancelled one
+                with suppress(InvalidStateError):
+                    future.set_exception(error)
 
         self.call(partial(self._look, action, future)).add_done_callback(begun)
         return future

@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -104,7 +104,7 @@ class RemoteRollouts:
         ``say``: prints a line.
         ``started``: called once the first weights can be fetched, to wait for the engines that the run itself has
             started.
-        ``ended``: called at the end with the names of the engines that have joined.
+        ``ended``: called at the end with the names of the engines that were asked to end.
         ``interrupted``: returns whether this rank is asked to end the run.
     """
 
@@ -117,7 +117,7 @@ class RemoteRollouts:
         settings: RemoteSettings,
         say: Callable[[str], None],
         started: Callable[[EngineRouter], None] = lambda router: None,
-        ended: Callable[[Sequence[str]], None] = lambda names: None,
+        ended: Callable[[Collection[str]], None] = lambda names: None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._interrupted = interrupted
@@ -243,10 +243,10 @@ class RemoteRollouts:
         """End the engines that have joined, and the threads that serve them."""
         self._loop.call_soon_threadsafe(self._cancel)
         self._thread.join()
-        names = [*self.router.links]
         self.router.close()
         self.sender.close()
-        self._ended(names)
+        # not `links`: engines whose connections have ended already may still write files
+        self._ended(self.router.let_go)
         self._loop.close()
 
     def _cancel(self) -> None:

@@ -154,7 +154,7 @@ def open_remote_rollouts(
             processes.await_joined(lambda: len(router.links), wait)
         await_engine(router, wait)
 
-    def ended(names: Sequence[str]) -> None:
+    def ended(names: Collection[str]) -> None:
         for place in places:
             place.close()
         if processes is not None:
