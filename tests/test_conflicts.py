@@ -230,6 +230,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
         ("pp=2", "model.experts=2 model.router=sigmoid optimizer.post_validation=true"),
     "balance of experts with zeroth order": ("", "model.experts=2 model.z_loss=0.1 optimizer.estimate=zeroth-order"),
     "timed dispatch with recompute": ("dp=2,ep=2,dispatch=timed", "model.experts=2 train.recompute=full"),
+    "timed dispatch in pieces": ("dp=2,ep=2,dispatch=timed,pieces=2", "model.experts=2"),
     "experts with compile": ("", "model.experts=2 train.compile=true"),
     "balance with compile": ("cp=2,zero=1,balance=greedy", "train.compile=true"),
 }  # fmt: skip

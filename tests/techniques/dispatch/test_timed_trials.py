@@ -6,9 +6,18 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 from math import exp, inf, log
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.techniques.dispatch.timed import SEVERAL
+from weft.techniques.dispatch.timed.choice import DispatchClock, TimedDispatch
 from weft.techniques.dispatch.timed.evidence import NOISE, Evidence, OptionRatio
 from weft.techniques.dispatch.timed.trials import (
     AGAIN,
@@ -47,6 +56,47 @@ def turn(times: OptionTimes, *seconds: float) -> list[int]:
     assert times.due
     times.learn([*seconds], [0.0] * len(seconds))
     return sorted(option for option, timed in taken if timed)
+
+
+def test_exchanges_that_are_under_way_at_once_are_not_timed() -> None:
+    def refused(pieces: int, overlap: str, ep: int = 2) -> bool:
+        layout = SimpleNamespace(ep=ep, pieces=pieces, overlap=overlap)
+        return SEVERAL.meets(SimpleNamespace(layout=layout))
+
+    assert not refused(1, "") and not refused(0, "domino", 1)
+    assert refused(0, "") and refused(3, "") and refused(1, "domino")
+
+
+def test_a_pass_that_the_ranks_have_agreed_after_is_not_noted() -> None:
+    x = torch.zeros(1)
+    for agreed in (False, True):
+        times = OptionTimes([inf] * 2)
+        clock = DispatchClock(times, 0, x)
+        if agreed:
+            times.learn([*times.forward], [*times.backward])
+        clock.back(x)
+        assert (times.forward[0] == inf) == agreed
+
+
+def agreed_times() -> tuple[bool, dict[str, Any]]:
+    """What a rank thinks after a turn; the logarithms of the last rank are wrong."""
+    Mesh.create(Layout(dp=2), "cpu")
+    dispatcher = TimedDispatch.__new__(TimedDispatch)
+    dispatcher.ranks = SimpleNamespace(group=dist.group.WORLD)  # type: ignore[assignment]
+    times = OptionTimes([inf] * 2)
+    for _ in range(4):
+        option, timed = times.next()
+        if timed:
+            times.note(option, 1.0 + option, 1.0)
+    wrong = (lambda x: -log(x)) if dist.get_rank() else log
+    with mock.patch("weft.techniques.dispatch.timed.evidence.log", wrong):
+        keeps = dispatcher.agree(times, torch.device("cpu"))
+    return keeps, vars(times)
+
+
+def test_the_first_rank_decides_for_all(pool: Any) -> None:
+    first, second = pool.run(2, agreed_times)
+    assert first == second
 
 
 def test_options_are_compared_by_turns_in_which_both_were_tried() -> None:

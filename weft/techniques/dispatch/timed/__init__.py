@@ -21,12 +21,21 @@ RECOMPUTED = Rule(
     "{0.train.recompute!r} would repeat a pass in another way",
     "use dispatch = 'adaptive', or recompute = 'none'",
 )
+#: The clock of an exchange would count what others do meanwhile, in other ways.
+SEVERAL = Rule(
+    "timed dispatch in pieces",
+    "layout",
+    lambda a: a.layout.ep > 1 and (a.layout.pieces != 1 or bool(a.layout.overlap)),
+    "layout.dispatch = 'timed' measures one exchange at a time, and several are under way with layout.pieces = "
+    "{0.layout.pieces} and layout.overlap = {0.layout.overlap!r}",
+    "use dispatch = 'adaptive', or leave out pieces and overlap",
+)
 
 
 @register(
     "dispatch",
     "timed",
-    rules=(RECOMPUTED,),
+    rules=(RECOMPUTED, SEVERAL),
     title=(
         "What takes least time, tokens or experts on their way, measured in a run's "
         "own passes"

@@ -46,7 +46,9 @@ class DispatchClock:
         when their gradient is computed, the backward pass begins.
         """
         self.forward = now(tokens) - self.begun
-        self.times.note(self.number, self.forward, None)
+        # the ranks may have agreed since the dispatch
+        if self.agreements == self.times.agreements:
+            self.times.note(self.number, self.forward, None)
         if self.learns and tokens.requires_grad:
             tokens.register_hook(self._backward_begins)
         return tokens
@@ -81,6 +83,7 @@ class TimedDispatch(Adaptive):
         size = self.size(x, choice)
         if size not in self.trials:
             self.trials[size] = OptionTimes.resumed(self.known(size, x.device))
+            self.follow(self.trials[size], False, x.device)
         trials = self.trials[size]
         if trials.due and self.agree(trials, x.device):
             self.keep(size, trials)
@@ -148,7 +151,21 @@ class TimedDispatch(Adaptive):
         seconds = [trials.forward, trials.backward]
         slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.ranks.group)
-        return trials.learn(*slowest.tolist())
+        keeps = trials.learn(*slowest.tolist())
+        return self.follow(trials, keeps, device)
+
+    def follow(self, trials: OptionTimes, keeps: bool, device: torch.device) -> bool:
+        """Take all that the first rank has decided into ``trials``, and return its ``keeps``. All ranks must call this.
+
+        Logarithms may differ in their last bits between hosts. A rank that decided for itself could take another option
+        than the others, and they would wait for each other.
+        """
+        decided: list[Any] = [vars(trials), keeps]
+        dist.broadcast_object_list(
+            decided, group=self.ranks.group, device=device, group_src=0
+        )
+        vars(trials).update(decided[0])
+        return bool(decided[1])
 
     def _by(
         self, number: int, x: T, choice: Choice, trials: OptionTimes | None
