@@ -621,6 +621,12 @@ def test_the_preview_shows_what_is_learned(
         1,
         f"weft: error: {folder / 'talks.jsonl'}: there is no conversation in it\n",
     )
+    (folder / "talks.jsonl").write_text('{"messages": [1]}')
+    skips = tmp_path / "skips.toml"
+    skips.write_text(recipe.read_text() + "on_error = 'skip'\n")
+    code, _, err = command("data", "preview", skips)
+    assert code == 1 and err.count("\n") == 1, err
+    assert "no conversation in it; " in err and "message 1 is 1" in err, err
     # the model whose template writes them is named as for weft train
     code, _, err = command("data", "preview", recipe, "--from", tmp_path / "none")
     assert code == 1 and str(tmp_path / "none") in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -199,10 +200,12 @@ def test_what_cannot_be_is_said(tmp_path: Path, predictor: Any) -> None:
         built(RestingNeurons(tmp_path, 0.5, tmp_path / "none"))
     with pytest.raises(UsageError, match="cannot be read"):
         built(RestingNeurons(tmp_path, 0.5, Path(__file__)))
-    save_file({}, path, {"kind": KIND})
-    with pytest.raises(UsageError, match="is damaged; train it again"):
-        built(RestingNeurons(tmp_path, 0.5, path))
     model = built()
+    gates = json.dumps(gate_hashes(model, DRAWN))
+    for more in ({}, {"gates": gates}):
+        save_file({}, path, {"kind": KIND} | more)
+        with pytest.raises(UsageError, match="is damaged; train it again"):
+            built(RestingNeurons(tmp_path, 0.5, path))
     for ids, rank, said in (
         ([3] * 99, 4, "99 tokens, and predictors need"),
         ([3] * 9999, 99, "--rank 99 is more"),

@@ -68,3 +68,15 @@ def test_threads_have_no_more_room_than_the_limit(
         if few is not None and whole is not None:
             assert taken == [threads * of_thread]
             torch.testing.assert_close(few.heads, whole.heads)
+
+
+@pytest.mark.skipif(
+    segments_kernel(16) is None, reason="no C compiler, or PyTorch without libgomp"
+)
+@pytest.mark.parametrize("edges", [[0], [0, 0]])
+def test_no_tokens_have_gradients_of_no_tokens(edges: list[int]) -> None:
+    cos, grad = torch.ones(1, 0, 1, 8), torch.ones(0, 16)
+    cu_seqlens = torch.tensor(edges, dtype=torch.int32)
+    both = attend_and_differentiate(torch.ones(0, 48), None, cos, cos, grad, [16, 16, 16], cu_seqlens)  # fmt: skip
+    assert both is not None
+    assert (both.out.shape, both.heads.shape) == ((0, 16), (0, 48))

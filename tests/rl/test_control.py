@@ -387,6 +387,23 @@ def test_a_lost_environment_is_named_and_its_episode_dropped(
     assert not any(step.truncated.any() for step in steps)
 
 
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [(1e300, "1e+300, more than 1e+15"), (np.nan, "nan"), (None, "NoneType, which")],
+)
+def test_rewards_are_numbers_of_a_size(
+    monkeypatch: pytest.MonkeyPatch, own: Any, why: str
+) -> None:
+    settings = {"fault": "raise", "once": "", "at": 9}
+    words = environment_words(Control(environment=FAULTY, settings=settings))
+    runner = EpisodeRunner(words, 0)
+    step = np.zeros(2), own, False, False, {}
+    monkeypatch.setattr(runner.environment, "step", lambda action: step)
+    with pytest.raises(ValueError) as error:
+        runner.step(np.array(0))
+    assert str(error.value).startswith(f"it returned {why}")
+
+
 @pytest.mark.slow(4)
 def test_an_environment_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     settings = {"fault": "always", "once": str(tmp_path / "never"), "at": 0}

@@ -315,6 +315,38 @@ def test_an_environment_that_hangs_ends_its_own_episode_alone(thread: bool) -> N
         Episode(Slow(), QUESTION, PlainTurns(BYTES), name="q", seconds=0.1)
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("go on", "returned str, which is no list of messages"),
+        (None, "returned NoneType, which is no list"),
+        ([{"content": "x"}], "returned a list with {'content': 'x'}, which is no"),
+        (KeyError("sky"), "raised KeyError: 'sky'"),
+    ],
+)
+def test_what_is_no_message_names_its_environment(given: Any, why: str) -> None:
+    def say() -> Any:
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    class Begins(Environment):
+        def reset(self, question: RewardQuestion) -> Any:
+            return say()
+
+    class Goes(Environment):
+        def step(self, action: str) -> EnvironmentStep:
+            return EnvironmentStep(say(), 1.0, False)
+
+    with pytest.raises(WeftError) as error:
+        Episode(Begins(), QUESTION, PlainTurns(BYTES), name="q")
+    assert str(error.value).startswith(f"q: its environment Begins {why}")
+    going = Episode(Goes(), QUESTION, PlainTurns(BYTES))
+    (broken,) = write_episodes([going], Scripted(BYTES, ["a"]))
+    assert broken.facts["ended"].startswith(f"its environment {why}")
+    assert broken.turns[-1].reward is None
+
+
 def test_hostile_actions_do_nothing(tmp_path: Path) -> None:
     """As plain texts, as arguments of a call, and as broken calls; nothing is executed or rewarded."""
     sentinel = tmp_path / "executed"

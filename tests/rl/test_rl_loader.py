@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -433,6 +434,29 @@ def test_scoring_ends_as_soon_as_too_many_answers_have_no_reward() -> None:
     with pytest.raises(WeftError, match=r"6 of 16 answers have no .* longer than 10 s"):
         RlLoader._written(rank, cast("Any", source), asked, asked)
     assert len(judged) == 3
+
+
+def test_questions_are_drawn_again_only_where_they_are_asked() -> None:
+    """One that nobody asks may be one that ends the run, and takes time."""
+    poor, taught = scored([0.0, 0.0]), scored([0.0, 1.0])
+    rounds = iter([[poor, taught, poor], [poor, taught], [taught]])
+    asked, kept, spare = list[Any](), list[Any](), iter(range(10, 20))
+
+    def collected(questions: list[int], **more: Any) -> list[ScoredGroup]:
+        asked.append(questions)
+        return next(rounds)
+
+    loader: Any = SimpleNamespace(
+        job=SimpleNamespace(
+            phase_questions=lambda *_: [0, 1, 2], spare_questions=lambda *_: spare
+        ),
+        curricula=SimpleNamespace(now={}), rl=SimpleNamespace(redraw=3), turns=SimpleNamespace(passes=None),
+        _keep_passes=kept.append, _collected=collected, _ask_ahead=lambda phase: False,
+    )  # fmt: skip
+    loader._answered = partial(RlLoader._answered, loader)
+    answered, groups = RlLoader._kept_groups(loader, 0)
+    assert kept == [[0, 1, 2]] and asked == [[0, 1, 2], [10, 11], [12]]
+    assert next(spare) == 13 and groups == [taught] * 3 and len(answered) == 6
 
 
 def test_pass_at_k_counts_as_enumeration_does() -> None:

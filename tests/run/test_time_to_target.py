@@ -79,7 +79,17 @@ def test_declared_entrants(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entrant", "words", "named"),
     [
-        ('set = ["train.seed=3"]', [], "train.seed cannot be set here, as --seeds"),
+        (
+            'set = ["train.seed=3"]',
+            [],
+            r"few.toml: entrant \[a\]: train.seed cannot be set here, as --seeds",
+        ),
+        (
+            'set = ["train={seed=3}"]',
+            [],
+            r"entrant \[a\]: the table train cannot be set",
+        ),
+        ("", ["validation={until=1}"], "^the table validation cannot be set"),
         ('tune = { "observe.every" = [5] }', [], "as every step is timed"),
         ("", ["validation.until=1"], "as --until gives the loss"),
         ('set = ["data.seq_len=64"]', [], "entrants of .*: a, b differ in .data."),

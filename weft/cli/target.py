@@ -74,7 +74,8 @@ def target_command(
         competing, sources = read_entrants(entrants), {}
         for entrant in competing:
             for candidate in entrant.candidates:
-                _refuse_given([*entrant.settings, *candidate])
+                who = f"{entrants}: entrant [{entrant.name}]: "
+                _refuse_given([*entrant.settings, *candidate], who)
     if len(sources or workloads) < len(recipes):
         raise UsageError("two of the recipes have one name; give files of different names")  # fmt: skip
     targets = _targets(until, list(workloads))
@@ -147,12 +148,20 @@ def _targets(until: list[str], workloads: list[str]) -> dict[str, float]:
     return dict(zip(workloads, losses, strict=True))
 
 
-def _refuse_given(settings: list[str]) -> None:
-    """Raise :class:`UsageError` if ``settings`` have one that the comparison itself gives to every run."""
+def _refuse_given(settings: list[str], who: str = "") -> None:
+    """Raise :class:`UsageError` if ``settings`` have one that the comparison itself gives to every run, or the whole
+    table of such a one. ``who``: beginning of the line, which names whose settings they are.
+    """
     for text in settings:
         name = text.partition("=")[0].strip()
-        if name in GIVEN:
-            raise UsageError(f"{name} cannot be set here, as {GIVEN[name]}; leave it out")  # fmt: skip
+        for key, why in GIVEN.items():
+            if name == key:
+                raise UsageError(f"{who}{name} cannot be set here, as {why}; leave it out")  # fmt: skip
+            if name == key.partition(".")[0]:
+                raise UsageError(
+                    f"{who}the table {name} cannot be set here as a whole, as {why} ({key}); set the others one "
+                    "by one"
+                )
 
 
 def _refuse_other_work(

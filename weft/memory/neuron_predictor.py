@@ -106,13 +106,11 @@ def read_predictor(path: Path, gates: dict[int, str]) -> dict[int, LayerPredicto
         raise UsageError(f"--predictor {path} is no predictor; weft predictor trains one")  # fmt: skip
     try:
         of_file = {int(layer): digest for layer, digest in json.loads(known["gates"]).items()}  # fmt: skip
+        if any(of_file.get(layer) != digest for layer, digest in gates.items()):
+            raise UsageError(
+                f"--predictor {path} was trained for another model; train one for this model with weft predictor"
+            )
+        fields = LayerPredictor._fields
+        return {i: LayerPredictor(*(tensors[f"{i}.{name}"] for name in fields)) for i in gates}  # fmt: skip
     except (AttributeError, KeyError, ValueError):
         raise UsageError(f"--predictor {path} is damaged; train it again with weft predictor") from None  # fmt: skip
-    if any(of_file.get(layer) != digest for layer, digest in gates.items()):
-        raise UsageError(
-            f"--predictor {path} was trained for another model; train one for this model with weft predictor"
-        )
-    return {
-        i: LayerPredictor(*(tensors[f"{i}.{name}"] for name in LayerPredictor._fields))
-        for i in gates
-    }

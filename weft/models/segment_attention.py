@@ -111,7 +111,7 @@ def attend_and_differentiate(
     count, keys = segments.queries, segments.keys
     padded = -(-keys // 64) * 64
     of_task = 4 * (keys + count) * width + 2 * padded * (width + count)
-    own_step = 2 * len(heads) * sizes[1] + of_task
+    own_step = max(1, 2 * len(heads) * sizes[1] + of_task)  # 0 without tokens
     threads = min(all_threads, MOST_ROOM // (4 * own_step))
     if 2 * threads < all_threads:
         return None

@@ -6,14 +6,14 @@ ever tokenized again, as a tokenizer writes other ids for the same text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from random import Random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.data.chat.trajectory import Observed, Trajectory, Turn, TurnTokens
 from weft.errors import UsageError, WeftError
-from weft.rl.reward_task import NotAReward, reward_value
+from weft.rl.reward_numbers import NotAReward, reward_value
 from weft.rl.rollout import GroupRequest
 from weft.rl.time_limit import OutOfTime, call_within
 
@@ -124,7 +124,7 @@ class Episode:
         ``seconds``: most seconds that the environment may take for a turn; 0: no limit.
 
     Raises :class:`UsageError` if the first turn begins after more tokens than ``room``, and :class:`WeftError` if the
-    environment takes more than ``seconds`` to begin.
+    environment fails to begin, or takes more than ``seconds`` to.
 
     Attributes:
         ``ids``: all token ids so far.
@@ -148,11 +148,18 @@ class Episode:
         self._most, self._room, self._name, self._seed = turns, room, name, seed
         self._seconds = seconds
         try:
-            messages = call_within(seconds, lambda: environment.reset(question))
+            messages = checked_messages(
+                call_within(seconds, lambda: environment.reset(question))
+            )
         except OutOfTime:
             raise WeftError(
                 f"{name}: its environment took longer than {seconds:g} s to begin; mend it, or raise tasks.seconds"
             ) from None
+        except Exception as error:
+            kind = type(environment).__name__
+            raise WeftError(
+                f"{name}: its environment {kind} {_failure(error)} when it was to begin; mend it"
+            ) from error
         self.ids = [*encoder.first(messages, [*environment.tools])]
         self._turns = [
             Turn(_source(message), str(message.get("content") or ""))
@@ -185,15 +192,16 @@ class Episode:
         why = ""
         try:
             action, step = call_within(self._seconds, lambda: self._acted(text))
+            said, calls = action
             observation, reward, done = step
+            observation = checked_messages(observation)
             reward = reward_value(0.0 if reward is None else reward)
         except NotAReward as error:
             why = f"{error} as a reward"
         except OutOfTime:
             why = f"took longer than {self._seconds:g} s"
         except Exception as error:
-            line = (str(error).splitlines() or [""])[0]
-            why = f"raised {type(error).__name__}: {line}"
+            why = _failure(error)
         if why:
             self._end(f"its environment {why}")
             self._turns.append(Turn("agent", text, tokens=tokens))
@@ -205,8 +213,8 @@ class Episode:
         self._turns.append(
             Turn(
                 "agent",
-                action.message,
-                calls=action.calls,
+                said,
+                calls=calls,
                 observations=seen,
                 reward=reward,
                 tokens=tokens,
@@ -244,6 +252,30 @@ class Episode:
         if self.why:
             facts["ended"] = self.why
         return Trajectory(self._name, tuple(self._turns), tools, facts)
+
+
+class NoMessages(TypeError):
+    """Raised for an observation of an environment that is no list of messages; the text says what it is."""
+
+
+def checked_messages(given: Any) -> Messages:
+    """Return what an environment has said. Raises :class:`NoMessages` unless it is a list of messages with roles."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise NoMessages(
+            f"returned {type(given).__name__}, which is no list of messages"
+        )
+    for message in given:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise NoMessages(
+                f"returned a list with {message!r:.60}, which is no message with a role"
+            )
+    return [*given]
+
+
+def _failure(error: Exception) -> str:
+    """Return in words how an environment has failed."""
+    line = (str(error).splitlines() or [""])[0]
+    return line if isinstance(error, NoMessages) else f"raised {type(error).__name__}: {line}"  # fmt: skip
 
 
 def _source(message: dict[str, object]) -> str:

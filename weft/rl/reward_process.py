@@ -18,7 +18,8 @@ from weft.errors import WeftError
 from weft.plugins import load_plugins
 from weft.recipe import Task
 from weft.rl.build_task import reward_task
-from weft.rl.reward_task import NotAReward, RewardTask, reward_value
+from weft.rl.reward_numbers import NotAReward, reward_value
+from weft.rl.reward_task import RewardTask
 from weft.rl.rollout import RewardQuestion
 
 #: Seconds after the limit at which a process that nobody has killed ends by itself, as its parent is gone.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weft.errors import UsageError
 from weft.recipe.reward_settings import RewardSettings
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 #: Every so-manieth different question is held out: training never asks it.
 HELD_OUT = 8
-#: The largest reward, as the square of a much larger one is no float32.
-LARGEST = 1e15
 #: Questions whose lengths are looked at before a run.
 LOOKED_AT = 16
 #: Questions that are drawn for one that is held out, or one that is not, before a task counts as too small.
@@ -117,27 +114,6 @@ class RewardTask:
             f"tasks.reward = {self.settings.reward!r}: its settings give too few different questions to hold some out; "
             "make them more"
         )
-
-
-class NotAReward(ValueError):
-    """Raised for a value that is no reward; the text says what it is."""
-
-
-def reward_value(given: Any) -> float:
-    """Return the number ``given`` as a reward. Raises :class:`NotAReward` unless it is finite and not too large."""
-    try:
-        value = float(given)
-    except (TypeError, ValueError):
-        raise NotAReward(
-            f"returned {type(given).__name__}, which is no number"
-        ) from None
-    except OverflowError:
-        raise NotAReward("returned an int that is too large") from None
-    if not math.isfinite(value):
-        raise NotAReward(f"returned {value}")
-    if abs(value) > LARGEST:
-        raise NotAReward(f"returned {value:g}, more than {LARGEST:g}")
-    return value
 
 
 def tagged(text: str, tag: str) -> str | None:

@@ -315,9 +315,10 @@ class RlLoader:
         can use it.
         """
         questions = self.job.phase_questions(phase, self.curricula.now)
-        spare = [*self.job.spare_questions(phase, self.curricula.now)]
+        # drawn only as far as they are asked
+        spare = iter(self.job.spare_questions(phase, self.curricula.now))
         self.written = None
-        self._keep_passes([*questions, *spare])
+        self._keep_passes(questions)
         try:
             return self._answered(phase, questions, spare)
         except BaseException:
@@ -330,14 +331,15 @@ class RlLoader:
         self,
         phase: int,
         questions: Sequence[TaskQuestion],
-        spare: Sequence[TaskQuestion],
+        spare: Iterator[TaskQuestion],
     ) -> QuestionsAnswered:
         """Return the answers to ``questions``, of which those that teach nothing are replaced by some of ``spare``."""
         groups = self._collected(questions, asked=self._ask_ahead(phase))
-        answered, left = [*zip(questions, groups, strict=True)], iter(spare)
+        answered = [*zip(questions, groups, strict=True)]
         for _ in range(self.rl.redraw):
             poor = [i for i, group in enumerate(groups) if not group.teaches]
-            drawn = [question for question, _ in zip(left, poor, strict=False)]
+            # in this order, as the first to end has taken one of the others
+            drawn = [question for _, question in zip(poor, spare, strict=False)]
             if not drawn:
                 break
             more = self._collected(drawn)
@@ -357,12 +359,16 @@ class RlLoader:
         self.turns.passes = self.written = WrittenPasses(self._most_tokens(questions))
 
     def _most_tokens(self, questions: Sequence[TaskQuestion]) -> int:
-        """Return how many tokens the passes that write answers to ``questions`` compute at most."""
+        """Return how many tokens the passes that write answers to ``questions``, and to those that replace some
+        of them, compute at most.
+        """
         if not self.job.answers_at_once:
             answers = self.job.answers * (1 + self.rl.redraw)
             return answers * (self.job.recipe.data.seq_len + 1)
         prompts = [len(request.prompt) for request in self._requests(questions)]
-        return sum(prompts) + len(prompts) * self.rl.group * self.rl.tokens
+        spare = len(prompts) * self.rl.redraw
+        most = sum(prompts) + spare * self.job.recipe.data.seq_len
+        return most + (len(prompts) + spare) * self.rl.group * self.rl.tokens
 
     def _reward_figures(self) -> dict[str, int]:
         """Return the bytes of requests to servers of reward models, and of their replies, since the last phase."""

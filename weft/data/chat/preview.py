@@ -158,7 +158,11 @@ def preview_samples(
         for line in (*unread_files(source), *report.lines())
     ]
     if not shown:
-        raise WeftError(f"{sources[0].path}: there is no conversation in it")
+        named = ", ".join(str(source.path) for source in sources)
+        them = "it" if len(sources) == 1 else "them"
+        raise WeftError(
+            "; ".join([f"{named}: there is no conversation in {them}", *lines])
+        )
     return shown, lines + notes.sentences()
 
 

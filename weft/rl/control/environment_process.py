@@ -27,6 +27,7 @@ from weft.rl.control.environment_kinds import (
     native_action,
 )
 from weft.rl.control.simple_reward import SimpleReward
+from weft.rl.reward_numbers import NotAReward, reward_value
 
 #: What the marker says between steps.
 IDLE = -1
@@ -79,9 +80,11 @@ class EpisodeRunner:
         native = native_action(self.form, action, self.environment.action_space)
         seen, own, terminated, truncated, _ = self.environment.step(native)
         final = flat_observation(self.form, seen)
-        shaped = self._reward.after_step(final, float(own))
-        if not (np.isfinite(final).all() and np.isfinite(shaped.reward)):
-            raise ValueError("it returned a number that is not finite")
+        if not np.isfinite(final).all():
+            raise ValueError("it returned an observation that is not finite")
+        own = _checked_reward(own)
+        shaped = self._reward.after_step(final, own)
+        _checked_reward(shaped.reward)
         terminated = bool(terminated) or shaped.ended
         truncated = bool(truncated) and not terminated
         if terminated or truncated:
@@ -92,10 +95,18 @@ class EpisodeRunner:
             "observation": self.observation,
             "final": final,
             "reward": shaped.reward,
-            "own": float(own),
+            "own": own,
             "terminated": terminated,
             "truncated": truncated,
         }
+
+
+def _checked_reward(given: Any) -> float:
+    """Return the number ``given`` as a reward, within the limits of rewards of language tasks."""
+    try:
+        return reward_value(given)
+    except NotAReward as error:
+        raise ValueError(f"it {error} as a reward") from None
 
 
 def end_with_parent() -> None:
