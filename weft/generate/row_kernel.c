@@ -3,12 +3,7 @@
  * Compiled by weft/generate/row_kernel.py with -DBLOCK: so many values of a row, a multiple of 16, are summed up at once.
  * What a row gets depends on no other row.
  */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-/* Values that are compared at once. */
-#define LANES 16
+#include "../models/kernel_parts.h"
 
 /* So few weights are sorted. */
 #define FEW 64
@@ -27,18 +22,6 @@ static inline float power_of_two(float x) {
     float power;
     memcpy(&power, &bits, sizeof power);
     return x < -126.0f ? 0.0f : y * power;
-}
-
-/* The largest value that is a number. */
-static float largest(const float *row, int64_t n) {
-    float most[LANES], best = -INFINITY;
-    int64_t i = 0;
-    for (int64_t j = 0; j < LANES; j++) most[j] = -INFINITY;
-    for (; i + LANES <= n; i += LANES)
-        for (int64_t j = 0; j < LANES; j++) most[j] = row[i + j] > most[j] ? row[i + j] : most[j];
-    for (; i < n; i++) best = row[i] > best ? row[i] : best;
-    for (int64_t j = 0; j < LANES; j++) best = most[j] > best ? most[j] : best;
-    return best;
 }
 
 /* The first values of a block of a row of n values, and how many they are. */

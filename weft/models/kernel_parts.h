@@ -1,4 +1,4 @@
-/* What kernels in C share: the threads of PyTorch's operators, and exponentials. */
+/* What kernels in C share: the threads of PyTorch's operators, exponentials, and the largest value of a row. */
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -31,4 +31,19 @@ static inline float exponential(float x) {
     float power;
     memcpy(&power, &bits, sizeof power);
     return y * power;
+}
+
+/* Values that are compared at once. */
+#define LANES 16
+
+/* The largest value that is a number. */
+static inline float largest(const float *row, int64_t n) {
+    float most[LANES], best = -INFINITY;
+    int64_t i = 0;
+    for (int64_t j = 0; j < LANES; j++) most[j] = -INFINITY;
+    for (; i + LANES <= n; i += LANES)
+        for (int64_t j = 0; j < LANES; j++) most[j] = row[i + j] > most[j] ? row[i + j] : most[j];
+    for (; i < n; i++) best = row[i] > best ? row[i] : best;
+    for (int64_t j = 0; j < LANES; j++) best = most[j] > best ? most[j] : best;
+    return best;
 }

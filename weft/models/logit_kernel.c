@@ -6,19 +6,6 @@
 
 /* Values that are summed up in float32, before their sum is added in float64. */
 #define BLOCK 256
-#define LANES 16
-
-/* The largest value that is a number. */
-static float largest(const float *row, int64_t n) {
-    float most[LANES], best = -INFINITY;
-    int64_t i = 0;
-    for (int64_t j = 0; j < LANES; j++) most[j] = -INFINITY;
-    for (; i + LANES <= n; i += LANES)
-        for (int64_t j = 0; j < LANES; j++) most[j] = row[i + j] > most[j] ? row[i + j] : most[j];
-    for (; i < n; i++) best = row[i] > best ? row[i] : best;
-    for (int64_t j = 0; j < LANES; j++) best = most[j] > best ? most[j] : best;
-    return best;
-}
 
 /* Rows of logits, [rows, columns]. labels: columns, or -1 for a row without a label. scales: factors of the rows' losses;
  * NULL: logits stay, and results are, for each row, its log-sum-exp, the mean of its logits under their softmax, its
