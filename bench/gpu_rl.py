@@ -1,7 +1,8 @@
 """Reinforcement learning on a GPU: whether every role computes there, and what it computes against the CPU.
 
 A small policy takes a few steps in each case, on the CPU and on the GPU, from the same weights, questions and random
-numbers. ``same`` is the share of answers that both have written token by token (float32: rounding seldom decides);
+numbers. ``same`` is the share of answers that both have written token by token (float32: rounding seldom decides;
+float64: never);
 ``mismatch`` is the mean difference between the sampler's log-probabilities and the trainer's, on the GPU; ``loss`` is
 the difference of the first update's loss. Roles in processes of their own share the one GPU. A case that fails is
 named, and the next goes on.
@@ -42,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own critic": {"rl": {"method": "ppo"}, "roles": {"critic": OWN}},
     "adapter": {"adapter": {"rank": 4}},
     "two epochs": {"rl": {"epochs": 2, "batch": 8}},
+    "float64": {"train": {"dtype": "float64"}},
     "bfloat16": {"train": {"dtype": "bfloat16"}},
     "narrow weights": {"roles": {"rollout": {"weights": "bfloat16"}}},
     "writer": {"roles": {"rollout": PLACE}},
