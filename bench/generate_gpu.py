@@ -6,6 +6,7 @@ with each other. Then the sides take turns. A part that fails prints its traceba
 for which too little time is left is skipped and named.
 
     python bench/generate_gpu.py [--json generate_gpu.json] [--seconds 120]
+    python bench/generate_gpu.py --models Llama-3.2-1B --speeds --static   # these alone, and a compiled peer
     python bench/generate_gpu.py --device cpu --tiny
 """
 
@@ -401,7 +402,7 @@ def speeds(
     read_only(model)
     weights = sum(p.nbytes for p in model.parameters())
     tokens = given.batches[-1] * (given.prompt + given.new + 32)
-    engines = {side: engine_of(model, side, device, tokens, given.batches[-1]) for side in SIDES}  # fmt: skip
+    engines = {side: engine_of(model, side, device, tokens, given.batches[-1]) for side in given.sides}  # fmt: skip
     rows: dict[str, dict[str, dict[str, list[float]]]] = {}
     report.figures.setdefault("speeds", {})[name] = rows
     report.figures["speeds"].setdefault("kept parameters' bytes", {})[name] = weights
@@ -439,15 +440,18 @@ def speeds(
                 slowest = max(slowest, time.monotonic() - begun)
     if device == "cuda":
         report.figures["speeds"].setdefault("peak GB", {})[name] = torch.cuda.max_memory_allocated() / 1e9  # fmt: skip
-    static = f"{name} transformers, static cache, compiled"
-    if given.static and other is not None and report.has_time(static, 75):
+    for batch in given.batches if given.static and other is not None else ():
+        static = f"{name} transformers, static cache, compiled, at {batch}"
+        if not report.has_time(static, 60):
+            continue
         with report.part(static):
             options = {"cache_implementation": "static"}
-            run_theirs(other, 1, given.prompt, 8, 1, device, **options)
-            prefill, decode = run_theirs(other, 1, given.prompt, given.new, 2, device, **options)  # fmt: skip
-            rows["1"]["transformers, static"] = {
-                "prefill tokens/s": [prefill],
-                "decode tokens/s": [decode],
+            # the same lengths, as a static cache of another length is compiled again
+            run_theirs(other, batch, given.prompt, given.new, 1, device, **options)
+            prefill, decode = run_theirs(other, batch, given.prompt, given.new, 2, device, **options)  # fmt: skip
+            rows[str(batch)]["transformers, static"] = {
+                "prefill tokens/s": [round(prefill, 1)],
+                "decode tokens/s": [round(decode, 1)],
             }
             report.say(f"  decode {decode:,.0f} tokens/s")
 
@@ -498,12 +502,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=115)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--static", action="store_true", help="also a compiled peer")
+    parser.add_argument("--models", nargs="+", choices=[*SHAPES])
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES])
+    parser.add_argument("--speeds", action="store_true", help="measure these alone")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     out = os.environ.get("OUT")
     path = given.json or (Path(out) / "generate_gpu.json" if out else None)
     given.batches, given.prompt, given.new = ([1, 3], 20, 6) if given.tiny else ([1, 32], 512, 128)  # fmt: skip
     shapes = TINY if given.tiny else SHAPES
+    if given.models:
+        shapes = {name: SHAPES[name] for name in given.models}
     device, report = given.device, Report(path, given.seconds)
     torch.backends.cuda.matmul.allow_tf32 = False
     name, small = next(iter(shapes.items()))
@@ -519,16 +528,17 @@ def main() -> None:
             report.say("no triton: attention is gathered")
         report.figures["about"] = about
         report.say(str(about))
-    if runs_triton(torch.device(device)):
+    if runs_triton(torch.device(device)) and not given.speeds:
         with report.part("the kernel against float64"):
             kernel_errors(report, device)
-    with report.part("the same tokens in float32"):
-        same_tokens(report, small, device)
+    if not given.speeds:
+        with report.part("the same tokens in float32"):
+            same_tokens(report, small, device)
     for each, shape in shapes.items():
         gc.collect()
         with report.part(f"speeds of {each}"):
             speeds(report, each, shape, device, given)
-        if each == name:
+        if each == name and not given.speeds:
             with report.part("a recorded step"):
                 step_shares(report, shape, device)
             with report.part("whether the host waits within a pass"):

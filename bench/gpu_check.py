@@ -193,6 +193,7 @@ def by_the_host() -> None:
 
 def rank_main(names: Sequence[str], device: str, steps: int, file: Path) -> None:
     """One rank: proves each case in turn, in a default group of its own over gloo."""
+    faulthandler.enable()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cases = {case.name: case for case in RANKS}
     settle_in(device, 1)
@@ -314,6 +315,8 @@ def main() -> None:
             if all(p.poll() is not None for p in processes) or late or failed:
                 if failed and not late:
                     time.sleep(2)
+                    codes = [p.poll() for p in processes]
+                    print(f"{name:<18} its ranks ended with {codes}", flush=True)
                 for p in processes:
                     p.kill()
                 running.remove(entry)

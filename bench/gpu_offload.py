@@ -27,7 +27,7 @@ import tempfile
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +76,7 @@ class Given(NamedTuple):
     chunk: int
     threads: int
     folder: Path
+    ways: Sequence[str]
 
     @property
     def cuda(self) -> bool:
@@ -557,7 +558,8 @@ class Way:
         self.given, self.state = given, state
 
     def tensors(self) -> dict[str, T]:
-        return {name: part.values for name, part in self.state.parts().items()}
+        # as a model's state_dict() has them: DCP's stager of PyTorch 2.11 fails at the second save of a parameter
+        return {n: part.values.detach() for n, part in self.state.parts().items()}
 
     def begin(self, folder: Path) -> Save:
         raise NotImplementedError
@@ -708,6 +710,8 @@ def save_group(report: Report, given: Given) -> None:
             figures["gb"] = sum(t.nbytes for t in tensors) / 1e9
             figures["quiet_step_seconds"] = quiet
         for name, (kind, saves) in WAYS.items():
+            if name not in given.ways:
+                continue
             if getattr(kind, "pinned", False) and not given.cuda:
                 report.skip(name, "needs CUDA")
             elif report.has_time(name, 9):
@@ -787,7 +791,7 @@ def inside(args: argparse.Namespace) -> None:
     shape = TINY if args.tiny else SHAPE
     if args.layers:
         shape = shape.model_copy(update={"layers": args.layers})
-    given = Given(device, shape, tokens, chunk, args.threads, args.folder)
+    given = Given(device, shape, tokens, chunk, args.threads, args.folder, args.ways)
     report = Report(args.json, args.seconds)
     report.figures["about"] = {
         "torch": torch.__version__, "threads": args.threads, "tokens": tokens, "layers": shape.layers,
@@ -808,7 +812,7 @@ def started(group: str, args: argparse.Namespace, seconds: float) -> dict[str, A
     command = [
         sys.executable, __file__, "--inside", "--groups", group, "--device", args.device, "--json", str(path),
         "--seconds", str(seconds - 4), "--tokens", str(args.tokens), "--threads", str(args.threads), "--layers",
-        str(args.layers), "--folder", str(args.folder), *["--tiny"] * args.tiny,
+        str(args.layers), "--folder", str(args.folder), "--ways", *args.ways, *["--tiny"] * args.tiny,
     ]  # fmt: skip
     # the process that writes Weft's checkpoints imports it as well
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -878,6 +882,7 @@ def main() -> None:
     out = Path(os.environ.get("OUT", Path(__file__).parent / "results"))
     parser = argparse.ArgumentParser()
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))  # fmt: skip
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="of saving")  # fmt: skip
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tokens", type=int, default=8192)

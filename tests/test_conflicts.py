@@ -13,6 +13,7 @@ from tests.conftest import Command
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.parallel.build import check_fits
+from weft.prove.equality import on_one_device
 from weft.prove.types import check_types
 from weft.recipe import ModelShape, load_recipe
 from weft.recipe.conflicts import every_rule
@@ -357,12 +358,14 @@ def test_refused_where_ranks_generate() -> None:
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem
 )
-def test_the_types_of_every_recipe_fit(path: Path) -> None:
+def test_every_recipe_fits_its_layout_and_one_device(path: Path) -> None:
     recipe = load_recipe(path)
     if recipe.model.kind:  # types are known of models of tokens
         return
     shape = recipe.model.model_copy(update={"vocab": recipe.model.vocab or 257})
     assert check_types(shape, recipe.layout, recipe.train, loss=recipe.loss) is None
+    alone = on_one_device(recipe)  # with which weft verify compares
+    check_fits(shape, Layout(), alone.train, alone.optimizer, alone.memory)
 
 
 @pytest.mark.parametrize(

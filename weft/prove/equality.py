@@ -350,9 +350,14 @@ def _against_one_device(
 
 
 def _on_the_device(job: Job) -> Job:
-    """Return the job with its whole state on the device."""
-    recipe = job.recipe.model_copy(update={"memory": Memory()})
-    return dataclasses.replace(job, recipe=recipe)
+    """Return the job as one device computes it."""
+    return dataclasses.replace(job, recipe=on_one_device(job.recipe))
+
+
+def on_one_device(recipe: Recipe) -> Recipe:
+    """Return ``recipe`` as one device computes it: with its whole state there, and no stages that update early."""
+    optimizer = recipe.optimizer.model_copy(update={"post_validation": False})
+    return recipe.model_copy(update={"memory": Memory(), "optimizer": optimizer})
 
 
 def _apart(job: Job) -> float | None:
