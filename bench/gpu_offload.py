@@ -64,7 +64,7 @@ SAVED_LAYERS = 4
 #: Steps of a side, and of one that measures three updates before it chooses a share.
 STEPS, CHOOSING = 5, 8
 #: Seconds that each group is given at most, in the order in which they run.
-GROUPS = {"weft": 50.0, "host": 50.0, "peer": 50.0, "save": 60.0}
+GROUPS = {"weft": 50.0, "host": 50.0, "peer": 50.0, "save": 75.0}
 
 
 class Given(NamedTuple):
