@@ -21,13 +21,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from weft.layout.mesh import Mesh
 from weft.prove.equality import (
@@ -167,8 +168,24 @@ class Landing:
         return bool(self.work.is_completed()) and self.wait()
 
 
+def on_the_host(collective: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """Return ``collective``, which computes with a copy on the host and waits for its result."""
+
+    def call(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        result = collective(tensor.cpu(), *given, **named)
+        if isinstance(result, functional.AsyncCollectiveTensor):
+            result = result.wait()
+        return result.to(tensor.device)
+
+    return call
+
+
 def by_the_host() -> None:
-    """Let gloo send and receive tensors of a GPU, which it knows for collectives only, as copies on the host."""
+    """Let gloo send and receive tensors of a GPU, which it knows for collectives only, as copies on the host; so those
+    collectives that return their result, in which it ends the process (PyTorch's issue 152645).
+    """
+    for name in ("all_gather_tensor", "reduce_scatter_tensor", "all_reduce"):
+        setattr(functional, name, on_the_host(getattr(functional, name)))
     c10d: Any = dist.distributed_c10d
     isend, irecv = c10d.isend, c10d.irecv
 

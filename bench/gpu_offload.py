@@ -8,7 +8,7 @@ same weights on the same tokens. ``save``: how long training of a shorter model 
 Each group of parts runs in a process of its own, one after the other. A part that fails prints its traceback, and the
 next goes on; figures are kept after every part. Seconds of a step are the median of the last three.
 
-    python bench/gpu_offload.py [--json gpu_offload.json] [--seconds 145] [--groups NAME ...]
+    python bench/gpu_offload.py [--json gpu_offload.json] [--seconds 145] [--groups NAME ...] [--ways NAME ...]
     python bench/gpu_offload.py --device cpu --tiny
 """
 
@@ -29,6 +29,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ SETTINGS = Optimizer(lr=1e-4, weight_decay=0.1, clip=1.0)
 SAVED_LAYERS = 4
 #: Steps of a side, and of one that measures three updates before it chooses a share.
 STEPS, CHOOSING = 5, 8
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 #: Seconds that each group is given at most, in the order in which they run.
 GROUPS = {"weft": 50.0, "host": 50.0, "peer": 50.0, "save": 75.0}
 
@@ -558,7 +560,7 @@ class Way:
         self.given, self.state = given, state
 
     def tensors(self) -> dict[str, T]:
-        # as a model's state_dict() has them: DCP's stager of PyTorch 2.11 fails at the second save of a parameter
+        # as a model's state_dict() has them
         return {n: part.values.detach() for n, part in self.state.parts().items()}
 
     def begin(self, folder: Path) -> Save:
@@ -624,6 +626,7 @@ class DcpSave(Way):
 
         self.dcp, self.types = dcp, AsyncCheckpointerType
         self.stager: Any = None
+        self.new_stager: Callable[[], Any] | None = None
         if self.pinned:
             from torch.distributed.checkpoint.staging import (
                 DefaultStager,
@@ -635,15 +638,16 @@ class DcpSave(Way):
             shared = room > 1.5 * sum(t.nbytes for t in self.tensors().values())
             if self.process and not shared:
                 raise RuntimeError(f"/dev/shm has {room / 1e9:.1f} GB only")
-            self.stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=True, use_shared_memory=shared, use_async_staging=True,
-                    use_non_blocking_copy=True,
-                )
+            options = StagingOptions(
+                use_pinned_memory=True, use_shared_memory=shared, use_async_staging=True, use_non_blocking_copy=True,
             )  # fmt: skip
+            self.new_stager = partial(DefaultStager, options)
 
     def begin(self, folder: Path) -> Save:
         how: dict[str, Any] = {}
+        # PyTorch 2.11 closes one after its first save, with the memory that it has pinned
+        if self.new_stager is not None and (self.stager is None or TORCH < (2, 14)):
+            self.stager = self.new_stager()
         if self.process:
             how["async_checkpointer_type"] = self.types.PROCESS
         if self.stager is not None:

@@ -190,6 +190,9 @@ def told(stem: str, result: Any) -> list[str]:
         command = said if isinstance(said, str) else command
         lines.append(f"`{command}`")
     machine = result.get("machine") if isinstance(result, dict) else None
+    card = result.get("device") if isinstance(result, dict) else None
+    if machine is None and isinstance(card, str) and " " in card:  # not "cuda"
+        machine = {"device": card}
     if isinstance(machine, dict):
         parts = [
             str(machine[key]) for key in ("date", "device", "cpu") if machine.get(key)

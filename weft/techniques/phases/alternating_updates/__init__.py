@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     recipe="offload.toml --set memory.activations=device --set memory.alternate=auto",
     proof="tests/parallel/test_alternating.py",
     figure="no bit depends on it where arithmetic is the same; the chosen number within 5 % of the measured best with "
-    "stated rates (`bench/alternating.py`); on an H200 `1.024` s a step, and `1.017` without: no gain "
+    "stated rates (`bench/alternating.py`); on an H200 1.068 s a step, and 1.044 without: no gain "
     "(`bench/gpu_offload.py`)",
 )
 class AlternatingUpdatesTechnique(StepTechnique):
