@@ -645,7 +645,7 @@ class DcpSave(Way):
 
     def begin(self, folder: Path) -> Save:
         how: dict[str, Any] = {}
-        # PyTorch 2.11 closes one after its first save, with the memory that it has pinned
+        # in PyTorch 2.11 one fails at its second save, as if it were closed then
         if self.new_stager is not None and (self.stager is None or TORCH < (2, 14)):
             self.stager = self.new_stager()
         if self.process:
