@@ -87,8 +87,8 @@ def row_of(
         "hits": grown["prefix_hit_tokens"] / grown["prompt_tokens"],
         "fetched_blocks": fetched,
         "bytes_of_a_block": BYTES,
-        "real": figures(real, costs.slow),
-        "simulated": figures(simulated, costs.slow),
+        "real": figures([real], costs.slow),
+        "simulated": figures([simulated], costs.slow),
     }
 
 

@@ -4,7 +4,8 @@ SmolLM2-135M (``--model FOLDER`` as Hugging Face has it; without it random weigh
 All sides have the same prompts, lengths and room for keys and values, and have to write the same tokens. Each opens its
 engine once, and uses no blocks of earlier turns. Sides take turns; figures are medians.
 
-``--before FOLDER`` adds Weft as it is in another tree (``git archive COMMIT | tar -x -C FOLDER``).
+``--before FOLDER`` adds Weft as it is in another tree (``git archive COMMIT | tar -x -C FOLDER``). ``--only engines``
+has two engines of one thread share the requests, beside one of two threads and one of one.
 
     OMP_NUM_THREADS=1 python bench/serve.py [--model FOLDER] [--vllm VENV/bin/python] [--before FOLDER]
                                             [--only throughput weights] [--json bench/results/serve.json]
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -140,13 +142,15 @@ def sides(
     return {name: side for name, side in found.items() if name in names or not names}
 
 
-def peer(command: list[str], folder: Path, path: str | None, stack: ExitStack) -> Side:
+def peer(
+    command: list[str], folder: Path, path: str | None, stack: ExitStack, threads: int = 1
+) -> Side:  # fmt: skip
     """A side in a process of its own, which gets lines of prompts. ``path``: where it finds Weft, if it needs that."""
     paths = {n: value for n, value in os.environ.items() if n != "PYTHONPATH"}
     paths |= {"PYTHONPATH": path} if path else {}
     other = stack.enter_context(
         subprocess.Popen(
-            [*command, str(folder), str(CACHE), str(BUDGET), "1"],
+            [*command, str(folder), str(CACHE), str(BUDGET), str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -198,6 +202,70 @@ def throughput(
                 },
             }  # fmt: skip
     return found
+
+
+def several(
+    folder: Path, turns: int, counts: Sequence[int], sizes: Sequence[Sequence[int]] = ((2,), (1, 1), (1,))
+) -> dict[str, Any]:  # fmt: skip
+    """Tokens per second of 8 and 32 requests, 64 tokens each, by engines in processes of their own, which share the
+    requests evenly: one of two threads, two of one thread each, and one of one. Each of ``sizes`` has the threads of
+    each engine. Seconds are those until the last engine has written all.
+    """
+    found = {}
+    script, paths = (
+        Path(__file__).with_name("weft_peer.py"),
+        os.environ.get("PYTHONPATH", ""),
+    )
+    command = [sys.executable, str(script)]
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(max(map(len, sizes))))
+        sides = {
+            " + ".join(f"{threads} thread{'s' * (threads > 1)}" for threads in each): [
+                peer(command, folder, paths, stack, threads) for threads in each
+            ]
+            for each in sizes
+        }
+        for count in counts:
+            prompts = [prompt_of(40 + 15 * (r % 8), r) for r in range(count)]
+            answers: dict[str, list[Texts]] = {name: [] for name in sides}
+            for turn in range(turns + 1):
+                for name, engines in sides.items():
+                    # the first turn warms up
+                    tokens = 64 if turn else 4
+                    answer = shared_out(engines, prompts, tokens, pool)
+                    answers[name] += [answer] if turn else []
+            names = list(sides)
+            found[f"{count} requests"] = {
+                "tokens/s": rates_of(answers, count * 64, "seconds"),
+                "ratios": {
+                    f"{names[1]} / {other}": spread_of(answers[other], answers[names[1]])
+                    for other in (names[0], *names[2:])
+                },
+                "equal texts": {
+                    name: sum(map(list.__eq__, answers[names[-1]][-1].texts, each[-1].texts)) / count
+                    for name, each in answers.items()
+                },
+            }  # fmt: skip
+    return found
+
+
+def shared_out(
+    engines: Sequence[Side], prompts: list[list[int]], tokens: int, pool: Executor
+) -> Texts:
+    """What engines write that each get every so manieth prompt, in the prompts' order."""
+    begun = time.perf_counter()
+    parts = [prompts[at :: len(engines)] for at in range(len(engines))]
+    written = list(pool.map(lambda ask, part: ask(part, tokens), engines, parts))
+    seconds, texts = time.perf_counter() - begun, [list[int]() for _ in prompts]
+    for at, each in enumerate(written):
+        texts[at :: len(engines)] = each.texts
+    return Texts(texts, seconds, sum(each.processor for each in written))
+
+
+def spread_of(others: Sequence[Texts], ours: Sequence[Texts]) -> dict[str, float]:
+    """How many times as fast ``ours`` are as ``others``: the median over turns, and the extremes."""
+    times = sorted(b.seconds / a.seconds for a, b in zip(ours, others, strict=True))
+    return {"median": statistics.median(times), "least": times[0], "most": times[-1]}
 
 
 def rates_of(
@@ -392,7 +460,7 @@ def random_weights(folder: Path) -> Path:
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "throughput": throughput, "injected": injected, "static": static, "shared": shared, "weights": weights,
-    "invariant": alike, "sampling": sampled,
+    "invariant": alike, "sampling": sampled, "engines": several,
 }  # fmt: skip
 
 
@@ -436,6 +504,8 @@ def main() -> None:
                 "counts": given.counts,
             }
             more = peers if name == "throughput" else {}
+            if name == "engines":
+                more = {"counts": given.counts}
             found[name] = CASES[name](folder, given.turns, **more) | now | {
                 "load": round(os.getloadavg()[0], 1),
                 "date": now["machine"]["date"],

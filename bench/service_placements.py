@@ -1,13 +1,20 @@
 """A real service of several engines beside the simulated one: latencies, the choice of a placement, and deadlines.
 
     python bench/service_placements.py [--quick] [--only loads|placements|regret|long|sql] [--slow 1] [--seconds 48]
+                                       [--rounds 1] [--match "1 prefill + 1 decode"]
 
 Each service is `weft serve --cluster FILE`: a router and its engines, each in a process, with HTTP clients. Only the
 device is emulated (`emulated_device.py`): a pass sleeps for as long as the device would take. The simulator's costs are
 fitted to a real run of one engine alone, as by `weft plan --serve`. What HTTP, router and moves add is measured once,
-on requests that have a service for themselves and on a load that is none of those compared. All else in the simulator
-is the product's schedulers and policies, with the same arrivals. Results are written after every run. On a busy
-machine, `--slow 4` makes device and arrivals slower, so that the processor counts less.
+on requests that have a service for themselves and on a load that is none of those compared: before all runs and after
+them, as the machine's speed drifts, and their mean counts in the end. All else in the simulator is the product's
+schedulers and policies, with the same arrivals. Results are written after every run. On a busy machine, `--slow 4`
+makes device and arrivals slower, so that the processor counts less.
+
+A 99th percentile of the first tokens of one load is its fourth or fifth longest of some 400. `--rounds 3` plays each
+load three times, with other arrivals and texts, and takes figures of all requests together; beside a percentile stands
+the mean of what is beyond it, which does not jump where few values lie near the percentile. `--match` plays only runs
+whose name has the text, such as "session on long"; the others stay as they are in the file.
 """
 
 import asyncio
@@ -73,6 +80,8 @@ LIMITS = {"ttft": 120.0, "tpot": 32.0}
 LETTER, IDS = 65, (97, 122)
 #: Statistics that are compared, and by how much they may differ.
 COMPARED = ("mean_ttft_ms", "p99_ttft_ms", "mean_itl_ms", "p99_itl_ms")
+#: Means of the slowest hundredth of all.
+TAILS = ("tail_ttft_ms", "tail_itl_ms")
 ALLOWED = 0.12
 #: Simulations of each run, whose means are compared. Arrivals differ by as much as those of lone requests do: where a
 #: millisecond decides to which engine a request goes, p99 of 54 first tokens is then anything from 0.74 to 1.22 of its
@@ -346,19 +355,39 @@ async def measured_costs(folder: Path, quick: bool, slow: float) -> Costs:
 
 
 async def measure_busy_delays(folder: Path, quick: bool, costs: Costs) -> None:
-    """Add to the delays of ``costs`` what many requests at a time add, on a load that is used for nothing else."""
+    """Add to the delays of ``costs`` what many requests at a time add, on a load that is used for nothing else. Its
+    first quarter does not count, in which the service does some things for the first time.
+    """
     load = [
         each._replace(time=each.time * costs.slow)
-        for each in requests_of(LOADS["even"], 3.0 if quick else 8.0, 77)
+        for each in requests_of(LOADS["even"], 3.0 if quick else 24.0, 77)
     ]
     async with service(folder, THREE) as port:
         real = await play(port, load)
+    counts = range(len(load) // 4, len(load))
+
+    def excess(metric: str) -> float:
+        """By how many seconds the real values are larger in the mean."""
+        asked = arrived(load, real, 0.0, 0)
+        played = [costs.simulated(THREE, asked, seed) for seed in range(SEEDS)]
+        more = [differences(real, each, metric) for each in played]
+        return mean(each[i] for each in more for i in counts)
+
     ask, tell, step = costs.delays
-    simulated = costs.simulated(THREE, load)
-    step = max(0.0, step + mean(differences(real, simulated, "itl")))
+    step = max(0.0, step + excess("itl"))
     costs.delays = ServiceDelays(ask, tell, step)
-    more = mean(differences(real, costs.simulated(THREE, load), "ttft")) / 2
+    more = excess("ttft") / 2
     costs.delays = ServiceDelays(max(0.0, ask + more), max(0.0, tell + more), step)
+
+
+def between(first: Costs, second: Costs) -> Costs:
+    """Return the mean of the costs that two measurements have found."""
+    assert first.link is not None and second.link is not None
+    rates = [mean(pair) for pair in zip(first.rates, second.rates, strict=True)]
+    delays = map(mean, zip(first.delays, second.delays, strict=True))
+    link = map(mean, zip(first.link, second.link, strict=True))
+    spread = mean((first.spread, second.spread))
+    return Costs(rates, ServiceDelays(*delays), BlockLink(*link), first.slow, spread)
 
 
 def differences(
@@ -374,32 +403,58 @@ def differences(
 # What is compared.
 
 
-def figures(outcomes: Sequence[RequestOutcome], slow: float) -> Figures:
-    """Return the latencies and the goodput of ``outcomes``, as they would be without slowing down."""
-    outcomes = [
-        replace(o, began=o.began / slow, end=o.end / slow, times=[t / slow for t in o.times])
-        for o in outcomes
+class Played(NamedTuple):
+    """A ``load`` and its ``real`` outcomes."""
+
+    load: Sequence[ClusterRequest]
+    real: Sequence[RequestOutcome]
+
+
+def figures(rounds: Sequence[Sequence[RequestOutcome]], slow: float) -> Figures:
+    """Return the latencies and the goodput of the outcomes of ``rounds``, as they would be without slowing down."""
+    rounds = [
+        [replace(o, began=o.began / slow, end=o.end / slow, times=[t / slow for t in o.times]) for o in each]
+        for each in rounds
     ]  # fmt: skip
-    seconds = max(each.end for each in outcomes) - min(each.began for each in outcomes)
+    seconds = sum(max(o.end for o in each) - min(o.began for o in each) for each in rounds)  # fmt: skip
+    outcomes = [outcome for each in rounds for outcome in each]
     said = latency_statistics(outcomes, seconds, (50, 99), LIMITS)
     names = (*COMPARED, "mean_e2el_ms", "request_goodput", "failed")
     within = said["request_goodput"] * seconds / len(outcomes)
-    return {name: said[name] for name in names} | {"within": within}
+    tails = {name: slowest(outcomes, name.split("_")[1]) for name in TAILS}
+    return {name: said[name] for name in names} | tails | {"within": within}
 
 
-def compared(
-    costs: Costs, placement: Placement, load: Sequence[ClusterRequest], real: Sequence[RequestOutcome]
-) -> Figures:  # fmt: skip
-    """Return the real and the simulated figures, and the ratios of the real to the simulated ones."""
+def slowest(outcomes: Sequence[RequestOutcome], metric: str) -> float:
+    """Return the mean of the slowest hundredth of all values of ``metric``, in milliseconds."""
+    values = sorted((s for each in outcomes for s in each.seconds[metric]), reverse=True)  # fmt: skip
+    return 1000 * mean(values[: -(-len(values) // 100)])
+
+
+def compared(costs: Costs, placement: Placement, rounds: Sequence[Played], seeds: int = SEEDS) -> Figures:  # fmt: skip
+    """Return the real and the simulated figures, the ratios of the real to the simulated ones, and by which factor the
+    simulated ones differ at most among simulations.
+    """
     slow = costs.slow
     played = [
-        figures(costs.simulated(placement, arrived(load, real, costs.spread, seed), seed), slow)
-        for seed in range(SEEDS)
+        figures(
+            [costs.simulated(placement, arrived(*each, costs.spread, seed), seed) for each in rounds], slow
+        )
+        for seed in range(seeds)
     ]  # fmt: skip
     simulated = {name: mean(each[name] for each in played) for name in played[0]}
-    ours = figures(real, slow)
-    ratios = {name: ours[name] / simulated[name] for name in COMPARED}
-    return {"real": ours, "simulated": simulated, "real over simulated": ratios}
+    ours = figures([each.real for each in rounds], slow)
+    ratios = {name: ours[name] / simulated[name] for name in (*COMPARED, *TAILS)}
+    drift = {
+        name: max(each[name] for each in played) / min(each[name] for each in played)
+        for name in (*COMPARED, *TAILS)
+    }
+    return {
+        "real": ours,
+        "simulated": simulated,
+        "real over simulated": ratios,
+        "among simulations": drift,
+    }
 
 
 def arrived(
@@ -431,13 +486,15 @@ class Trial:
     """All parts, whose results are written to ``out`` after every run."""
 
     def __init__(
-        self, folder: Path, out: Path, quick: bool, only: str, slow: float, seconds: float
+        self, folder: Path, out: Path, quick: bool, only: str, slow: float, seconds: float, rounds: int,
+        match: Sequence[str],
     ) -> None:  # fmt: skip
         self.folder, self.out, self.quick, self.only = folder, out, quick, only
-        self.slow, self.length = slow, seconds
+        self.slow, self.length, self.rounds, self.match = slow, seconds, rounds, match
         self.began = time.monotonic()
         old = json.loads(out.read_text()) if only and out.exists() else {}
         self.record: Figures = old | {"machine": machine(), "quick": quick, "limits": LIMITS, "slow": slow}  # fmt: skip
+        self.played: dict[str, dict[Placement, list[Played]]] = defaultdict(dict)
         self.runs: dict[str, dict[str, Figures]] = defaultdict(dict)
         self.costs = Costs([])
 
@@ -449,31 +506,42 @@ class Trial:
 
     async def run(self) -> None:
         self.costs = await measured_costs(self.folder, self.quick, self.slow)
+        self._note_costs("costs before")
+        if self.only != "sql":
+            await self._loads()
+            self.costs = between(self.costs, await measured_costs(self.folder, self.quick, self.slow))  # fmt: skip
+            self._note_costs("costs")
+            for name, placements in self.played.items():
+                for placement, rounds in placements.items():
+                    self._compare(name, placement, rounds)
+        if self.only in ("", "sql"):
+            await self._deadlines()
+        self.record["seconds"] = time.monotonic() - self.began
+        self.write()
+
+    def _note_costs(self, name: str) -> None:
         assert self.costs.link is not None
-        self.record["costs"] = {
+        self.record[name] = {
             "rates": self.costs.rates,
             "delays": self.costs.delays._asdict(),
             "link": self.costs.link._asdict(),
             "spread": self.costs.spread,
         }
         self.write()
-        self.say(f"costs: {self.record['costs']}")
-        if self.only != "sql":
-            await self._loads()
-        if self.only in ("", "sql"):
-            await self._deadlines()
-        self.record["seconds"] = time.monotonic() - self.began
-        self.write()
+        self.say(f"{name}: {self.record[name]}")
 
     async def _loads(self) -> None:
         """Play each placement's loads on its service."""
         main, short = (5.0, 3.0) if self.quick else (self.length, self.length)
         placements = PLACEMENTS if not self.quick else (THREE, PLACEMENTS[-1])
-        loads = {"placements": requests_of(LOADS["even"], main, 1)}
-        loads |= {name: requests_of(each, short, 100 + i) for i, (name, each) in enumerate(LOADS.items())}  # fmt: skip
-        loads["injected"] = requests_of(INJECTED, 2 * main, 5)
-        loads = {name: [r._replace(time=r.time * self.slow) for r in load] for name, load in loads.items()}  # fmt: skip
-        injected = loads.pop("injected")
+
+        def loads_of(lengths: Lengths, seconds: float, seed: int) -> list[list[ClusterRequest]]:  # fmt: skip
+            rounds = (requests_of(lengths, seconds, seed + 1000 * i) for i in range(self.rounds))  # fmt: skip
+            return [[r._replace(time=r.time * self.slow) for r in each] for each in rounds]  # fmt: skip
+
+        loads = {"placements": loads_of(LOADS["even"], main, 1)}
+        loads |= {name: loads_of(each, short, 100 + i) for i, (name, each) in enumerate(LOADS.items())}  # fmt: skip
+        injected = loads_of(INJECTED, 2 * main, 5)
         for placement in placements:
             wanted = ["placements"] if self.only in ("", "loads", "placements") else []
             if placement in POLICIES and self.only in ("", "loads", "regret"):
@@ -483,23 +551,37 @@ class Trial:
             for placement in FOR_INJECTED:
                 await self._play(placement, {"injected": injected})
 
-    async def _play(self, placement: Placement, loads: Mapping[str, list[ClusterRequest]]) -> None:  # fmt: skip
-        """Play ``loads`` one after the other on a service of ``placement``."""
+    async def _play(self, placement: Placement, loads: Mapping[str, list[list[ClusterRequest]]]) -> None:  # fmt: skip
+        """Play ``loads``, each a list of rounds, one after the other on a service of ``placement``."""
+        loads = {name: rounds for name, rounds in loads.items() if self._matches(f"{placement} on {name}")}  # fmt: skip
         if not loads:
             return
         async with service(self.folder, placement) as port:
-            for name, load in loads.items():
-                row = compared(self.costs, placement, load, await play(port, load))
-                self.runs[name][str(placement)] = row
-                self._conclude()
-                said = row["real over simulated"].items()
-                ratios = ", ".join(f"{key} {value:.2f}" for key, value in said)
-                self.say(f"{placement} on {name}: {row['real']['within']:.0%} within limits, {ratios}")  # fmt: skip
+            for name, rounds in loads.items():
+                played = [Played(load, await play(port, load)) for load in rounds]
+                self.played[name][placement] = played
+                self._compare(name, placement, played, 1)
+
+    def _matches(self, name: str) -> bool:
+        return not self.match or any(text in name for text in self.match)
+
+    def _compare(
+        self, name: str, placement: Placement, rounds: Sequence[Played], seeds: int = SEEDS
+    ) -> None:  # fmt: skip
+        """Compare what was played with so many simulations of it."""
+        row = compared(self.costs, placement, rounds, seeds)
+        self.runs[name][str(placement)] = row
+        self._conclude()
+        said = row["real over simulated"].items()
+        ratios = ", ".join(f"{key} {value:.2f}" for key, value in said)
+        self.say(f"{placement} on {name}: {row['real']['within']:.0%} within limits, {ratios}")  # fmt: skip
 
     def _conclude(self) -> None:
         """Write what follows from the runs so far."""
-        runs, record = self.runs, self.record
-        record["runs"] = {**record.get("runs", {}), **runs}
+        record = self.record
+        runs: dict[str, dict[str, Figures]] = record.setdefault("runs", {})
+        for name, rows in self.runs.items():
+            runs[name] = runs.get(name, {}) | rows
         every = [row["real over simulated"] for each in runs.values() for row in each.values()]  # fmt: skip
         worst = {name: max(abs(row[name] - 1) for row in every) for name in COMPARED}
         record["worst difference"] = worst
@@ -511,7 +593,7 @@ class Trial:
         regrets = {name: chosen(runs[name]) for name in LOADS if name in runs}
         if regrets:
             record["regret"] = regrets
-        if len(both := list(runs["injected"].values())) == 2:
+        if len(both := list(runs.get("injected", {}).values())) == 2:
             record["long prompts"] = {
                 kind: both[1][kind]["p99_itl_ms"] / both[0][kind]["p99_itl_ms"]
                 for kind in ("real", "simulated")
@@ -532,8 +614,9 @@ class Trial:
             simulated = self.costs.simulated(way, load.requests)
             async with service(self.folder, way) as port:
                 real = await play(port, load.requests)
+            row = compared(self.costs, way, [Played(load.requests, real)])
             table[name] = {"real": met(load, real), "simulated": met(load, simulated),
-                           **compared(self.costs, way, load.requests, real)["real over simulated"]}  # fmt: skip
+                           **row["real over simulated"]}  # fmt: skip
             self.record["deadlines"] = table
             self.write()
             shares = ", ".join(f"{kind} {table[name][kind]:.3f}" for kind in ("real", "simulated"))  # fmt: skip
@@ -568,6 +651,8 @@ def main(
     only: Annotated[str, typer.Option(help="loads (all but sql), placements, regret, long or sql.")] = "",
     slow: Annotated[float, typer.Option(min=1.0, help="By how much device and arrivals are slower.")] = 1.0,
     seconds: Annotated[float, typer.Option(min=6.0, help="Of each load.")] = 48.0,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each load is played, each time another one.")] = 1,
+    match: Annotated[list[str] | None, typer.Option(help="Only runs with this name; may be repeated.")] = None,
     out: Path = RESULTS,
 ) -> None:  # fmt: skip
     """Run all parts, or one."""
@@ -576,7 +661,7 @@ def main(
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     with tempfile.TemporaryDirectory() as name:
         export_tiny(Path(name))
-        asyncio.run(Trial(Path(name), out, quick, only, slow, seconds).run())
+        asyncio.run(Trial(Path(name), out, quick, only, slow, seconds, rounds, match or []).run())  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Weft of another tree as a peer of bench/serve.py: lines of prompts come in, tokens and seconds go out.
+"""Weft in another process, or of another tree, for bench/serve.py: lines of prompts come in, tokens and seconds go out.
 
 Started by ``bench/serve.py --before FOLDER`` with that folder as ``PYTHONPATH``, so that only names are used here that
-earlier versions have too. Seconds are by the clock, and of the processor.
+earlier versions have too, and by its case ``engines``. Seconds are by the clock, and of the processor.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 
 
 def main() -> None:
@@ -23,6 +24,10 @@ def main() -> None:
     from weft.generate.sampling import GREEDY
     from weft.models.products import read_only
 
+    with suppress(ImportError):
+        from weft.memory.heap import use_huge_pages
+
+        use_huge_pages()  # as commands that open an engine do
     torch.set_num_threads(threads)
     model = open_model(folder, "cpu", lambda line: None)[0].float()
     read_only(model, "float")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.generate.test_adapters import adapters, merged
 from tests.generate.test_leader import model_under
 from tests.generate.test_many import HOW, PROMPTS, build
 from weft.errors import UsageError, WeftError
+from weft.generate import migration
 from weft.generate.block_contents import bytes_of
 from weft.generate.engine import Engine
 from weft.generate.leader import follow_leader
@@ -485,6 +487,82 @@ def test_layers_that_passes_do_not_give_leave_between_passes() -> None:
     assert moved is not None and rounds == 4
     target.run()
     assert moved.written == written_alone("softmax", 4, 4, "", "").written
+
+
+@pytest.mark.parametrize("kind", ["softmax", "latent"])
+def test_layers_are_written_as_they_come_and_the_last_frame_finds_them_there(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are taken between two steps; of the last chunk, what came before that is written with the next layer."""
+    model, counted = model_of(kind), list[int]()
+    source, target = Engine(model, size=SIZE, budget=7), Engine(model, size=SIZE)
+    (one,) = source.submit(PROMPTS[4], NEW, GREEDY)
+    (beside,) = target.submit(PROMPTS[1], NEW, GREEDY)
+    between = list[Callable[[], None]]()
+    departure, arrival = Departure(source, one), Arrival(target, None, between.append)
+    departure.stream(lambda frame: arrival.keep(over_the_wire(frame)))
+    while not one.written:
+        source.step()
+        target.step()
+        while between:
+            between.pop(0)()
+    arrival.unload()
+    assert set(arrival._there.values()) == {len(PROMPTS[4])}
+    assert len(target.scheduler.arriving) == 1
+    last = over_the_wire(departure.leave())
+
+    def counting(page: Any, places: torch.Tensor, values: torch.Tensor) -> None:
+        counted.append(len(places))
+
+    monkeypatch.setattr(migration, "write_layer", counting)
+    moved = arrival.take(last)
+    assert moved is not None and counted == [0] * len(arrival._there)
+    target.run()
+    assert moved.written == written_alone(kind, 4, 0, "", "").written
+    assert beside.written == written_alone(kind, 1, 0, "", "").written
+
+
+@pytest.mark.parametrize("when", ["lost", "full", "too many"])
+def test_blocks_for_what_comes_are_taken_and_given_back_early(when: str) -> None:
+    """A text that runs needs them, there are none in the beginning, or a pass ends in its middle."""
+    model, given = model_of("softmax"), PROMPTS[4]
+    source, frames = Engine(model, size=SIZE), list[MoveFrame]()
+    target = Engine(model, size=SIZE, tokens=48)
+    (one,) = source.submit(given, NEW - 10, GREEDY)
+    departure, arrival = Departure(source, one), Arrival(target, None, lambda do: do())
+    departure.stream(lambda frame: frames.append(over_the_wire(frame)))
+    source.step()
+    if when == "too many":
+        head = frames[0].head | {"first": len(given), "tokens": 3 * SIZE}
+        frames.append(MoveFrame(head, [memoryview(bytearray(8))]))
+    if when == "lost":
+        arrival.keep(frames.pop(0))
+        assert arrival._there == {0: len(given)}
+    texts = target.submit(PROMPTS[1], NEW - 5, GREEDY) if when != "too many" else []
+    target.step()
+    if when == "lost":
+        target.run()
+    for frame in frames:
+        arrival.keep(frame)
+    layers = {"lost": 1, "full": 0, "too many": model.shape.layers}
+    assert len(arrival._there) == layers[when]
+    target.run()
+    last = over_the_wire(departure.leave())
+    if when == "lost":
+        with pytest.raises(WeftError, match="have needed the room"):
+            arrival.take(last)
+        departure.stay()
+        source.run()
+    else:
+        if when == "too many":
+            assert len(target.scheduler.arriving[0].table) == 12
+        one = arrival.take(last)
+        assert one is not None and len(one.table) == -(-len(given) // SIZE)
+        target.run()
+    for text, prompt, count in ((one, 4, NEW - 10), *((t, 1, NEW - 5) for t in texts)):
+        alone = written_alone("softmax", prompt, 0, "", "").written
+        assert text.written == alone[:count]
+    assert not target.scheduler.pool.owners and not target.scheduler.arriving
 
 
 def test_layers_that_are_missing_or_too_much_are_refused() -> None:

@@ -154,3 +154,19 @@ def test_streams_and_ends_of_a_text_that_was_begun() -> None:
     assert full.finished == "length" and not engine.scheduler.waiting
     with pytest.raises(UsageError, match="ids below the model's 31"):
         engine.submit(PROMPTS[2], NEW, GREEDY, written=[31])
+
+
+def test_a_text_that_was_begun_goes_on_before_those_that_nobody_has_begun() -> None:
+    """But not before more urgent ones; among themselves they keep their order."""
+    engine = Engine(build("softmax", torch.float64), size=4, limit=1)
+    engine.submit(PROMPTS[0], 2, GREEDY)
+    engine.step()
+    waiting = [
+        engine.submit(PROMPTS[at], 4, GREEDY, written=written, priority=priority)[0]
+        for at, written, priority in ((1, (), 0), (2, (3,), 0), (3, (4,), 0), (4, (), -1))
+    ]  # fmt: skip
+    ended = list[int]()
+    while len(ended) < len(waiting):
+        engine.step()
+        ended += [i for i, each in enumerate(waiting) if each.finished and i not in ended]  # fmt: skip
+    assert ended == [3, 1, 2, 0]

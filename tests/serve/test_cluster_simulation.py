@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from weft.serve import cluster_simulation
 from weft.serve.block_link import BlockLink
 from weft.serve.cluster_simulation import (
     NOTICED,
+    ORDERED_STEPS,
     ClusterRequest,
     ClusterSimulation,
     Role,
@@ -142,6 +144,36 @@ def test_without_room_where_they_go_requests_go_on_where_they_are_until_there_is
     # the second goes on where the first has ended; the others have no room there before they end
     assert [each.engines for each in played] == [["p", "d"]] * 2 + [["p"]] * 2
     assert [len(each.outcome.times) for each in played] == [4, 90, 20, 20]
+
+
+def test_an_answer_that_stays_leaves_on_order_after_two_ends_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the first its full blocks leave, in the second the rest; those with a first token to come need no order."""
+    happened = list[str]()
+
+    def noting(name: str, said: Callable[..., str]) -> None:
+        method = getattr(ClusterSimulation, name)
+
+        def noted(self: ClusterSimulation, *given: Any) -> Any:
+            happened.append(said(*given))
+            return method(self, *given)
+
+        monkeypatch.setattr(ClusterSimulation, name, noted)
+
+    noting("_finish", lambda engine, step: f"{engine.setup.name} ends a step")
+    noting("_leave", lambda engine, request: f"{request.prompt or len(request.ids)} leaves")  # fmt: skip
+    noting("_end", lambda number: f"{number} ends")
+    requests = [ClusterRequest(0.1 * i, [i] * 12, tokens) for i, tokens in enumerate((4, 30))]  # fmt: skip
+    played = ClusterSimulation(
+        [engine("p", "prefill"), engine("d", "decode", limit=1)], requests, freest, BlockLink(0, 1e9, 1)
+    ).run()  # fmt: skip
+    assert [each.engines for each in played] == [["p", "d"]] * 2
+    begun = happened.index("0 ends")
+    after = happened[begun : next(i for i, what in enumerate(happened) if "leaves" in what and i > begun)]  # fmt: skip
+    assert after.count("p ends a step") == ORDERED_STEPS == 2
+    # the prompt and three of the four tokens that were written there
+    assert played[1].moved == 12 + 3
 
 
 @pytest.mark.parametrize("blind", [False, True])

@@ -32,8 +32,8 @@ CHANNEL = "cluster"
 #: within two seconds of its last step.
 BEAT_S, SILENT_S = 0.25, 1.5
 
-#: Signs of life of the router that an engine may not have got when it sends its own. An engine that has got fewer hears
-#: nothing, and is given up as well, within two seconds.
+#: Signs of life of the router that an engine has not got when it sends its own: with as many it hears nothing, and is
+#: given up as well, within two seconds.
 UNHEARD = round(SILENT_S / BEAT_S)
 
 #: Seconds without any sign of life after which an engine gives its router up: longer, as the router has more to do. The

@@ -386,11 +386,12 @@ class EngineMember:
     def _arrive(self, connection: SealedConnection) -> None:
         """Take in a request that another engine sends."""
         current, hello = self._current, connection.hello
-        arrival = Arrival(self.engine, self._compile)
+        arrival = Arrival(self.engine, self._compile, self._call)
         landed = False
 
         def land(frame: MoveFrame) -> bool:
             nonlocal landed
+            arrival.unload()
             if current is None or hello.get("instance") != self.about.instance:
                 raise WeftError("this engine has joined anew; it takes nothing in")
             number, key = hello["number"], hello["key"]

@@ -891,7 +891,7 @@ class EngineRouter:
                 raise OSError("it was given up")
             if kind == "beat":
                 link.note_beat(read_beat(head))
-                if link.outbox.beats - link.beat.heard > UNHEARD:
+                if link.outbox.beats - link.beat.heard >= UNHEARD:
                     raise OSError(f"it has heard nothing for {SILENT_S:g} s")
             elif kind == "kept":
                 link.kept |= {*head["keys"]}

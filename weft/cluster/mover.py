@@ -56,6 +56,8 @@ class AnswerMove:
         self._payload, self._sending = 0, 0.0  # bytes, and the seconds that they took
         self._given = 0  # bytes of layers so far
         self._left = 0.0  # when the request has left, on the monotonic clock
+        # what can leave at once does so while the engine computes on
+        self._first = None if after_first else self.departure.round()
         if after_first:
             self.departure.stream(self._give)
 
@@ -70,6 +72,9 @@ class AnswerMove:
             self._call(self.departure.drop)
             return MoveReport(str(error), 0, 0.0)
         try:
+            first, self._first = self._first, None
+            if first is not None:
+                self._put(connection, first)
             while not self._left:
                 self._put(connection, self._wait_for_frame(connection))
             if why := connection.receive(limit=LAST_S).head["why"]:
@@ -184,7 +189,7 @@ def take_in(
                 break
     except WeftError as error:
         why = str(error) or "it was refused"
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         return str(error) or repr(error)
     try:
         connection.send({"why": why})

@@ -53,6 +53,9 @@ BUDGET = 512
 #: Seconds between two looks at requests that wait for cache blocks, if there is nothing else to do.
 LOOK_S = 0.002
 
+#: By how much earlier than all others a text counts that another engine has begun.
+AHEAD = 1 << 48
+
 
 class LaunchedPass(NamedTuple):
     """A forward pass that was launched and whose results have not been taken yet. ``drawn``: the requests that get a
@@ -303,7 +306,8 @@ class Engine:
             ``least``: number of tokens that are written before a stop counts, unless the grammar allows nothing else.
             ``scored``: whether log-probabilities of the prompt's tokens are kept, too.
             ``written``: first tokens of the text, if another engine has written them already. They count in ``count``
-                and ``least``, and the text goes on as it would there.
+                and ``least``, and the text goes on as it would there, before texts of the same priority that nobody has
+                begun.
             ``workflow``: the job of which the texts are a stage, for policies that heed deadlines.
             ``priority``: requests with a smaller one begin first and lose their cache blocks last.
 
@@ -335,6 +339,9 @@ class Engine:
                        resumed=len(written), workflow=workflow, priority=priority)
             for i in range(n)
         ]  # fmt: skip
+        if written:  # who reads it has waited long enough
+            for generation in generations:
+                generation.arrival -= AHEAD
         if left:
             self.scheduler.add(generations[0])
             generations[0].siblings, generations[0].scored = generations[1:], scored

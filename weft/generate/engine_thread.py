@@ -102,13 +102,15 @@ class EngineThread:
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         usages = [party.usage() for party in self.engine.loans]
         lent = sum(usage.lent for usage in usages)
+        # the router counts what it has ordered to come by itself
+        coming = sum(len(each.table) for each in list(scheduler.arriving))
         outside = self.engine.outside
         kept = outside.usage() if outside is not None else KeptUsage(0, ())
         return EngineLoad(
             len(scheduler.running),
             len(scheduler.waiting),
             scheduler.preemptions,
-            len(pool.owners) - lent - sum(usage.offered for usage in usages),
+            len(pool.owners) - lent - sum(usage.offered for usage in usages) - coming,
             pool.blocks,
             self._written,
             borrowed=sum(usage.borrowed for usage in usages),

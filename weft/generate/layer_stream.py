@@ -52,8 +52,8 @@ class LayerStream:
         lies_here = all(block >= 0 for block in table[first // size : -(-end // size)])
         if first >= end or store is None or len(table) * size < end or not lies_here:
             return
-        places = token_places(table, size, first, end)
-        self.take(layer, first, store.flatten(1, 2)[:, places].cpu())
+        places = token_places(table, size, first, end).to(store.device)
+        self.take(layer, first, store.flatten(1, 2).index_select(1, places).cpu())
         self.sent[layer] = end
 
     def send_all(self, end: int) -> None:
@@ -91,27 +91,28 @@ def streaming(ends: Sequence[tuple[LayerStream, int]]) -> Iterator[None]:
             each.written = None
 
 
-def token_places(table: Sequence[int], size: int, first: int, end: int) -> list[int]:
-    """Return the indices of a text's tokens ``first`` to ``end - 1`` among the tokens of all cache blocks. ``table``:
-    numbers of the text's blocks; ``size``: tokens of a block.
+def token_places(table: Sequence[int], size: int, first: int, end: int) -> T:
+    """Return the indices of a text's tokens ``first`` to ``end - 1`` among the tokens of all cache blocks: int64
+    ``[tokens]``. ``table``: numbers of the text's blocks; ``size``: tokens of a block.
     """
-    return [table[at // size] * size + at % size for at in range(first, end)]
+    begin = first // size
+    blocks = torch.tensor(table[begin : -(-end // size)], dtype=torch.int64)
+    # [blocks, size]
+    places = blocks[:, None] * size + torch.arange(size)
+    return places.flatten()[first - begin * size : end - begin * size]
 
 
 @torch.inference_mode()
-def write_layers(pages: Sequence[Pages], table: Sequence[int], first: int, layers: Sequence[T]) -> None:  # fmt: skip
-    """Write keys and values of tokens, which a :class:`LayerStream` has sent, to ``pages``, the cache of each layer.
-    ``first``: index in the text of the first of these tokens. ``table``: numbers of the text's blocks. ``layers``: for
-    each layer the keys and values ``[parts, tokens, heads, width]``.
+def write_layer(page: Pages, places: T, values: T) -> None:
+    """Write keys and values of tokens, which a :class:`LayerStream` has sent, to ``page``, the cache of a layer, whose
+    memory must reach as far. ``places``: indices of the tokens (:func:`token_places`). ``values``: ``[parts, tokens,
+    heads, width]``.
     """
-    tokens, size = layers[0].shape[1], pages[0].size
-    places = torch.tensor(token_places(table, size, first, first + tokens))
-    for page, values in zip(pages, layers, strict=True):
-        store = page.room(max(table) + 1)
-        at = places.to(store.device)
-        for kept, each in zip(store, values.to(store.device), strict=True):
-            kept.flatten(0, 1).index_copy_(0, at, each)
-        page.loaded(table[first // size : -(-(first + tokens) // size)])
+    store = page.store
+    assert store is not None
+    at = places.to(store.device)
+    for kept, each in zip(store, values.to(store.device), strict=True):
+        kept.flatten(0, 1).index_copy_(0, at, each)
 
 
 def joined_layers(layers: Sequence[T], blocks: int, size: int) -> bytes:

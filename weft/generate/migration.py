@@ -17,6 +17,7 @@ guesses are made anew.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ from weft.generate.layer_stream import (
     LayerStream,
     can_stream,
     joined_layers,
-    write_layers,
+    token_places,
+    write_layer,
 )
 from weft.generate.reader import PagedReader
 from weft.generate.request import Generation, Request
@@ -252,22 +254,51 @@ class Arrival:
 
     Until then a placeholder request owns the cache blocks that have arrived. The engine takes them back if its own
     requests need them. ``compile``: compiles the request's grammar for this engine's model; None: requests with a
-    grammar are refused.
+    grammar are refused. ``call``: has the engine's thread run an action between two steps, without waiting for it. What
+    comes layer by layer is then written outside the engine's thread, as soon as that has taken blocks for it, so that
+    no step of other requests waits for a long prompt. None: :meth:`take` writes it.
     """
 
-    def __init__(self, engine: Engine, compile: Compile | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        compile: Compile | None = None,
+        call: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
         self.engine, self.compile, self.taken = engine, compile, Request([], 0)
         self._grown: dict[str, list[Any]] = {name: [] for name in GROWING}
         self._grammar: Future[Grammar] | None = None
         self._begun = False
-        # by layer, what has come of tokens whose blocks are not announced yet
+        self._call = call if _writes_beside(engine.reader) else None
+        self._announced = 0  # blocks, by frames of whole blocks
+        # blocks that the engine was asked for before that, and tokens for which it has taken some
+        self._asked, self._room = 0, 0
+        self._form: list[LayerPart] = []
+        # by layer, what has come and is not written yet, and how many of the text's first tokens are
         self._parts: dict[int, list[MoveFrame]] = {}
+        self._there: dict[int, int] = {}
+        # the tokens of the frame that was written last, as those of other layers are the same
+        self._span, self._places = range(0), torch.empty(0, dtype=torch.int64)
 
     def keep(self, frame: MoveFrame) -> None:
-        """Keep a frame of one layer, which :meth:`Departure.stream` has sent, until the next call of :meth:`take`. This
-        method may be called in any thread, but not while :meth:`take` runs.
+        """Keep a frame of one layer, which :meth:`Departure.stream` has sent, and write what can be written already.
+        This method may be called in any thread, always the same one, but not while :meth:`take` runs.
         """
-        self._parts.setdefault(frame.head["layer"], []).append(frame)
+        head = frame.head
+        self._parts.setdefault(head["layer"], []).append(frame)
+        if self._call is None:
+            return
+        blocks = -(-(head["first"] + head["tokens"]) // self.engine.reader.size)
+        if blocks > self._asked:
+            self._asked = blocks
+            self._call(partial(self._book, blocks))
+        self.unload()
+
+    def unload(self) -> None:
+        """Write what was kept and has cache blocks already. Called in the thread that calls :meth:`keep`."""
+        for layer, frames in self._parts.items() if self._room else ():
+            while frames and self._write_early(layer, frames[0]):
+                frames.pop(0)
 
     def take(self, frame: MoveFrame) -> Generation | None:
         """Keep the contents of ``frame``. If it is the last frame, start the request in this engine and return it;
@@ -292,15 +323,58 @@ class Arrival:
         """Free all cache blocks of the request, because nothing more of it will come."""
         self.engine.scheduler.give_up(self.taken)
 
+    def _book(self, blocks: int) -> None:
+        """Take cache blocks for the text's first ``blocks`` blocks, if they are free; else :meth:`take` tries again."""
+        scheduler, reader = self.engine.scheduler, self.engine.reader
+        lacks = blocks - len(self.taken.table)
+        if self._begun and self.taken not in scheduler.arriving:
+            return
+        self._form = self._form or self.engine.block_form()
+        if lacks <= 0 or not scheduler.expect(self.taken, lacks):
+            return
+        self._begin()
+        for page in reader.pages if isinstance(reader, PagedReader) else ():
+            page.room(max(self.taken.table) + 1)
+        self._room = len(self.taken.table) * reader.size
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self.engine.scheduler.arriving.append(self.taken)
+            self._begun = True
+
+    def _write_early(self, layer: int, frame: MoveFrame) -> bool:
+        """Write the frame of a layer to blocks that were taken for it; return False if there are none. What is damaged
+        is left to :meth:`take`, which says so.
+        """
+        reader, head, (raw,) = self.engine.reader, frame.head, frame.payload
+        span = range(head["first"], head["first"] + head["tokens"])
+        if span.stop > self._room or layer not in range(len(self._form)):
+            return False
+        part = self._form[layer]
+        goes_on = span.start == self._there.get(layer, 0)
+        if not goes_on or len(raw) != part.nbytes(len(span)):
+            return False
+        assert isinstance(reader, PagedReader)
+        # the engine does not take the blocks back meanwhile, nor replace the cache's memory
+        with self.engine.scheduler.landing, reader.growing:
+            if self.taken not in self.engine.scheduler.arriving:
+                return False
+            if span != self._span:
+                table = self.taken.table
+                self._places = token_places(table, reader.size, span.start, span.stop)
+                self._span = span
+            values = tensor_of(raw, part.dtype, part.extents(len(span)))
+            write_layer(reader.pages[layer], self._places, values)
+        self._there[layer] = span.stop
+        return True
+
     def _take(self, head: dict[str, Any], payload: bytes) -> Generation | None:
         scheduler = self.engine.scheduler
         if self._begun and self.taken not in scheduler.arriving:
             raise WeftError(
                 "requests that run here have needed the room of one on its way; send it again later"
             )
-        if not self._begun:
-            scheduler.arriving.append(self.taken)
-            self._begun = True
+        self._begin()
         if (head["version"], head["size"]) != (
             scheduler.version,
             self.engine.reader.size,
@@ -371,8 +445,10 @@ class Arrival:
                 self.engine.reader.write_blocks(where, length, rows)
 
     def _expect(self, first: int, blocks: int, tokens: int, form: list[Any]) -> None:
-        """Take cache blocks for ``blocks`` full blocks and for ``tokens`` more tokens behind the blocks before."""
-        held, size = len(self.taken.table), self.engine.reader.size
+        """Take cache blocks for ``blocks`` full blocks and for ``tokens`` more tokens behind the blocks before, unless
+        they were taken already.
+        """
+        held, size = self._announced, self.engine.reader.size
         if first != held or not 0 <= tokens < size or blocks < 0:
             raise WeftError(
                 f"blocks from {first} on do not go on where {held} end; send the request again"
@@ -382,33 +458,47 @@ class Arrival:
             raise WeftError(
                 "the blocks are not of this model; give an engine with the same one"
             )
-        if not self.engine.scheduler.expect(self.taken, count):
+        lacks = first + count - len(self.taken.table)
+        if lacks > 0 and not self.engine.scheduler.expect(self.taken, lacks):
             raise WeftError(FULL)
+        self._announced += count
 
     def _put_layers(
         self, first: int, blocks: int, tokens: int, form: list[Any]
     ) -> None:
-        """Write what has come layer by layer to announced blocks."""
+        """Write what has come layer by layer to announced blocks, as far as it is not written yet."""
         reader, parts = self.engine.reader, self.engine.block_form()
         if not blocks and not tokens:
             return self._expect(first, blocks, tokens, form)
-        begin, count = first * reader.size, blocks * reader.size + tokens
+        end = (first + blocks) * reader.size + tokens
+        begins = [self._there.get(number, 0) for number in range(len(parts))]
         layers = [
-            self._of_layer(self._parts.get(number, []), part, begin, count)
-            for number, part in enumerate(parts)
+            self._of_layer(self._parts.get(number, []), part, begin, end - begin)
+            for number, (part, begin) in enumerate(zip(parts, begins, strict=True))
         ]
         if isinstance(reader, PagedReader):
             self._expect(first, blocks, tokens, form)
-            write_layers(reader.pages, self.taken.table, begin, layers)
+            table = self.taken.table
+            for page, begin, values in zip(reader.pages, begins, layers, strict=True):
+                page.room(max(table) + 1)
+                places = token_places(table, reader.size, begin, end)
+                write_layer(page, places, values)
+                page.loaded(table[first : -(-end // reader.size)])
         else:  # other ranks get theirs as if all had come in one frame
             payload = joined_layers(layers, blocks, reader.size)
             self._put(first, blocks, tokens, form, payload)
+        ends = (max(begin, end) for begin in begins)
+        self._there = dict(enumerate(ends))
 
     def _of_layer(
         self, frames: list[MoveFrame], part: LayerPart, first: int, count: int
     ) -> T:
-        """Take ``count`` tokens of a layer, from ``first`` on, out of ``frames``: ``[parts, tokens, heads, width]``."""
+        """Take ``count`` tokens of a layer, from ``first`` on, out of ``frames``: ``[parts, tokens, heads, width]``;
+        none if ``count`` is not positive.
+        """
         values, begin = list[T](), first
+        if count <= 0:
+            return torch.empty(part.extents(0), dtype=part.dtype)
         for head, (raw,) in frames:
             if head["first"] != begin or len(raw) != part.nbytes(head["tokens"]):
                 raise ValueError(f"tokens of layer {part.layer} are missing")
@@ -430,6 +520,10 @@ class Arrival:
             self.engine.reader.size,
         )
         check_prompt(self.engine.model, ids)
+        # those behind a pass that has failed
+        surplus = self.taken.table[self._announced :]
+        del self.taken.table[self._announced :]
+        self.engine.scheduler.pool.release(surplus)
         held = len(self.taken.table)
         if not 0 <= computed < len(ids) or -(-computed // size) != held:
             raise ValueError(
@@ -466,3 +560,15 @@ class Arrival:
         if not self.engine.scheduler.adopt(self.taken, request):
             raise WeftError(FULL)
         return request
+
+
+def _writes_beside(reader: object) -> bool:
+    """Whether blocks can be written while the engine's thread computes: those of a cache in the host's memory that
+    keeps keys and values of tokens and nothing about them.
+    """
+    return (
+        isinstance(reader, PagedReader)
+        and reader.model.mesh.device.type == "cpu"
+        and can_stream(reader.pages)
+        and not any(getattr(page, "selector", None) for page in reader.pages)
+    )

@@ -12,6 +12,7 @@ Drafts (:mod:`weft.generate.lookup`) are further tokens of a request, if a step 
 
 from bisect import insort
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import NamedTuple, Protocol
 
 from weft.errors import UsageError
@@ -86,6 +87,8 @@ class Scheduler:
         self.waiting: list[Request] = []
         # placeholders that own the blocks of requests on their way here, the oldest first
         self.arriving: list[Request] = []
+        # held while another thread writes to their blocks, and while they lose them
+        self.landing = Lock()
         self.due: set[Request] = set()  # requests whose next token is being computed
         self.version = 0
         # of the blocks of an adapter, by its name
@@ -139,10 +142,11 @@ class Scheduler:
         """Free the cache blocks of ``placeholder``, because the request for which it stands does not come to this
         engine any more.
         """
-        if placeholder in self.arriving:
-            self.arriving.remove(placeholder)
-        self.pool.release(placeholder.table)
-        placeholder.table = []
+        with self.landing:
+            if placeholder in self.arriving:
+                self.arriving.remove(placeholder)
+            self.pool.release(placeholder.table)
+            placeholder.table = []
 
     def adopt(self, placeholder: Request, request: Request) -> bool:
         """Start ``request``, which has arrived from another engine: its first ``request.computed`` tokens are in the

@@ -56,6 +56,10 @@ from weft.serve.simulated_caches import (
 
 Role = Literal["any", "prefill", "decode"]
 
+#: Steps of an engine that end until an answer that it writes leaves on the router's order: that in which the order
+#: comes, and that in which its full blocks travel.
+ORDERED_STEPS = 2
+
 
 class ClusterRequest(NamedTuple):
     """A request of a simulated load.
@@ -146,7 +150,8 @@ class SimulatedRequest:
 @dataclass
 class _Travel:
     """A ``request`` on its way to another engine. ``sent``: tokens whose blocks have been sent; ``there``: when they
-    are at the other end of the link; ``computed``: of its tokens, when it has left.
+    are at the other end of the link; ``computed``: of its tokens, when it has left; ``steps``: of its engine that end
+    before it leaves (:data:`ORDERED_STEPS`).
     """
 
     request: Request
@@ -155,6 +160,7 @@ class _Travel:
     sent: int = 0
     there: float = 0.0
     computed: int = 0
+    steps: int = 0
 
 
 @dataclass
@@ -448,7 +454,11 @@ class ClusterSimulation:
         for request in written:
             travel = self._travels.get(request)
             # what lags by more than a step goes on here for another one
-            if travel and travel.there - self.now <= engine.seconds:
+            if (
+                travel
+                and not travel.steps
+                and travel.there - self.now <= engine.seconds
+            ):
                 self._leave(engine, request)
 
     # Two phases on one device.
@@ -538,7 +548,7 @@ class ClusterSimulation:
             self._stay(request)
             self.times.end(name, request)
             self._end(number)
-            self._relieve()
+            self._at(self.now, self._relieve)  # orders come in steps that begin now
 
     def _end(self, number: int) -> None:
         """Ask for those requests that have waited for the end of request ``number``."""
@@ -573,6 +583,8 @@ class ClusterSimulation:
         if request not in self._travels:
             return
         travel, size = self._travels[request], engine.scheduler.pool.size
+        travel.steps -= travel.steps > 0
+        whole = whole and not travel.steps
         tokens = request.computed if whole else request.computed // size * size
         if tokens > travel.sent:
             if self.link is None:
@@ -634,8 +646,8 @@ class ClusterSimulation:
                     rested = self._rests.get(request, 0.0) <= self.now
                     if request not in self._travels and rested:
                         self._book(engine, request)
-                        if self._outcome(request).times:
-                            self._send(engine, request, False)
+                        if request in self._travels and self._outcome(request).times:
+                            self._travels[request].steps = ORDERED_STEPS
 
     def _go_back(self, travel: _Travel) -> None:
         """Let a request that was not taken in go on where it was; what its cache there lacks is computed again."""
