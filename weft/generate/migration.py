@@ -309,7 +309,9 @@ class Arrival:
         freed.
         """
         try:
-            return self._take(frame.head, b"".join(frame.payload))
+            pieces = frame.payload
+            payload = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            return self._take(frame.head, payload)
         except WeftError:
             self.drop()
             raise
@@ -368,7 +370,9 @@ class Arrival:
         self._there[layer] = span.stop
         return True
 
-    def _take(self, head: dict[str, Any], payload: bytes) -> Generation | None:
+    def _take(
+        self, head: dict[str, Any], payload: bytes | memoryview
+    ) -> Generation | None:
         scheduler = self.engine.scheduler
         if self._begun and self.taken not in scheduler.arriving:
             raise WeftError(
@@ -425,7 +429,12 @@ class Arrival:
             thread.shutdown(wait=False)
 
     def _put(
-        self, first: int, blocks: int, tokens: int, form: list[Any], payload: bytes
+        self,
+        first: int,
+        blocks: int,
+        tokens: int,
+        form: list[Any],
+        payload: bytes | memoryview,
     ) -> None:
         """Write the contents of ``blocks`` full blocks and of ``tokens`` more tokens behind the blocks before."""
         held, size = self.engine.block_form(), self.engine.reader.size
@@ -434,7 +443,9 @@ class Arrival:
         if len(payload) != sum(lengths):
             raise ValueError(f"{len(payload)} bytes instead of {sum(lengths)}")
         table, middle = self.taken.table, first + blocks
-        contents = memoryview(bytearray(payload))
+        contents = memoryview(payload)
+        if contents.readonly:  # PyTorch takes none
+            contents = memoryview(bytearray(payload))
         full, rest = contents[: lengths[0]], contents[lengths[0] :]
         for where, length, part in (
             (table[first:middle], size, full),
@@ -480,6 +491,8 @@ class Arrival:
             self._expect(first, blocks, tokens, form)
             table = self.taken.table
             for page, begin, values in zip(reader.pages, begins, layers, strict=True):
+                if begin >= end:
+                    continue
                 page.room(max(table) + 1)
                 places = token_places(table, reader.size, begin, end)
                 write_layer(page, places, values)
