@@ -402,7 +402,10 @@ class World:
         target = self.members[to]
         request = answer.generation
         departure = Departure(source.engine, request)
-        arrival = Arrival(target.engine, grammars().compile)
+        # what the engine does between two steps for one that comes layer by layer
+        between = list[Callable[[], None]]()
+        call = between.append if answer.moves % 2 else None
+        arrival = Arrival(target.engine, grammars().compile, call)
         if self.drawn.random() < 0.5:
             departure.stream(lambda frame: arrival.keep(over_the_wire(frame)))
         waits, left = source.role == "prefill", False
@@ -428,6 +431,9 @@ class World:
                     self.counts["moves"] += 1
                     return
                 yield
+                while between:
+                    between.pop(0)()
+                arrival.unload()
         except WeftError as error:
             assert any(reason in str(error) for reason in REASONS), error
             if left:
