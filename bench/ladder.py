@@ -103,7 +103,7 @@ class Waits:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        from weft.layout.pending import StartedCollective
+        from weft.layout.flights import StartedCollective
 
         land = StartedCollective.land
 

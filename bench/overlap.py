@@ -11,6 +11,10 @@ chose is compared with every candidate of its space.
 Two sides do not overlap: "none" is a run without layout.overlap, whose reduce-scatter is gloo's and sends twice the
 bytes that are needed; "in turn" is the same with the exchange that overlaps use, waited for at once. What a kind is
 faster than "in turn" it owes to what it hides alone.
+
+"exchange" is the time of one exchange of a pass's tokens, of which the other ranks know 10 ms after the first: the
+floor that bytes, rate and delay set; gloo's gather; an all-to-all over one process group; and the exchange that
+overlaps use, in which each rank sends in a group of its own (weft/layout/flights.py).
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ PLAIN, IN_TURN, KINDS = "none", "in turn", ("domino", "tokens", "chunks", "nano"
 #: More passes than a search of nano takes.
 SEARCH = 60
 #: Candidates of nano's space that are measured again, and how often, after each was measured once.
-AGAIN, TIMES = 5, 4
+AGAIN, TIMES = 5, 6
+#: Seconds by which other ranks come later to a timed exchange, and how often it is timed.
+LATE_S, EXCHANGES = 0.01, 8
 #: Seconds that a set of ranks may take.
 LIMIT = 3000
 
@@ -188,6 +194,7 @@ def be_rank(given: dict[str, Any]) -> None:
         for _ in range(TIMES if given["space"] > 1 else 1):
             for name in {searched: 0} | dict.fromkeys(best):
                 space[name].append(measure(name))
+    exchange = exchange_seconds(mesh, sizes)
     hidden: dict[str, dict[str, list[float]]] = {"train": {}, "prompt": {}}
     for kind in woven:
         for name, work in (("train", train), ("prompt", read)):
@@ -199,10 +206,52 @@ def be_rank(given: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         print(
             json.dumps(
-                {"seconds": seconds, "hidden": hidden, "losses": losses, "space": space}
+                {
+                    "seconds": seconds,
+                    "hidden": hidden,
+                    "losses": losses,
+                    "space": space,
+                    "exchange": exchange,
+                }
             )
         )
     dist.destroy_process_group()
+
+
+def exchange_seconds(mesh: Any, sizes: Sizes) -> dict[str, float]:
+    """Median seconds of exchanges in which a rank gets all tokens of a training pass, or all their summands, from when
+    the last rank begins.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from weft.layout.boundary import gather_tokens
+    from weft.models.weave import gather_at_once, scatter_at_once
+
+    group, ranks = mesh.group("tp"), mesh.size("tp")
+    whole = torch.ones(sizes.rows, sizes.length, sizes.embed)
+    share = whole[:, : sizes.length // ranks].contiguous()
+    came = torch.empty_like(whole)
+    ways: dict[str, Callable[[], Any]] = {
+        "gloo's gather": lambda: gather_tokens(share, mesh),
+        "all-to-all in a single group": lambda: dist.all_to_all_single(
+            came.flatten(), whole.flatten(), group=group
+        ),
+        "gather, a group for each sender": lambda: gather_at_once(share, mesh),
+        "sum, a group for each sender": lambda: scatter_at_once(whole, mesh),
+    }
+    seconds = defaultdict[str, list[float]](list)
+    for _ in range(EXCHANGES):
+        for name, way in ways.items():
+            dist.barrier()
+            begun = time.perf_counter()
+            time.sleep(LATE_S * bool(dist.get_rank()))
+            way()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - begun - LATE_S)
+    sent = share.numel() * share.element_size() * (ranks - 1)
+    floor = sent / 25e6 + DELAY_S
+    return {"floor": floor} | {n: statistics.median(s) for n, s in seconds.items()}
 
 
 def agreed(seconds: dict[str, float]) -> dict[str, float]:
@@ -333,11 +382,10 @@ def main() -> None:
 
     if why := unavailable():
         raise SystemExit(why)
-    written: dict[str, Any] = {
-        "rate": RATE,
-        "delay_s": DELAY_S,
-        "when": datetime.now().isoformat(timespec="seconds"),
-    }
+    # numbers of ranks that are not measured now stay
+    before = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+    before.pop("when", None)
+    written: dict[str, Any] = before | {"rate": RATE, "delay_s": DELAY_S}
     for ranks in asked.ranks:
         sizes = Sizes(*asked.sizes) if asked.sizes else SIZES[ranks]
         sizes = SMALL if asked.quick else sizes
@@ -351,7 +399,12 @@ def main() -> None:
         begun = time.monotonic()
         result = measure(ranks, given)
         assert max(result["losses"].values()) - min(result["losses"].values()) < 1e-4
-        row = {"sizes": sizes._asdict(), **ratios(result, asked.kinds)}
+        row: dict[str, Any] = {
+            "when": datetime.now().isoformat(timespec="seconds"),
+            "sizes": sizes._asdict(),
+            "exchange": {n: round(s, 4) for n, s in result["exchange"].items()},
+            **ratios(result, asked.kinds),
+        }
         if result["space"]:
             row["search"] = search_row(result["space"])
         row["minutes"] = round((time.monotonic() - begun) / 60, 1)
@@ -359,6 +412,7 @@ def main() -> None:
         for work in ("train", "prompt"):
             for kind, each in row[work].items():
                 print(f"{ranks} ranks, {work}, {kind}: {each}")
+        print(f"{ranks} ranks, exchange: {row['exchange']}")
         print(f"{ranks} ranks, search: {row.get('search')}; {row['minutes']} min", flush=True)  # fmt: skip
         if not asked.quick:
             asked.json.write_text(json.dumps(written, indent=1) + "\n")

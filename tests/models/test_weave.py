@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from itertools import islice, pairwise
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.parallel.test_context import bounds, one_device, whole
+from weft.layout.pending import Backlog
 from weft.layout.token_order import moves
+from weft.models import part_products
 from weft.models.fused import project
 from weft.models.part_attention import PartKeys
 from weft.models.part_products import PartProducts
 from weft.models.token_parts import PassTokens, TokenPart, by_phase, even, weaving
+from weft.models.widened import multiply
 
 DOCUMENTS = [[24], [3, 13, 8]]
 
@@ -63,11 +67,16 @@ def test_weight_gradients_of_parts_are_those_of_the_whole() -> None:
     expected = project(x, scaled, *leaves[1:])
     loss = sum(y.sin().sum() for y in expected)
     wanted = torch.autograd.grad(loss, [x, *leaves[:2]])
-    products = PartProducts([leaves[0] * 2, *leaves[1:]])
+    backlog = Backlog(1)
+    products = PartProducts([leaves[0] * 2, *leaves[1:]], 3, backlog)
     parts = [products(part) for part in x.split([1, 3, 2], 1)]
     loss = sum(y.sin().sum() for part in parts for y in part)
-    torch.testing.assert_close(torch.autograd.grad(loss, [x, *leaves[:2]]), wanted)
-    assert all(each.total is None for each in products.gradients)
+    with mock.patch.object(part_products, "multiply", wraps=multiply) as product:
+        given = torch.autograd.grad(loss, [x, *leaves[:2]])
+    torch.testing.assert_close(given, wanted)
+    # one for all parts of each weight that learns, which waited for a flight that never came
+    assert product.call_count == 2 and len(backlog.calls) == 1
+    assert products.gradients.totals == [None] * 3
 
 
 @pytest.mark.parametrize("back", [False, True])

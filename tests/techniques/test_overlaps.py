@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -10,8 +11,8 @@ import pytest
 from tests.cases import Case, recipe, start, write_corpus
 from tests.parallel.test_experts import name
 from tests.prove.test_equality import difference
+from weft.layout.flights import StartedCollective
 from weft.layout.layout import Layout
-from weft.layout.pending import StartedCollective
 from weft.models import fused
 from weft.models.token_parts import PassTokens
 from weft.registry import names
@@ -133,7 +134,9 @@ def test_one_part_is_the_plain_pass(pool: Any, corpus: str) -> None:
     NanoChoice(1), NanoChoice(3), NanoChoice(2, rows=True, order="phases"), NanoChoice(2, growth=1.5),
 ])  # fmt: skip
 def test_search_finds_number_order_and_sizes(fastest: NanoChoice) -> None:
-    """Of times that grow with the distance from the fastest, with one slow first pass of each choice."""
+    """Of times that grow with the distance from the fastest. The first pass of each choice is slow, and chance disturbs
+    the second.
+    """
     tokens, nano = PassTokens(rows=4, tokens=1024, unit=2), NanoBatches()
 
     def seconds(choice: NanoChoice) -> float:
@@ -141,13 +144,16 @@ def test_search_finds_number_order_and_sizes(fastest: NanoChoice) -> None:
         alike += [choice.order == fastest.order, choice.growth == fastest.growth]
         return 10.0 - sum(a * b for a, b in zip(alike, (4, 3, 2, 1), strict=True))
 
-    passes = 0
+    passes = Counter[NanoChoice]()
     while nano.awaits(tokens):
         search = nano.searches[4, 11, False]
-        slow = 100.0 * (passes % TRIALS == 0)
-        nano.took(tokens, nano(tokens), seconds(search.choice) + slow)
-        passes += 1
+        choice = search.choice
+        slow = 100.0 * (not passes[choice])
+        # by chance the fastest is slow once, and another fast
+        luck = {fastest: 1.5, NanoChoice(4): -5.0} if passes[choice] == 1 else {}
+        nano.took(tokens, nano(tokens), seconds(choice) + slow + luck.get(choice, 0.0))
+        passes[choice] += 1
         # of another choice, which was under way
         nano.took(tokens, NanoChoice(7).weave(tokens), 0.0)
     assert search.choice == fastest
-    assert passes < TRIALS * len(every_choice(tokens)) / 2
+    assert passes.total() < TRIALS * len(every_choice(tokens))

@@ -8,75 +8,58 @@ computed between start and end runs while the gradients travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import spmd_types as spmd
 import torch
-import torch.distributed as dist
 
 from weft.layout.boundary import gather_tokens, scatter_tokens, sum_tokens
+from weft.layout.flights import (
+    StartedCollective,
+    gather_flight,
+    scatter_flight,
+    sum_flight,
+)
 from weft.layout.mesh import Mesh
 
 T = torch.Tensor
 
-# PyTorch 2.13 renamed these two and warns at every call by the old name, the only one that 2.11 has.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
 
-
-class StartedCollective:
-    """Handle of a collective that runs in the background; :meth:`land` waits for it and returns its result.
-
-    ``result``: the tensor that the collective fills. ``work``: PyTorch's work object; None if there is nothing to wait
-    for. ``unpack``: function that brings the filled tensor into the shape of the result.
+class Backlog:
+    """Work of a backward pass that nothing waits for, such as gradients of weights. It is done while this rank waits
+    for other ranks. ``most``: number of calls that may be left for later, which keep tensors as large as activations.
     """
 
-    def __init__(
-        self, result: T, work: Any = None, unpack: Callable[[T], T] = lambda x: x
-    ) -> None:
-        self.result, self.work, self.unpack = result, work, unpack
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.calls: deque[Callable[[], None]] = deque()
 
-    def land(self) -> T:
-        """Wait until the collective has ended, and return its result in its final shape."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        return self.unpack(self.result)
+    def shorten(self) -> None:
+        """Do the oldest work until no more than ``most`` calls are left. Another flight has just started."""
+        while len(self.calls) > self.most:
+            self.calls.popleft()()
 
-
-def gather_flight(x: T, group: Any) -> StartedCollective:
-    """Start to gather ``x`` ``[batch, seq/tp, ...]`` over ``group``; the result is ``[batch, seq, ...]``."""
-    ranks = dist.get_world_size(group)
-    parts = x.new_empty(ranks, *x.shape)
-    work = all_gather(parts.flatten(0, 1), x.contiguous(), group=group, async_op=True)
-    # [tp, batch, seq/tp, ...] -> [batch, seq, ...]
-    return StartedCollective(
-        parts, work, lambda parts: parts.transpose(0, 1).flatten(1, 2)
-    )
+    def work_beside(self, flight: StartedCollective) -> None:
+        """Do the oldest work until ``flight`` has ended, or nothing is left to do."""
+        while self.calls and not flight.has_ended():
+            self.calls.popleft()()
 
 
-def scatter_flight(x: T, group: Any) -> StartedCollective:
-    """Start to sum ``x`` ``[batch, seq, ...]`` over ``group``; the result is this rank's ``[batch, seq/tp, ...]``."""
-    ranks = dist.get_world_size(group)
-    # [batch, seq, ...] -> [tp, batch, seq/tp, ...]
-    parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
-    if x.device.type == "cpu":
-        # gloo's reduce-scatter is an all-reduce, which sends twice the bytes
-        came = torch.empty_like(parts)
-        work = dist.all_to_all_single(came, parts, group=group, async_op=True)
-        return StartedCollective(came, work, lambda came: came.sum(0))
-    own = torch.empty_like(parts[0])
-    work = reduce_scatter(own, parts.flatten(0, 1), group=group, async_op=True)
-    return StartedCollective(own, work)
+_backlog: ContextVar[Backlog | None] = ContextVar("backlog", default=None)
 
 
-def sum_flight(x: T, group: Any) -> StartedCollective:
-    """Start an all-reduce that sums ``x`` over ``group``; the result is the whole sum, shaped like ``x``."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    return StartedCollective(total, dist.all_reduce(total, group=group, async_op=True))
+@contextmanager
+def working_beside(backlog: Backlog) -> Iterator[None]:
+    """Return a context in which collectives start whose gradients travel beside the work of ``backlog``."""
+    token = _backlog.set(backlog)
+    try:
+        yield
+    finally:
+        _backlog.reset(token)
 
 
 class _Start(torch.autograd.Function):
@@ -92,6 +75,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: T) -> tuple[T, None]:
         flight, ctx.pending.back_flight = ctx.pending.back_flight, None
+        if ctx.pending.backlog:
+            ctx.pending.backlog.work_beside(flight)
         return flight.land(), None
 
 
@@ -107,6 +92,8 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: T) -> tuple[T, None]:
         ctx.pending.back_flight = ctx.pending.begin_back(grad, ctx.pending.group)
+        if ctx.pending.backlog:
+            ctx.pending.backlog.shorten()
         return grad.new_empty(0), None
 
 
@@ -127,6 +114,7 @@ class Pending:
         self.group, self.begin, self.begin_back = group, begin, begin_back
         self.flight: Any = None
         self.back_flight: Any = None
+        self.backlog = _backlog.get()
         self._started: T | None = _Start.apply(x, self)
 
     def wait(self) -> T:

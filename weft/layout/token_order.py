@@ -78,7 +78,12 @@ class _Reorder(torch.autograd.Function):
         way = moves(sizes, group.size(), group.rank(), back)
         leaving = x.transpose(0, 1)[way.leave.to(x.device)].contiguous()
         arriving = torch.empty_like(leaving)
-        dist.all_to_all_single(arriving, leaving, way.received, way.sent, group)
+        if dist.get_backend(group) == "gloo":
+            from weft.layout.flights import swap
+
+            swap(arriving.split(way.received), leaving.split(way.sent), group)
+        else:
+            dist.all_to_all_single(arriving, leaving, way.received, way.sent, group)
         return arriving[way.arrive.to(x.device)].transpose(0, 1).contiguous()
 
     @staticmethod

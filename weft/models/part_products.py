@@ -1,8 +1,9 @@
 """Projections of a pass in parts, whose weight gradients are added up where they are computed.
 
 Autograd writes the gradient that each part gives a weight to a tensor of its own, and then adds these tensors, each as
-large as the weight. With few tokens in a part this costs a good share of the products' own time. Here the products of
-later parts are added to that of the first, in the same memory.
+large as the weight. With few tokens in a part this costs a good share of the products' own time. Here one product
+computes the gradient for the tokens of all parts. As no other rank waits for it, it is computed while this rank waits
+for gradients of activations (Domino, Wang et al. 2024).
 """
 
 from __future__ import annotations
@@ -13,24 +14,59 @@ from typing import Any
 
 import torch
 
+from weft.layout.pending import Backlog, working_beside
 from weft.models import fused
 from weft.models.projections import Projections
 from weft.models.widened import multiply
 
 T = torch.Tensor
 
+#: Groups of weights with the same input whose gradients may be left for later: about a layer's, to bound memory.
+LEFT = 4
+
 
 class PartGradients:
-    """Sum of the gradients that the parts of a pass have given one weight so far: ``total``, None before the first."""
+    """Sums over the parts of a pass of the gradients of weights that have the same input.
 
-    total: T | None = None
+    ``weights``: number of these weights; ``parts``: number of parts; ``backlog``: where the work is left when all parts
+    have given what it takes. The attribute ``totals`` has each weight's sum so far, or None.
+    """
 
-    def add(self, grad: T, x: T) -> None:
-        """Add ``grad.T @ x``. ``grad``: ``[tokens, out]``; ``x``: ``[tokens, in]``."""
-        if self.total is None:
-            self.total = multiply(grad.t(), x)
-        else:
-            multiply(grad.t(), x, plus=self.total, out=self.total)
+    def __init__(self, weights: int, parts: int, backlog: Backlog) -> None:
+        self.parts, self.backlog = parts, backlog
+        self.totals: list[T | None] = [None] * weights
+        self._inputs: list[T] = []
+        self._grads: list[Sequence[T | None]] = []
+
+    def add(self, x: T, grads: Sequence[T | None]) -> None:
+        """Note what a part adds: ``grad.T @ x`` for each weight. ``x``: ``[tokens, in]``; ``grads``: ``[tokens, out]``
+        for each weight; None for a weight without a gradient.
+        """
+        self._inputs.append(x)
+        self._grads.append(grads)
+        if len(self._inputs) == self.parts:
+            self.backlog.calls.append(self.add_up)
+
+    def add_up(self) -> None:
+        """Compute what the noted parts add, by one product for each weight."""
+        if not self._inputs:
+            return
+        x = _joined(self._inputs)
+        for number, grads in enumerate(zip(*self._grads, strict=True)):
+            learning = [g for g in grads if g is not None]
+            if not learning:
+                continue
+            g, total = _joined(learning), self.totals[number]
+            if total is None:
+                self.totals[number] = multiply(g.t(), x)
+            else:
+                multiply(g.t(), x, plus=total, out=total)
+        self._inputs, self._grads = [], []
+
+
+def _joined(parts: Sequence[T]) -> T:
+    """Join tensors along the tokens; a single one is returned itself."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 class _Sum(torch.autograd.Function):
@@ -39,14 +75,16 @@ class _Sum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: T, gradients: PartGradients) -> T:
-        ctx.gradients = gradients
+    def forward(ctx: Any, weight: T, gradients: PartGradients, number: int) -> T:
+        ctx.gradients, ctx.number = gradients, number
         return weight.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple[T | None, None]:
-        total, ctx.gradients.total = ctx.gradients.total, None
-        return total, None
+    def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:
+        gradients: PartGradients = ctx.gradients
+        gradients.add_up()
+        total, gradients.totals[ctx.number] = gradients.totals[ctx.number], None
+        return total, None, None
 
 
 class _PartProject(torch.autograd.Function):
@@ -54,11 +92,7 @@ class _PartProject(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: T,
-        weights: Sequence[T],
-        gradients: Sequence[PartGradients],
-        *ends: T,
+        ctx: Any, x: T, weights: Sequence[T], gradients: PartGradients, *ends: T
     ) -> tuple[T, ...]:
         of_x, _, _, *learn = ctx.needs_input_grad
         kept = weights if of_x else [None] * len(weights)
@@ -78,22 +112,25 @@ class _PartProject(torch.autograd.Function):
                 d_x = fused.times(g, w.t(), plus=d_x)
             assert d_x is not None
             d_x = d_x.view(*grads[0].shape[:2], -1)
-        for of_weight, g, learns in zip(ctx.gradients, flat, learn, strict=True):
-            if learns:
-                of_weight.add(g, x.detach().flatten(0, 1))
+        if any(learn):
+            learning = [g if learns else None for g, learns in zip(flat, learn, strict=True)]  # fmt: skip
+            ctx.gradients.add(x.detach().flatten(0, 1), learning)
         return d_x, None, None, *(g.new_empty(0) for g in grads)
 
 
 class PartProducts:
     """Products of the parts of one pass with ``weights``, ``[out, in]`` each, that all have the same input. Backward
-    gives each weight the sum of its gradients over the parts.
+    gives each weight the sum of its gradients over the parts. ``parts``: number of parts; ``backlog``: where the work
+    for these sums is left.
     """
 
-    def __init__(self, weights: Sequence[T]) -> None:
+    def __init__(self, weights: Sequence[T], parts: int, backlog: Backlog) -> None:
         self.weights = weights
-        self.gradients = [PartGradients() for _ in weights]
-        pairs = zip(weights, self.gradients, strict=True)
-        self.ends = [_Sum.apply(*pair) for pair in pairs]
+        self.gradients = PartGradients(len(weights), parts, backlog)
+        self.ends = [
+            _Sum.apply(weight, self.gradients, number)
+            for number, weight in enumerate(weights)
+        ]
 
     def __call__(self, x: T) -> tuple[T, ...]:
         """Return the product of ``x`` ``[batch, seq, in]`` with each weight, ``[batch, seq, out]``."""
@@ -104,25 +141,28 @@ class PartProducts:
 
 
 @contextmanager
-def adding_in_place(modules: Sequence[Any], x: T) -> Iterator[None]:
-    """Return a context in which projections of ``modules`` add the weight gradients of parts in place. It changes
-    nothing without gradients, and for modules whose weights are adapted, replaced or elsewhere.
+def adding_in_place(modules: Sequence[Any], x: T, parts: int) -> Iterator[None]:
+    """Return a context in which projections of ``modules`` compute weight gradients once for all parts, while gradients
+    of activations travel. It changes nothing without gradients, and for modules whose weights are adapted, replaced or
+    elsewhere.
 
-    ``x``: an input of the pass, whose device says whether gradients written by hand pay.
+    ``x``: an input of the pass, whose device says whether gradients written by hand pay; ``parts``: number of parts.
     """
     changed: list[tuple[Projections, tuple[str, ...]]] = []
     by_hand = fused.own_gradients_pay(x) and fused.current_tape() is None
     pays = by_hand and torch.is_grad_enabled()
+    backlog = Backlog(LEFT)
     for module in modules if pays else ():
         plain = isinstance(module, Projections) and not (
             module.adapter or module.beside or module.elsewhere or module.products
         )
         for names in module.TOGETHER if plain else ():
             weights = [module.own(name, getattr(module, name)) for name in names]
-            module.products[names] = PartProducts(weights)
+            module.products[names] = PartProducts(weights, parts, backlog)
             changed.append((module, names))
     try:
-        yield
+        with working_beside(backlog):
+            yield
     finally:
         for module, names in changed:
             del module.products[names]

@@ -238,7 +238,10 @@ class WovenPass:
         turns = [0] * len(parts)
         summed = [each for block in blocks for each in (block.attention, block.ffn)]
         summed = summed if len(parts) > 1 else []
-        with self._attending(blocks) as enter, adding_in_place(summed, xs[0]):
+        with (
+            self._attending(blocks) as enter,
+            adding_in_place(summed, xs[0], len(parts)),
+        ):
             for number in self.weave.order(parts):
                 if number in results:
                     continue

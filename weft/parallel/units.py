@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.layout.dims import Logical, extents
-from weft.layout.pending import all_gather, reduce_scatter
+from weft.layout.flights import all_gather, reduce_scatter
 from weft.parallel.replicated import parcels_of
 from weft.parallel.state import Held, Unit
 

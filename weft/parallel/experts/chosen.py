@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 
-from weft.layout.pending import StartedCollective, all_gather
+from weft.layout.flights import StartedCollective, all_gather
 from weft.memory.resting import ComingRow, RestingGroup, Tiers
 from weft.memory.tier_file import PIECE, whole_pages
 from weft.parallel.state import Held

@@ -1,18 +1,20 @@
-"""The search for nano-batches: first their number, then their order, then their sizes."""
+"""The search for nano-batches: first their number and order, then their sizes, and at last the fastest in turns."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from itertools import product
-from math import inf
+from statistics import median
 from typing import ClassVar, NamedTuple
 
 from weft.models.token_parts import PassTokens, TurnOrder, Weave, by_phase, weaving
 
-#: Passes with each choice, of which the fastest counts: the first one of a shape is slow.
+#: Passes with each choice before slow ones are left out. The first does not count, if there are others: it is slow.
 TRIALS = 2
-#: Of the fastest numbers of parts in turns, how many are tried in another order.
-ORDERED = 2
+#: Of the fastest choices, how many are tried with other sizes.
+GROWN = 2
+#: Of the fastest choices at last, how many take turns again, and how often, as a single pass may be slow by chance.
+FINALISTS, ROUNDS = 4, 3
 #: Numbers of parts that are tried, and by how much each part is larger than the part before.
 NUMBERS, GROWTHS = (2, 3, 4), (1.0, 1.5, 1 / 1.5)
 
@@ -53,53 +55,50 @@ class NanoSearch:
     Attributes:
         ``choice``: the choice to try next, or the fastest one after the last trial.
         ``trying``: whether trials remain.
-        ``seconds``: the shortest time of each choice so far.
+        ``seconds``: the times of each choice so far, in the order of its trials.
     """
 
     #: Orders of turns by name.
     ORDERS: ClassVar[Mapping[str, TurnOrder]] = {"turns": weaving, "phases": by_phase}
 
     def __init__(self, tokens: PassTokens) -> None:
-        self.seconds: dict[NanoChoice, float] = {}
-        self.trying, self._noted = True, 0
-        self._steps = self._search(tokens)
-        self.choice = next(self._steps)
+        self.seconds: dict[NanoChoice, list[float]] = {}
+        self.trying = True
+        self._trials = self._search(tokens)
+        self.choice = next(self._trials)
 
     def note(self, seconds: float) -> None:
-        """Record ``seconds`` as a time of a pass with :attr:`choice`. After :data:`TRIALS` passes the next choice is
-        tried.
-        """
+        """Record ``seconds`` as a time of a pass with :attr:`choice`, and go on to the choice to try next."""
         if not self.trying:
             return
-        before = self.seconds.get(self.choice, inf)
-        self.seconds[self.choice] = min(before, seconds)
-        self._noted += 1
-        if self._noted < TRIALS:
-            return
-        self._noted = 0
+        self.seconds.setdefault(self.choice, []).append(seconds)
         try:
-            self.choice = next(self._steps)
+            self.choice = next(self._trials)
         except StopIteration:
-            self.choice, self.trying = self._fastest(), False
+            self.choice, self.trying = self._by_time()[0], False
 
-    def _fastest(self) -> NanoChoice:
-        return self._by_time()[0]
+    def _time(self, choice: NanoChoice) -> float:
+        """Return the usual time of a choice: the median, without that of the first pass."""
+        return median(self.seconds[choice][1:])
 
     def _by_time(self) -> list[NanoChoice]:
-        return sorted(self.seconds, key=self.seconds.__getitem__)
+        return sorted(self.seconds, key=self._time)
 
     def _search(self, tokens: PassTokens) -> Generator[NanoChoice]:
-        """Yield the choices to try: all numbers of equal parts in turns, then the best of them in other ways."""
+        """Yield the choice of each trial: all numbers of equal parts in all orders, the best of them with other sizes,
+        and the best of all once more, in turns.
+        """
         choices = every_choice(tokens)
-        equal = [c for c in choices if c.order == "turns" and c.growth == 1.0]
+        equal = [choice for choice in choices if choice.growth == 1.0]
         # a whole pass last, so that tokens travel under work from the first pass on
-        yield from sorted(equal, key=lambda choice: choice.number == 1)
-        if self._fastest().number == 1:
+        for choice in sorted(equal, key=lambda choice: choice.number == 1):
+            yield from [choice] * TRIALS
+        best = self._by_time()[:GROWN]
+        if best[0].number == 1:
             return
-        # another order may suit another number of parts
-        cut = [choice for choice in self._by_time() if choice.number > 1]
-        ordered = [choice._replace(order="phases") for choice in cut[:ORDERED]]
-        yield from (choice for choice in ordered if choice in choices)
-        best = self._fastest()
-        grown = [best._replace(growth=growth) for growth in GROWTHS[1:]]
-        yield from (choice for choice in grown if choice in choices)
+        for choice, growth in product(best, GROWTHS[1:]):
+            grown = choice._replace(growth=growth)
+            yield from [grown] * (TRIALS if grown in choices else 0)
+        finalists = self._by_time()[:FINALISTS]
+        for _ in range(ROUNDS):
+            yield from finalists
