@@ -17,11 +17,12 @@ import pytest
 from tests.cases import write_corpus
 from tests.conftest import Command
 from tests.started import Started
+from weft.checkpoint.kept_recipe import as_written
 from weft.checkpoint.store import committed_checkpoints
 from weft.cli import run_command_line
 from weft.errors import UsageError
 from weft.observe.run_metrics import read_metrics
-from weft.recipe import load_recipe
+from weft.recipe import build_recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "recipes/quickstart.toml")
@@ -65,7 +66,10 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(("words", "code", "said"), [
     (["train", "nope.toml"], 1, r"recipe nope\.toml does not exist"),
-    (["train"], 2, r"Missing argument 'RECIPE'"),
+    (["train"], 2, r"name a recipe, .*\(weft recipes lists them\), or continue a run: --resume runs/NAME"),
+    (["train", "--resume", "auto"], 2, r"none is named; write weft train RECIPE --resume auto, or name the run"),
+    (["train", "--resume", "nowhere"], 1, r"nowhere does not exist; give a run folder or a checkpoint"),
+    (["verify"], 2, r"Missing argument 'RECIPE'"),
     (["serve", "runs/one"], 2, r"'--from': name the model by it, as in '.*weft serve --checkpoint runs/mine'; see"),
     (["chat", "--checkpoint", "x"], 2, r"--checkpoint; the model needs none: '.*weft chat runs/mine'; see"),
     (["chat", "--lr", "x"], 2, r"No such option: --lr(?!.*--set)"),
@@ -226,9 +230,7 @@ def test_train_report_generate_resume(
         "--set",
         "observe.split_every=1",
     ]
-    code, out, err = command(
-        "train", tiny, "--out", "run", "--resume", "auto", *changed
-    )
+    code, out, err = command("train", "--resume", "run", "--layout", "", *changed)
     assert code == 0, err
     assert (
         "trace       run/trace: a file per rank" in out
@@ -409,4 +411,7 @@ def test_every_recipe_is_valid() -> None:
     recipes = sorted((ROOT / "recipes").glob("*.toml"))
     assert recipes
     for path in recipes:
-        load_recipe(path)
+        recipe = load_recipe(path)
+        again = build_recipe(as_written(recipe.recorded(given=True)))
+        assert again == recipe
+        assert again.model_fields_set == recipe.model_fields_set

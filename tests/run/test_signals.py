@@ -133,7 +133,7 @@ def test_words_say_what_a_run_has_saved(tmp_path: Path) -> None:
         said.startswith("steps 6 to 7 are not saved: the last checkpoint is ")
         and "step-000005" in said
     )
-    assert said.endswith(f"; continue with: --resume {tmp_path}")
+    assert said.endswith(f"; continue with: weft train --resume {tmp_path}")
     (tmp_path / "metrics.jsonl").unlink()
     assert what_is_saved(tmp_path).startswith("all of its steps are saved: ")
 

@@ -27,6 +27,11 @@ _recipe = (
 RecipeFile = Annotated[
     Path, typer.Argument(metavar="RECIPE", help=_recipe, autocompletion=_recipes)
 ]
+_kept_recipe = f"{_recipe} Left out, --resume takes the one that the run keeps."
+KeptRecipeFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="RECIPE", help=_kept_recipe, autocompletion=_recipes),
+]
 
 _layout = (
     'Ranks per axis, e.g. "shard=2,tp=2"; "" is one device. Axes: pp, dp, shard, cp, tp, ep, island; also zero, '

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from weft.cli.arguments import DataPath, FromModel, LayoutText, Overrides, RecipeFile
+from weft.cli.arguments import (
+    DataPath,
+    FromModel,
+    KeptRecipeFile,
+    LayoutText,
+    Overrides,
+)
 from weft.cli.console import plain_console, print_table
 from weft.errors import UsageError
 from weft.run.rank_processes import in_ranks
@@ -40,7 +46,7 @@ _sweep = typer.Option("--sweep", metavar="SECTION.KEY=A,B", help=_sweep_help)
 
 
 def train_command(
-    recipe: RecipeFile,
+    recipe: KeptRecipeFile = None,
     layout: LayoutText = None,
     overrides: Overrides = None,
     origin: FromModel = None,
@@ -57,17 +63,15 @@ def train_command(
 ) -> int:
     """Train a model. Starts one process per rank, or joins those of torchrun or Slurm."""
     from weft.data.source_check import check_sources
-    from weft.recipe import load_recipe
+
+    def load(more: list[str]) -> "Recipe":
+        return named_recipe(
+            recipe, resume, [*(overrides or []), *more], layout, origin, data
+        )
 
     if sweep:
-
-        def varied(more: list[str]) -> "Recipe":
-            return load_recipe(
-                recipe, [*(overrides or []), *more], layout, origin, data
-            )
-
-        return sweep_command(sweep, varied, out, resume, ranks, cluster)
-    given = load_recipe(recipe, overrides or [], layout, origin, data)
+        return sweep_command(sweep, load, out, resume, ranks, cluster)
+    given = load([])
     if not in_ranks():
         check_sources(given.data)  # before anything that takes time
     argv = sys.argv[1:]
@@ -115,6 +119,26 @@ def train_command(
         if given.layout.world == 1 and outcome and outcome.interrupted
         else 0
     )
+
+
+def named_recipe(
+    recipe: Path | None, resume: str | None, overrides: list[str], layout: str | None, origin: str | None,
+    data: str | None,
+) -> "Recipe":  # fmt: skip
+    """Return the recipe ``recipe`` or, if it is None, the one that the run ``resume`` keeps, with the other options of
+    ``weft train``.
+    """
+    if recipe is not None:
+        from weft.recipe import load_recipe
+
+        return load_recipe(recipe, overrides, layout, origin, data)
+    if resume is None:
+        raise UsageError(
+            "name a recipe, such as quickstart (weft recipes lists them), or continue a run: --resume runs/NAME"
+        )
+    from weft.checkpoint.kept_recipe import kept_recipe
+
+    return kept_recipe(resume, overrides, layout, origin, data)
 
 
 def sweep_command(

@@ -807,7 +807,7 @@ class FederationServer:
             raise WeftError(
                 f"{MOST_REFUSED} secure sums in a row were refused ({self._refused_sums[-1]}), and masks hide whose "
                 "update it was; set federated.clip, which clients apply themselves, or leave federated.secure out to "
-                "find the client, and go on with --resume RUN"
+                "find the client, and go on with weft train --resume RUN"
             )
         there = [
             name for name, each in self.clients.items() if each.session is not None
@@ -817,7 +817,7 @@ class FederationServer:
             known = ", ".join(self.clients) or "nobody"
             raise WeftError(
                 f"no client is connected and none has come for {self.patience:g} s (federated.patience); known: "
-                f"{known}; start clients with weft client --join, and go on with --resume RUN"
+                f"{known}; start clients with weft client --join, and go on with weft train --resume RUN"
             )
         if (
             quiet > 10.0

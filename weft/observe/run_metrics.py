@@ -171,7 +171,7 @@ class RecordedRun:
 
 def resume_hint(run: Path) -> str:
     """Return words for the user that say how the run in the folder ``run`` is continued."""
-    return f"continue with: --resume {shlex.quote(str(run))}"
+    return f"continue with: weft train --resume {shlex.quote(str(run))}"
 
 
 def read_metrics(run: Path) -> Records:

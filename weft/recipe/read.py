@@ -64,6 +64,18 @@ def load_recipe(
         raise UsageError(
             f"{path} is empty; 'weft new NAME' writes a recipe to edit, 'weft recipes' lists others"
         )
+    tree.setdefault("name", file.stem)
+    return recipe_of_tree(tree, path, overrides, layout, origin, data, quiet)
+
+
+def recipe_of_tree(
+    tree: dict[str, Any], path: str | Path, overrides: Sequence[str] = (), layout: str | None = None,
+    origin: str | None = None, data: str | None = None, quiet: bool = False,
+) -> Recipe:  # fmt: skip
+    """Build the recipe of the settings ``tree``, a nested dictionary, which this changes.
+
+    ``path``: where the settings come from, for error lines. The other arguments are those of :func:`load_recipe`.
+    """
     if origin is not None:
         tree["model"] = {"from": origin}
         tree["data"] = {
@@ -98,7 +110,6 @@ def load_recipe(
         raise UsageError(
             f"{path}: unknown section [model.adapter]; adapters have a section of their own, [adapter]"
         )
-    tree.setdefault("name", file.stem)
     recipe = build_recipe(tree, str(path))
     # of several ranks one, and not those that a launcher has started after it has said so itself
     launched = "WEFT_LAUNCHED" in os.environ or os.environ.get("RANK", "0") != "0"

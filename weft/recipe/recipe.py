@@ -340,16 +340,20 @@ class Recipe(Section):
             and self.sync.method.in_rounds
         )
 
-    def recorded(self) -> dict[str, Any]:
+    def recorded(self, given: bool = False) -> dict[str, Any]:
         """Return all settings as JSON values, as records and checkpoints keep them: without the secrets of
         addresses.
-        """
-        tree = self.model_dump(mode="json")
-        if "://" in str(tree):
-            from weft.recipe.masked import masked_values
 
-            tree = masked_values(tree)
-        return tree
+        ``given``: return the settings that the user has given alone, from which :func:`weft.recipe.read.build_recipe`
+        builds this recipe again; nothing if addresses among them have secrets.
+        """
+        tree = self.model_dump(mode="json", exclude_unset=given)
+        if "://" not in str(tree):
+            return tree
+        from weft.recipe.masked import masked_values
+
+        masked: dict[str, Any] = masked_values(tree)
+        return {} if given and masked != tree else masked
 
     def batch_layout(self, layout: Layout) -> Layout:
         """Return ``layout`` with ``dp`` set to the number of parts into which ranks divide a batch.

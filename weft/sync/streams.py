@@ -149,7 +149,7 @@ class Streams:
                     why = self._lost.get(island) or f"has not answered for {limit:g} s"
                     raise IslandLost(
                         f"island {island} {why}: island {self.island} waits for its {tag!r}; look at its ranks and the "
-                        "link, then go on from the last checkpoint with --resume RUN"
+                        "link, then go on from the last checkpoint with weft train --resume RUN"
                     )
                 self._news.wait(min(left, MOST_S))
             payload = waiting.popleft()

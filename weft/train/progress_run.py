@@ -108,6 +108,7 @@ class ProgressRun:
         self.recorder = ProgressRecorder(recipe, own, self.progress, steps, title, self._stack)  # fmt: skip
         about = {
             "recipe": recipe.recorded(),
+            "given": recipe.recorded(given=True),
             "layout": str(recipe.layout),
             "world": recipe.layout.world,
             "steps": steps,

@@ -194,6 +194,7 @@ class Job:
         recipe = self.recipe.model_copy(update={"model": self.shape})
         facts = {
             "recipe": recipe.recorded(),
+            "given": self.recipe.recorded(given=True),
             "layout": str(recipe.layout),
             "world": recipe.layout.world,
             "data": self.corpus.fingerprint,

@@ -92,7 +92,7 @@ class InBackward(PhaseFiller):
         if math.isfinite(result.loss) and result.skipped:
             raise WeftError(
                 "a gradient was not finite, and optimizer.in_backward had updated other parameters by then: go on from "
-                "the last checkpoint (--resume RUN) with a lower optimizer.lr or without in_backward"
+                "the last checkpoint (weft train --resume RUN) with a lower optimizer.lr or without in_backward"
             )
         if not result.skipped:
             self.context.model.learn_loads(result.loads)

@@ -1,0 +1,57 @@
+"""The recipe that a run keeps in its checkpoints, by which it is resumed when no recipe is named."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from weft.checkpoint.store import candidates, open_checkpoint
+from weft.errors import UsageError, WeftError
+from weft.recipe import Recipe
+from weft.recipe.read import recipe_of_tree
+
+
+def kept_recipe(
+    resume: str, overrides: Sequence[str] = (), layout: str | None = None, origin: str | None = None,
+    data: str | None = None,
+) -> Recipe:  # fmt: skip
+    """Return the recipe of the run that is to be resumed, from its newest readable checkpoint.
+
+    ``resume``: the run or checkpoint. The other arguments are those of :func:`weft.recipe.read.load_recipe`. Raises
+    :class:`UsageError` if the checkpoint keeps no recipe, and :class:`WeftError` if there is no checkpoint.
+    """
+    if resume == "auto":
+        raise UsageError(
+            "--resume auto is the newest run of a recipe, and none is named; write weft train RECIPE --resume auto, "
+            "or name the run: --resume runs/NAME"
+        )
+    given = _given(resume)
+    if not given:
+        raise UsageError(
+            f"{resume} does not keep its whole recipe, as addresses in it have secrets or it was not saved by weft "
+            f"train; name the recipe: weft train RECIPE --resume {resume}"
+        )
+    return recipe_of_tree(given, resume, overrides, layout, origin, data)
+
+
+def _given(resume: str) -> dict[str, Any]:
+    """Return the settings that the newest readable checkpoint of ``resume`` keeps; empty if it keeps none."""
+    problem: WeftError | None = None
+    for place in candidates(resume):
+        try:
+            return as_written(open_checkpoint(place).meta.get("given", {}))
+        except WeftError as error:  # resuming takes the one before, too
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def as_written(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the recorded settings ``given`` in which an only data source stands in ``[data]`` itself, where
+    overrides of it look.
+    """
+    tree: dict[str, Any] = json.loads(json.dumps(given))
+    sources = tree.get("data", {}).get("sources", [])
+    if len(sources) == 1:
+        del tree["data"]["sources"]
+        tree["data"] |= sources[0]
+    return tree
