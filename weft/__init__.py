@@ -4,12 +4,13 @@
 has all names: the sections of a recipe, what plugins need, and errors.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from weft.version import VERSION
 
+# Not typing's, whose import takes longer than all else before the entry point handles Ctrl-C.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from weft.api import start as train
     from weft.curation.data_run import run_pipeline
     from weft.curation.read_pipeline import load_pipeline
@@ -66,8 +67,10 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import a name of ``__all__`` on first use, so that ``weft --help`` does not wait for PyTorch."""
+    from importlib import import_module
+
     if name not in __all__:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     if name == "train":
