@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from weft.errors import WeftError
+from weft.errors import WeftError, why_unwritten
 
 #: Folder of the cache with the files of remote sources, which are there when they are read.
 DOWNLOADS = "weft-downloads"
@@ -53,7 +53,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                     shutil.rmtree(making, ignore_errors=True)
     except OSError as error:
         raise WeftError(
-            f"cannot write {folder}: {error.strerror or error}; set data.cache (or WEFT_CACHE) to another folder"
+            f"cannot write {folder}: {why_unwritten(error, 'set data.cache (or WEFT_CACHE) to another folder')}"
         ) from None
     return folder
 

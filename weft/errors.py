@@ -1,6 +1,7 @@
 """The errors that reach a user as one line instead of a traceback."""
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -39,3 +40,13 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return (
         f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(choices)}"
     )
+
+
+def why_unwritten(error: OSError, remedy: str = "") -> str:
+    """Return the end of an error line for a file that cannot be written because of ``error``.
+
+    It is the cause, and what helps: room on the disk if it is full, or else ``remedy``, which may be empty.
+    """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "make room on its disk"
+    return f"{error.strerror or error}; {remedy}".removesuffix("; ")

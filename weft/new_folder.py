@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from weft.errors import WeftError
+from weft.errors import WeftError, why_unwritten
 
 
 def check_new(folder: Path, option: str = "--out") -> None:
@@ -34,6 +34,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
                 os.fsync(stream.fileno())
         draft.rename(folder)
     except OSError as error:
-        raise WeftError(f"cannot write {folder}: {error.strerror or error}") from None
+        raise WeftError(
+            f"cannot write {folder}: {why_unwritten(error, 'choose another folder')}"
+        ) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import WeftError
+from weft.errors import WeftError, why_unwritten
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -47,7 +47,7 @@ def check_writable(path: Path, option: str) -> None:
             path.unlink()
     except OSError as error:
         raise WeftError(
-            f"cannot write {option} {path}: {error.strerror}; name another file"
+            f"cannot write {option} {path}: {why_unwritten(error, 'name another file')}"
         ) from None
 
 
@@ -61,6 +61,6 @@ def write(path: Path, page: str | bytes, option: str) -> Path:
         path.write_bytes(page if isinstance(page, bytes) else page.encode())
     except OSError as error:
         raise WeftError(
-            f"cannot write {option} {path}: {error.strerror}; name another file"
+            f"cannot write {option} {path}: {why_unwritten(error, 'name another file')}"
         ) from None
     return path

@@ -20,8 +20,10 @@ from tests.cli.test_commands import tiny
 from tests.conftest import Command
 from tests.models.test_hugging_face import write_config
 from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.errors import WeftError
 from weft.models.hugging_face import export
 from weft.observe.run_metrics import read_metrics
+from weft.pages import write as write_page
 from weft.recipe import ModelShape, Recipe, load_recipe
 from weft.shapes.config import shape_from_config
 from weft.train.setup import prepare
@@ -153,9 +155,13 @@ def test_a_read_only_disk_and_a_full_one(
             "train", tiny, "--layout", "shard=2", "--out", "disk/run", *more
         )
         said = done.stdout + done.stderr
-        assert "was not saved: cannot" in said and "No space left on device" in said, (
-            said
-        )
+        assert "was not saved: cannot" in said, said
+        # in the middle, at the end, and at the report that comes after it
+        remedy = "No space left on device; make room on its disk"
+        assert said.count("No space left") == said.count(remedy) >= 2, said
+        assert done.stderr.endswith(f"{remedy}\n"), said
+        with pytest.raises(WeftError, match=f"cannot write --html .*{remedy}"):
+            write_page(tmp_path / "disk/page.html", b"x" * 1_000_000, "--html")
         assert "Traceback" not in said, said
         # the last checkpoint was not saved
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from weft.errors import WeftError
+from weft.errors import WeftError, why_unwritten
 
 #: Buffers of one system call at most.
 IOV_MAX = 1000
@@ -246,7 +246,7 @@ class LocalStorage:
             missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENODATA)
             kind = MissingObject if missing and doing == "read" else StorageError
             raise kind(
-                f"cannot {doing} {self.root / name}: {error.strerror or error}"
+                f"cannot {doing} {self.root / name}: {why_unwritten(error)}"
             ) from error
 
 

@@ -15,7 +15,7 @@ import typer
 from weft.cli.arguments import SecretFile, read_address, set_secret
 from weft.cli.console import warn
 from weft.cli.engine_options import holding_engine, read_engine_options
-from weft.errors import UsageError
+from weft.errors import UsageError, why_unwritten
 
 if TYPE_CHECKING:
     from weft.cluster.cache_member import CacheMember
@@ -328,5 +328,5 @@ def _mark(file: Path, joined: bool) -> None:
         file.touch() if joined else file.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(
-            f"--joined-file {file} cannot be written: {error.strerror}; name another file"
+            f"--joined-file {file} cannot be written: {why_unwritten(error, 'name another file')}"
         ) from None

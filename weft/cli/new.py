@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError, WeftError, why_unwritten
 
 _from = "Start from this recipe: a name from weft recipes, or a file. If not set: ten settings of a small model."
 _all = "Add every other setting too, as a comment at its default."
@@ -39,7 +39,7 @@ def new_command(
         out.write_text(template(text, str(out), with_all))
     except OSError as error:
         raise WeftError(
-            f"cannot write {out}: {error.strerror}; choose another folder"
+            f"cannot write {out}: {why_unwritten(error, 'choose another folder')}"
         ) from None
     typer.echo(f"{out}: edit it, then: weft train {out}")
     return 0

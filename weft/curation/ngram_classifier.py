@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from weft.curation.hashed_ngrams import NgramSettings, SparseVector, ngram_vector
-from weft.errors import WeftError
+from weft.errors import WeftError, why_unwritten
 from weft.section import validated
 
 #: Key of the file's metadata, and what its value begins with.
@@ -112,7 +112,7 @@ def save_classifier(
         report_file(file).write_text(json.dumps(report, indent=2) + "\n")
     except OSError as error:
         raise WeftError(
-            f"--out {file} cannot be written: {error.strerror or error}; name another file"
+            f"--out {file} cannot be written: {why_unwritten(error, 'name another file')}"
         ) from None
 
 

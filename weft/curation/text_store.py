@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.errors import WeftError
+from weft.errors import WeftError, why_unwritten
 
 #: Seconds that a process waits for others that write.
 PATIENCE_S = 60.0
@@ -81,5 +81,5 @@ class TextStore:
             ) from None
         except OSError as error:
             raise WeftError(
-                f"{self.file} cannot be written: {error.strerror or error}; set cache to another folder"
+                f"{self.file} cannot be written: {why_unwritten(error, 'set cache to another folder')}"
             ) from None

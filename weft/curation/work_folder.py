@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -13,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from weft.errors import WeftError
+from weft.errors import WeftError, why_unwritten
 
 #: The folder of intermediate files in the folder that a data run writes to.
 WORK = ".work"
@@ -55,9 +54,8 @@ def write_atomically(path: Path, data: Any) -> None:
 
 def cannot_write(path: Path, error: OSError) -> WeftError:
     """Return the error for a file of a data run that could not be written because of ``error``."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = f"free some space, then {RESUME}" if full else f"mend that, then {RESUME}"
-    return WeftError(f"cannot write {path}: {error.strerror or error}; {remedy}")
+    why = why_unwritten(error, "mend that")
+    return WeftError(f"cannot write {path}: {why}, then {RESUME}")
 
 
 def read_intact(path: Path, digest: str) -> bytes:
@@ -111,7 +109,7 @@ def sole_writer(out: Path) -> Iterator[None]:
         lock = (work / "lock").open("a+")
     except OSError as error:
         raise WeftError(
-            f"cannot write --out {out}: {error.strerror}; choose another folder"
+            f"cannot write --out {out}: {why_unwritten(error, 'choose another folder')}"
         ) from None
     with lock:
         try:

@@ -8,7 +8,7 @@ from weft.data.line_worker import answer_lines
 from weft.data.source_piece import SourcePiece
 from weft.data.tokenize_pieces import write_piece
 from weft.data.tokenizer import load_tokenizer
-from weft.errors import WeftError
+from weft.errors import WeftError, why_unwritten
 from weft.plugins import load_plugins
 from weft.recipe import Source
 
@@ -27,8 +27,8 @@ def begin_tokenizing(task: dict[str, Any]) -> Callable[[Any], None]:
             piece = SourcePiece.parsed(line)
             write_piece(folder, piece, source, tokenizer, task["opening"])
         except OSError as error:
-            cause = error.strerror or error
-            raise WeftError(f"cannot write {folder}: {cause}") from None
+            why = why_unwritten(error, "set data.cache to another folder")
+            raise WeftError(f"cannot write {folder}: {why}") from None
 
     return tokenize
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from weft.errors import WeftError
+from weft.errors import WeftError, why_unwritten
 
 
 class FileNotWritten(WeftError):
@@ -19,8 +19,11 @@ def writing_file(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        why = (
+            why_unwritten(error, "choose another folder (--out)")
+            if isinstance(error, OSError)
+            else f"{error}; make room or choose another folder (--out)"
+        )
         raise FileNotWritten(
-            f"cannot write {path}: {why}; make room or choose another folder (--out), and start again: what is stored "
-            "is kept"
+            f"cannot write {path}: {why}, and start again: what is stored is kept"
         ) from None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError, WeftError, why_unwritten
 from weft.observe.trackers import Tracker
 from weft.registry import find
 
@@ -62,7 +62,7 @@ class Metrics:
                 self._file.truncate(self._end)
             except OSError as error:
                 raise WeftError(
-                    f"cannot write {run / FILE}: {error.strerror or error}"
+                    f"cannot write {run / FILE}: {why_unwritten(error, 'choose another folder (--out)')}"
                 ) from None
             for name in trackers:
                 try:
@@ -113,7 +113,7 @@ class Metrics:
             if not self._unwritten:
                 where = self._run / FILE  # type: ignore[operator]
                 self.warn(
-                    f"cannot write {where}: {error.strerror or error}; the run goes on"
+                    f"cannot write {where}: {why_unwritten(error)}; the run goes on"
                 )
             self._unwritten = waiting if len(waiting) <= KEPT else self._unwritten
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.data.chat.trajectory_records import atif_record
-from weft.errors import WeftError
+from weft.errors import WeftError, why_unwritten
 
 if TYPE_CHECKING:
     from weft.rl.rollout import GroupRequest, WrittenAnswer
@@ -54,7 +54,7 @@ def keep_phase(
                 other.unlink()
     except OSError as error:
         raise WeftError(
-            f"{file} cannot be written: {error.strerror or error}; make room, or set rl.keep = 0"
+            f"{file} cannot be written: {why_unwritten(error, 'set rl.keep = 0')}"
         ) from None
     return file
 

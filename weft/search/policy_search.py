@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from weft.errors import UsageError
+from weft.errors import UsageError, why_unwritten
 from weft.registry import KINDS, setting_values
 from weft.search.evolution import JudgedExpression, SearchGeneration, evolve
 from weft.search.judged_policy import JudgedPolicy
@@ -178,7 +178,9 @@ def write_plugin(path: Path, text: str) -> None:
         with path.open("x") as file:
             file.write(text)
     except OSError as error:
-        raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
+        raise UsageError(
+            f"--out {path} cannot be written: {why_unwritten(error, 'name another file')}"
+        ) from None
 
 
 def expression_diff(policy: JudgedPolicy, find: PolicyFind) -> str:

@@ -18,7 +18,7 @@ from weft.checkpoint.convert.gguf_file import (
 from weft.checkpoint.convert.rules import Shard
 from weft.data.gguf_vocabulary import gguf_vocabulary
 from weft.data.tokenizer import tokenizer_from_files
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError, WeftError, why_unwritten
 from weft.layout.mesh import Mesh
 from weft.models.rope import frequencies
 from weft.models.transformer import Transformer
@@ -107,7 +107,9 @@ def export_gguf(
         writer.close()
         draft.rename(file)
     except OSError as error:
-        raise WeftError(f"cannot write {file}: {error.strerror or error}") from None
+        raise WeftError(
+            f"cannot write {file}: {why_unwritten(error, 'choose another folder')}"
+        ) from None
     finally:
         draft.unlink(missing_ok=True)
     return file
