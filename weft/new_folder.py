@@ -1,7 +1,9 @@
 """A folder that appears when it is complete, or not at all."""
 
+import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +12,32 @@ from weft.errors import WeftError, why_unwritten
 
 
 def check_new(folder: Path, option: str = "--out") -> None:
-    """Raise :class:`WeftError` if ``folder``, which the command's ``option`` names, exists already."""
+    """Raise :class:`WeftError` if ``folder``, which the command's ``option`` names, exists already or cannot be made.
+
+    Commands call it before the work whose result goes there. It creates missing folders above ``folder``.
+    """
     if folder.exists():
         raise WeftError(f"{option} {folder} exists already; choose another folder")
+    check_folder_writable(folder, option, folder.absolute().parent)
+
+
+def check_folder_writable(
+    folder: Path, option: str, within: Path | None = None
+) -> None:
+    """Raise :class:`WeftError` if no file can be written in ``folder``, which the command's ``option`` names.
+
+    It creates missing folders. ``within``: write into this folder instead.
+    """
+    place = within or folder
+    try:
+        if place.is_file():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        place.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise WeftError(
+            f"cannot write {option} {folder}: {why_unwritten(error, 'choose another folder')}"
+        ) from None
 
 
 @contextmanager

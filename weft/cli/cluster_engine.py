@@ -121,6 +121,7 @@ def engine_command(
     options.check_moves()
     router = read_address(join, "--join")
     if joined_file is not None:
+        _mark(joined_file, True)
         _mark(joined_file, False)
     checkpoint = options.checkpoint
     if checkpoint == POLICY:

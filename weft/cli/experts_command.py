@@ -56,8 +56,10 @@ def experts_command(
     """
     import json
 
+    from weft.new_folder import check_folder_writable
     from weft.train.expert_set import write_expert_set
 
+    check_folder_writable(out, "--out")
     divided = None
     if clusters is None:
         _refuse_without_clusters(expert, features, lost)
@@ -83,7 +85,6 @@ def experts_command(
     check_expert_names(names, only or [], lost or [], top)
     if divided is None:
         check_texts(wishes, only or names, prior)
-    out.mkdir(parents=True, exist_ok=True)
     if divided is not None:
         write_division(divided, out)
     here = [w for w in wishes if w.name in (only or names) and w.name not in (lost or [])]  # fmt: skip

@@ -276,6 +276,8 @@ def generate_command(
         messages, tools = read_messages(text)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
+    if at_rest:
+        at_rest.check_folders()
     with as_rank(spread, device) as device:
         resting = elsewhere.parts(weights)
         experts = open_experts(checkpoint, device, warn, ema)

@@ -173,8 +173,10 @@ def get_command(
     given: Given = None,
 ) -> int:
     """Fetch shared files of peers, block by block and verified; blocks that are already there are not fetched again."""
+    from weft.new_folder import check_folder_writable
     from weft.peers.download import download
 
+    check_folder_writable(to, "--to")
     with _visitor(given) as peer:
         peer.settle()
         fetched = download(peer, path.strip("/"), to)

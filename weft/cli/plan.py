@@ -205,6 +205,15 @@ def plan_command(
     from weft.planner.planned_recipe import layout_tree
     from weft.recipe.shipped import find_recipe
 
+    modes = {
+        "--rl": rl, "--serve": serve, "--sample": sample, "--think": think, "--here": here, "--generate": generate,
+    }  # fmt: skip
+    files = {"--recipe": recipe, "--html": html}
+    for option in (name for name, file in files.items() if file is not None):
+        if mode := next((name for name, given in modes.items() if given), None):
+            raise UsageError(
+                f"{option} is of the layouts for training, and {mode} plans something else; leave out one of them"
+            )
     if rl:
         from weft.cli.roles_plan import plan_roles
 
@@ -244,7 +253,7 @@ def plan_command(
         return _generating(model, load_cluster(cluster, gpus or 1), generate, as_json)
     # a simulation makes many small objects; looking for circles among them takes a quarter
     gc.set_threshold(200_000)
-    for option, file in (("--recipe", recipe), ("--html", html)):
+    for option, file in files.items():
         if file is not None:
             check_writable(file, option)
     job = read_job(

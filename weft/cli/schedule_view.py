@@ -10,7 +10,7 @@ from rich.console import Console
 
 from weft.cli.console import print_table
 from weft.errors import UsageError
-from weft.pages import write
+from weft.pages import check_writable, write
 from weft.schedule import draw
 from weft.schedule.build import Times, build, builder_of, builders
 from weft.schedule.exchange import best_turns, with_exchanges
@@ -43,6 +43,9 @@ def show_schedule(
         ``files``: path to write for each kind of drawing, "svg", "html" or "trace"; None: do not draw it.
         ``as_json``: print JSON instead of a table and a drawing.
     """
+    for kind, path in files.items():
+        if path is not None:
+            check_writable(path, f"--{kind}")
     for option, value in milliseconds.items():
         if not math.isfinite(value):
             raise UsageError(f"--{option} {value} is not possible; give a time in ms")

@@ -73,7 +73,13 @@ def train_command(
         return sweep_command(sweep, load, out, resume, ranks, cluster)
     given = load([])
     if not in_ranks():
-        check_sources(given.data)  # before anything that takes time
+        # before anything that takes time
+        check_sources(given.data)
+        if given.memory.folder and "file" in given.memory.away.values():
+            from weft.memory.nameless_file import check_file_folder
+
+            folder = given.memory.folder
+            check_file_folder(Path(folder), f"memory.folder = {folder!r}")
     argv = sys.argv[1:]
     if "layout" not in given.model_fields_set:
         from weft.api import with_planned_layout

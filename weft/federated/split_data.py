@@ -12,6 +12,7 @@ import numpy as np
 from weft.errors import UsageError, WeftError
 from weft.federated.client_partition import Partition, PartitionKind, draw_partition
 from weft.federated.labelled_samples import read_labelled
+from weft.new_folder import check_folder_writable
 
 #: The file beside the clients' files that says whose each sample is.
 PARTITION_FILE = "partition.json"
@@ -63,7 +64,8 @@ def split_data(
 
     Raises :class:`UsageError` or :class:`WeftError` if the data cannot be read or divided.
     """
-    if out.exists() and any(out.iterdir()):
+    check_folder_writable(out, "--out")
+    if any(out.iterdir()):
         raise UsageError(f"--out {out} is not empty; name another folder")
     options = {"alpha": alpha, "classes": classes, "seed": seed}
     if path.startswith("sklearn:") or path.endswith(".npz"):

@@ -37,6 +37,19 @@ LEFT = 0.9
 STALE_S = 3600.0
 
 
+def make_cache_folder(folder: Path) -> None:
+    """Make ``folder``, which nobody else may read, as texts of users can be guessed from what is kept in it.
+
+    Raises :class:`UsageError` if the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UsageError(
+            f"the cache folder {folder} cannot be made: {error.strerror}; give another folder"
+        ) from None
+
+
 class BlockFiles:
     """Keeps cache blocks in files in ``folder``. ``model``: name of the model's own folder in ``folder``. ``most``:
     largest number of bytes of all files together. ``warn`` shows the user a line; each kind of trouble is reported
@@ -54,13 +67,7 @@ class BlockFiles:
             most,
             warn,
         )
-        try:
-            # texts of users can be guessed from what is kept
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise UsageError(
-                f"the cache folder {folder} cannot be made: {error.strerror}; give another folder"
-            ) from None
+        make_cache_folder(self.folder)
         self._said: set[str] = set()
         self._lock = threading.Lock()
         self._waiting: dict[bytes, Contents] = {}

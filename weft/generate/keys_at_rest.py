@@ -29,6 +29,7 @@ from weft.generate.key_owner import run_owner
 from weft.generate.lending import Borrower, NoRoom, check_lending, lent_blocks
 from weft.generate.reader import PagedReader
 from weft.generate.request import Request
+from weft.memory.nameless_file import check_file_folder
 from weft.models.borrowed_keys import BlockLender, LenderLost, LentQuery, Partial
 from weft.models.numbers import wide
 from weft.net.child_pipe import PipeEnd, RunningProcess, call_in_child, open_child
@@ -95,6 +96,14 @@ class RestingKeys:
                 f"{CALLED} {text} names no folder; give one on a local disk first"
             )
         return cls(tuple(folders), **numbers)
+
+    def check_folders(self) -> None:
+        """Raise :class:`WeftError` for a folder that can have no file. Missing folders are created.
+
+        Commands call it before they open a model, whose weights take long to read.
+        """
+        for folder in self.folders:
+            check_file_folder(folder, f"{CALLED} = {str(folder)!r}")
 
 
 class RunPlace(NamedTuple):

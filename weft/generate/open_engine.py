@@ -12,6 +12,7 @@ from weft.checkpoint.convert.peft import is_adapter, read_adapter
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.checkpoint.model_family import FamilyMember, ModelFamily, model_folders
 from weft.errors import UsageError
+from weft.generate.block_files import make_cache_folder
 from weft.generate.cache_policy import NONE, cache_policy_of, check_alone
 from weft.generate.core_share import own_cores
 from weft.generate.drafter import check_ahead, drafter_for
@@ -182,6 +183,15 @@ class EngineOptions(RestingWeights):
         check_ahead(self.draft, self.ahead, self.early_layer, self.spread.world)
         policy_of(self.policy)
 
+    def check_folders(self) -> None:
+        """Raise :class:`weft.errors.WeftError` for a folder of keys that can have no file, before the weights are
+        read. Missing folders are created.
+        """
+        if self.keys_in:
+            RestingKeys.parse(self.keys_in).check_folders()
+        if self.cache_folder is not None:
+            make_cache_folder(self.cache_folder)
+
     @property
     def numerics(self) -> str:
         """A text that names all settings beside the weights that change a model's results: the type of the weights in
@@ -300,6 +310,7 @@ def open_engine(
 
     spread = options.spread
     mesh = mesh_for(spread, device, options.checkpoint)
+    options.check_folders()
     parts = options.elsewhere.parts(options.weights)
     experts = _experts_of(options, device, warn)
     if experts:

@@ -40,6 +40,14 @@ def nameless_file(folder: Path, name: str) -> int:
         ) from None
 
 
+def check_file_folder(folder: Path, name: str) -> None:
+    """Raise :class:`TierError` if ``folder`` cannot have a file of this kind, before there is anything to write.
+
+    ``name``: what the error message calls the folder.
+    """
+    os.close(nameless_file(folder.expanduser(), name))
+
+
 def reserve(descriptor: int, start: int, size: int, where: str) -> mmap.mmap:
     """Reserve bytes of a file on the disk. Return them mapped as memory of this process.
 

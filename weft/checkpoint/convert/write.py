@@ -25,7 +25,7 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Tensor, slices, whole_box
 from weft.layout.parts import NAMES, TORCH_DTYPES
 from weft.models.hugging_face import TYPICAL, as_hf, export, exported_dtype
-from weft.new_folder import new_folder
+from weft.new_folder import check_folder_writable, new_folder
 from weft.recipe import Recipe
 from weft.shapes.carried_files import CONFIG, as_json, carried_config, exported_config
 from weft.shapes.foreign_names import hf_names
@@ -53,6 +53,8 @@ def convert(
         raise UsageError(f"--to {to} makes a folder on this machine; {out} is none")
     if not is_new(place):
         raise WeftError(f"--out {out} exists already; choose another folder")
+    if isinstance(place, LocalStorage):
+        check_folder_writable(place.root, "--out", place.root.absolute().parent)
     foreign = open_foreign(source, kind, config)
     _check_kind(foreign, to, upcycle)
     if upcycle is not None:
