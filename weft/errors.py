@@ -30,15 +30,18 @@ class Interrupted(Exception):
     """
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str], listed: bool = False) -> str:
     """Return the end of an error line for an unknown ``word``.
 
-    It names the closest of ``choices``, or all of them if none is close.
+    It names the closest of ``choices``, or all of them if none is close. ``listed``: name all of them in any case.
     """
     choices = list(choices)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    near, every = f"did you mean {close[0]!r}?" if close else "", ", ".join(choices)
     return (
-        f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(choices)}"
+        f"{near} Choose from: {every}"
+        if near and listed
+        else near or f"choose from: {every}"
     )
 
 

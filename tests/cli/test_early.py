@@ -50,7 +50,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("data autoencoder a --out file/x", 1, "cannot write --out file/x: Not a directory; "),
     ("peer get a --to file", 1, "cannot write --to file: Not a directory; "),
     ("client --join a --out file", 1, "cannot write --out file: Not a directory; "),
-    ("train offload --set memory.weights=file --set memory.folder=file", 1, "memory.folder = 'file' cannot be used: it "),
+    ("train offload --set memory.weights=file --set memory.folder=file", 1, "memory.folder = 'file' cannot be used: "),
     ("experts finetune --out file --expert a", 1, "cannot write --out file: Not a directory; "),
     ("generate --from run --prompt a --keys-in file", 1, "--keys-in = 'file' cannot be used: it is a file; "),
     ("serve --port 0 --from run --keys-in file", 1, "--keys-in = 'file' cannot be used: it is a file; "),

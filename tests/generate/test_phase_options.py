@@ -21,7 +21,8 @@ PLAIN: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"phases": "two"}, "--phases cannot be 'two'; give one or split"),
+        ({"phases": "two"}, "--phases cannot be 'two'; choose from: one, split"),
+        ({"phases": "splt"}, r"did you mean 'split'\? Choose from: one, split"),
         ({"quota": "0.5"}, "--quota is for --phases split"),
         ({"phases": "split", "quota": "0.95"}, "--quota cannot be '0.95'"),
         ({"phases": "split", "quota": "nan"}, "or a number from 0.1 to 0.9"),

@@ -289,7 +289,7 @@ def test_a_version_that_comes_again_finds_no_blocks_of_the_first_time() -> None:
     ("dp=2", {}, "generation goes over tp, cp, pp and ep, and has no use for dp"),
     ("tp=2,sum=star", {}, "leave them out of roles.rollout.layout"),
     ("tp=2,tp_shares=auto", {}, "leave them out of roles.rollout.layout"),
-    ("", {"weights": "int8"}, "a policy generates with weights float or bfloat16, not 'int8'"),
+    ("", {"weights": "int8"}, "cannot generate with weights 'int8'; choose from: float, bfloat16"),
 ])  # fmt: skip
 def test_what_cannot_generate_is_refused(
     layout: str, options: dict[str, Any], said: str

@@ -149,8 +149,14 @@ def test_examples_beside_models(tmp_path: Path) -> None:
     [
         ("general =", "cannot be read"),
         ("general = 'x'", "says of no model what it is for"),
-        ("genral = 'x'", "there is no genral; known: models, general"),
-        ("[models.sql]\nword = ['a']", "there is no models.sql.word; known: words"),
+        (
+            "genral = 'x'",
+            "there is no genral; did you mean 'general'.* Choose from: models, general",
+        ),
+        (
+            "[models.sql]\nword = ['a']",
+            "there is no models.sql.word; did you mean 'words'",
+        ),
         ("[models.sql]\nwords = 'a'", "models.sql.words = 'a' is no list"),
         ("[models.sql]\nwords = ['']", "models.sql.words is a list of texts"),
         ("[models.sql]\npattern = '('", "pattern is no regular expression"),
@@ -164,7 +170,9 @@ def test_mistakes(tmp_path: Path, text: str, said: str) -> None:
 
 def test_models_that_are_not_served() -> None:
     settings = ChoiceSettings((ModelRule("law", ("x",)),))
-    with pytest.raises(UsageError, match="names 'law', which is not served; known: a"):
+    with pytest.raises(
+        UsageError, match="names 'law', which is not served; choose from: a"
+    ):
         ModelChoice(settings, "a", ["b"], letters)
     with pytest.raises(UsageError, match="'auto' stands for a choice"):
         ModelChoice(settings, "auto", ["law"], letters)

@@ -615,7 +615,7 @@ def test_a_rank_that_is_gone_is_named_and_all_end(
     (["--api-key", "none.txt"], "--api-key names a file, and there is none of this name"),
     (["--api-key", "empty.txt"], "--api-key empty.txt has no key; write one per line"),
     (["--host", "203.0.113.1"], "cannot listen at 203.0.113.1 port 8000"),
-    (["--policy", "chunked:0"], "--policy cannot be 'chunked:0'; give exact-fill, prompts-first or"),
+    (["--policy", "chunked:0"], "--policy cannot be 'chunked:0': behind chunked: comes a whole number"),
     (["--invariant", "--layout", "tp=2"], "--invariant is for a model on one rank"),
     (["--chat-template", "nowhere.jinja"], "--chat-template: cannot read nowhere.jinja: No such file"),
     (["--chat-template", "empty.txt"], "--chat-template: empty.txt is empty"),

@@ -288,11 +288,13 @@ def test_each_rank_selects_for_its_heads(pool: Any, layout: str) -> None:
 
 
 @pytest.mark.parametrize(("word", "line"), [
-    ("windows:8", "cannot be 'windows:8'; give none or, for instance, alisa:0.25, blocks:0.25, window:1024"),
+    ("windw:64", r"did you mean 'window'\? Give none, alisa:0.25, blocks:0.25, window:1024"),
+    ("x", "cannot be 'x'; give none, alisa:0.25, blocks:0.25, window:1024"),
+    ("blocks:2", "behind blocks: comes a share of the blocks, above 0 and at most 1; give, for instance, blocks:0.25"),
     ("window", "cannot be 'window'"), ("window:0", "cannot be 'window:0'"), ("window:-3", "cannot be"),
     ("blocks:0", "cannot be 'blocks:0'"), ("blocks:1.5", "cannot be"), ("blocks:nan", "cannot be"),
     ("alisa:0.2:int4", "cannot be"), ("alisa:0.2:int8:int8", "cannot be"),
-    ("alisa:0.2:host=x", "cannot be"), ("none:3", "cannot be"),
+    ("alisa:0.2:host=x", "cannot be"), ("none:3", "nothing comes behind none"),
     ("window:3", "is less than a cache block of 4 tokens; give window:4 or more"),
     ("alisa:0.5:query:query", "cannot be"), ("alisa:0.1:query", "give a share of 0.125 or more, or leave query out"),
     ("alisa:0.5:host=3", "room on the host for less than a cache block of 4 tokens; give host=4 or more"),

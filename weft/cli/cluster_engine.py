@@ -15,7 +15,7 @@ import typer
 from weft.cli.arguments import SecretFile, read_address, set_secret
 from weft.cli.console import warn
 from weft.cli.engine_options import holding_engine, read_engine_options
-from weft.errors import UsageError, why_unwritten
+from weft.errors import UsageError, nearest, why_unwritten
 
 if TYPE_CHECKING:
     from weft.cluster.cache_member import CacheMember
@@ -103,7 +103,7 @@ def engine_command(
     from weft.version import VERSION
 
     if role and role not in ROLES:
-        raise UsageError(f"--role {role} is not possible; give {' or '.join(ROLES)}")
+        raise UsageError(f"--role {role} is not possible; {nearest(role, ROLES, True)}")
     if role == "cache":
         _check_options(
             options, OF_CACHE, "--role cache keeps blocks and computes nothing"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError, WeftError, nearest
 
 #: The sets that come with scikit-learn, by the name after "sklearn:".
 BUNDLED = ("digits", "wine", "breast_cancer")
@@ -78,9 +78,9 @@ def _bundled(name: str) -> LabelledSamples:
         digits = read_digits()
         return LabelledSamples(digits.images.reshape(-1, 64), digits.labels)
     if name not in BUNDLED:
-        raise UsageError(
-            f"there is no 'sklearn:{name}'; choose from {', '.join(f'sklearn:{name}' for name in BUNDLED)}"
-        )
+        every = [f"sklearn:{known}" for known in BUNDLED]
+        asked = f"sklearn:{name}"
+        raise UsageError(f"there is no {asked!r}; {nearest(asked, every, True)}")
     try:
         from sklearn import datasets
     except ImportError:

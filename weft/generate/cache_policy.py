@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from weft.errors import UsageError
-from weft.registry import declared, find, names
+from weft.generate.option_word import wrong_word
+from weft.registry import find, names
 
 if TYPE_CHECKING:
     from weft.generate.block_pool import BlockPool
@@ -42,6 +43,7 @@ class CachePolicy:
 
     Attributes:
         ``example``: a value of the option that selects it.
+        ``argument``: words on what comes behind the colon, for error lines.
         ``word``: the value by which it has been selected.
         ``remembers``: whether :meth:`selector` returns objects that keep data of each text beside its blocks. Texts
             then share no blocks, and no token can be taken back.
@@ -49,6 +51,7 @@ class CachePolicy:
     """
 
     example: ClassVar[str] = ""
+    argument: ClassVar[str] = ""
     word: str = ""
     remembers: ClassVar[bool] = False
     windows: ClassVar[bool] = True
@@ -102,10 +105,7 @@ def cache_policy_of(word: str) -> CachePolicy | None:
         if policy is not None:
             policy.word = word
             return policy
-    examples = [each.implementation.example for each in declared("cache-policy")]
-    raise UsageError(
-        f"--cache-policy cannot be {word!r}; give {NONE} or, for instance, {', '.join(examples)}"
-    )
+    raise wrong_word("--cache-policy", word, "cache-policy", (NONE,))
 
 
 def share_of(argument: str) -> float | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from weft.checkpoint.convert.peft import is_adapter, read_adapter
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.checkpoint.model_family import FamilyMember, ModelFamily, model_folders
-from weft.errors import UsageError
+from weft.errors import UsageError, nearest
 from weft.generate.block_files import make_cache_folder
 from weft.generate.cache_policy import NONE, cache_policy_of, check_alone
 from weft.generate.core_share import own_cores
@@ -234,7 +234,7 @@ class EngineOptions(RestingWeights):
     def _check_phases(self) -> None:
         if self.phases not in PHASES:
             raise UsageError(
-                f"--phases cannot be {self.phases!r}; give {' or '.join(PHASES)}"
+                f"--phases cannot be {self.phases!r}; {nearest(self.phases, PHASES, True)}"
             )
         if self.phases != "split":
             if self.quota:

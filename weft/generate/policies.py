@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from weft.errors import UsageError
+from weft.generate.option_word import wrong_word
 from weft.registry import declared, find, names
 
 if TYPE_CHECKING:
@@ -27,11 +27,12 @@ class SchedulingPolicy:
     """Base class of scheduling policies, which decide how many tokens of which requests a step computes. A call takes
     the running and the waiting requests and the step's budget of tokens, and returns the requests in the order to serve
     them. ``weft serve --policy NAME`` or ``--policy NAME:ARGUMENT`` selects one. ``example``: an example of
-    NAME:ARGUMENT for a policy that needs an argument. ``candidates``: the values of ``--policy`` of this policy that
-    ``weft bench policies`` compares.
+    NAME:ARGUMENT for a policy that needs an argument. ``argument``: words on it, for error lines. ``candidates``: the
+    values of ``--policy`` of this policy that ``weft bench policies`` compares.
     """
 
     example: ClassVar[str] = ""
+    argument: ClassVar[str] = ""
     candidates: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -84,11 +85,7 @@ def policy_of(word: str) -> Policy:
         policy: Policy | None = registered.of_argument(argument if colon else None)
         if policy is not None:
             return policy
-    every = {t.name: t.implementation.example for t in declared("policy")}
-    plain = [EXACT_FILL, *(name for name, example in every.items() if not example)]
-    examples = [example for example in every.values() if example]
-    instance = f" or, for instance, {', '.join(examples)}" if examples else ""
-    raise UsageError(f"--policy cannot be {word!r}; give {', '.join(plain)}{instance}")
+    raise wrong_word("--policy", word, "policy", (EXACT_FILL,))
 
 
 def compared_policies() -> list[str]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
-from weft.errors import UsageError
-from weft.registry import declared, find, names
+from weft.generate.option_word import wrong_word
+from weft.registry import find, names
 
 if TYPE_CHECKING:
     from weft.generate.policies import Order, Policy
@@ -64,11 +64,12 @@ class QuotaController:
 
     ``weft serve --quota NAME`` or ``--quota NAME:ARGUMENT`` selects one.
 
-    ``example``: an example of NAME:ARGUMENT; empty for controllers without an argument. ``initial``: the share before
-    the first choice.
+    ``example``: an example of NAME:ARGUMENT; empty for controllers without an argument. ``argument``: words on the
+    argument, for error lines. ``initial``: the share before the first choice.
     """
 
     example: ClassVar[str] = ""
+    argument: ClassVar[str] = ""
     initial: float = 0.5
 
     @classmethod
@@ -179,12 +180,8 @@ def quota_of(word: str) -> QuotaController:
     fixed = as_quota(word)
     if fixed is not None:
         return FixedQuota(fixed)
-    every = {t.name: t.implementation.example for t in declared("quota")}
-    examples = [example for example in every.values() if example]
-    instance = f", for instance {', '.join(examples)}" if examples else ""
-    raise UsageError(
-        f"--quota cannot be {word!r}; give {', '.join(every)}{instance}, or a number from {LEAST} to {LARGEST}"
-    )
+    number = f", or a number from {LEAST} to {LARGEST}"
+    raise wrong_word("--quota", word, "quota", other=number)
 
 
 def as_quota(word: str) -> float | None:

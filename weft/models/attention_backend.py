@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
-from weft.errors import UsageError
+from weft.errors import UsageError, nearest
 from weft.models.invariant import is_invariant
 from weft.models.invariant_kernels import hiding_bias
 from weft.models.query_tiles import FEW_ROWS, TileBatch, tile_spans, tokens_of_tile
@@ -340,8 +340,10 @@ def check_attention(name: str, invariant: bool, ranks: bool) -> None:
     ``invariant``: whether no result may depend on the batch. ``ranks``: whether a model is cut over several ranks.
     """
     if name and name not in (*BACKENDS, MEASURED, REMEASURED):
-        known = ", ".join((*BACKENDS, MEASURED, REMEASURED))
-        raise UsageError(f"there is no attention {name!r}; give {known}")
+        known = (*BACKENDS, MEASURED, REMEASURED)
+        raise UsageError(
+            f"there is no attention {name!r}; {nearest(name, known, True)}"
+        )
     if name in ("", GATHERED.name):
         return
     for option, given in (("--invariant", invariant), ("--layout", ranks)):

@@ -13,7 +13,7 @@ from functools import cache, partial
 import torch
 from torch import nn
 
-from weft.errors import UsageError
+from weft.errors import UsageError, nearest
 from weft.models.adapters import merged
 from weft.models.fused import ONEDNN, has_usual_sizes, times
 from weft.models.invariant import is_invariant
@@ -297,7 +297,8 @@ def read_only(
     """
     sparse = read_sparse_word(word)
     if sparse is None and word not in FORMS:
-        raise UsageError(f"weights cannot be {word!r}; give one of {', '.join(FORMS)}")
+        every = (*FORMS, "sparse:SHARE")
+        raise UsageError(f"weights cannot be {word!r}; {nearest(word, every, True)}")
     narrow, shape = word == NARROW, model.shape
     plain = not (shape.kv_rank or shape.mixtures)
     if narrow and (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import xxhash
 
-from weft.errors import UsageError
+from weft.errors import UsageError, nearest
 from weft.generate.leader import check_layout, of_parameters
 from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.mesh import Mesh, from_all
@@ -291,7 +291,7 @@ def check_weights(weights: str, shape: ModelShape, layout: Layout) -> None:
     """
     if weights not in WEIGHTS:
         raise UsageError(
-            f"a policy generates with weights {' or '.join(WEIGHTS)}, not {weights!r}; give one of these"
+            f"a policy cannot generate with weights {weights!r}; {nearest(weights, WEIGHTS, True)}"
         )
     if weights == NARROW and not _serves_narrow(shape, layout):
         raise UsageError(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isclose
 from typing import Any
 
-from weft.errors import UsageError
+from weft.errors import UsageError, nearest
 
 Schema = Mapping[str, Any] | bool
 
@@ -63,7 +63,7 @@ def check_schema(schema: Any, place: str = "schema") -> None:
     for key, value in schema.items():
         if key not in CHECKS and key not in WORDS:
             raise UsageError(
-                f"{place}: the keyword {key!r} is not known; known are {', '.join(sorted(CHECKS))}"
+                f"{place}: the keyword {key!r} is not known; {nearest(key, sorted(CHECKS), True)}"
             )
         here = f"{place}.{key}"
         if key in ("properties", "$defs", "definitions"):

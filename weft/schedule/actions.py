@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from weft.errors import WeftError
+from weft.errors import WeftError, nearest
 from weft.schedule.kinds import (
     KINDS,
     Duty,
@@ -159,9 +159,9 @@ def assemble(
         for kind, stage, microbatch in order:
             flow = kind_of(kind).flow
             if flow is None:
-                known = ", ".join(kind.name for kind in KINDS.values() if kind.flow)
+                known = [kind.name for kind in KINDS.values() if kind.flow]
                 raise ScheduleError(
-                    f"unknown kind {kind!r} in schedule {name}; declare it, or use one of {known}"
+                    f"unknown kind {kind!r} in schedule {name}; declare it, or {nearest(str(kind), known, True)}"
                 )
             if (stage, microbatch) not in visits:
                 raise ScheduleError(

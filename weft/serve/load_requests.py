@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.errors import UsageError
+from weft.errors import UsageError, nearest
 
 #: Of prompts and of answers in ShareGPT: mean tokens, and the standard deviation of their logarithm.
 SHAREGPT = ((161, 1.1), (338, 0.9))
@@ -183,7 +183,7 @@ def read_limits(words: Sequence[str]) -> dict[str, float]:
         ) from None
     if unknown := limits.keys() - set(METRICS):
         raise UsageError(
-            f"--goodput knows no {sorted(unknown)[0]}; choose from: {', '.join(METRICS)}"
+            f"--goodput knows no {min(unknown)}; {nearest(min(unknown), METRICS, True)}"
         )
     return limits
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from weft.data.tokenizer import Tokenizer
-from weft.errors import UsageError
+from weft.errors import UsageError, nearest
 from weft.generate.backend import Backend
 from weft.generate.embedding import embed
 from weft.generate.engine import Engine
@@ -128,7 +128,7 @@ def parsed_choice(where: Path, content: dict[str, Any]) -> ChoiceSettings:
         for key, value in given.items():
             name = f"{inside}.{key}".lstrip(".")
             if key not in kinds:
-                raise UsageError(f"{where}: there is no {name}; known: {', '.join(kinds)}")  # fmt: skip
+                raise UsageError(f"{where}: there is no {name}; {nearest(key, kinds, True)}")  # fmt: skip
             number = kinds[key] is float and type(value) is int
             if not isinstance(value, kinds[key]) and not number:
                 raise UsageError(f"{where}: {name} = {value!r} is no {kinds[key].__name__}")  # fmt: skip
@@ -175,7 +175,7 @@ class ModelChoice:
         for model in (self.general, *(rule.model for rule in settings.rules)):
             if model not in (base, *names):
                 raise UsageError(
-                    f"--router names {model!r}, which is not served; known: {', '.join((base, *names))}"
+                    f"--router names {model!r}, which is not served; {nearest(model, (base, *names), True)}"
                 )
         self._examples: list[tuple[str, torch.Tensor]] | None = None
         self._reading = asyncio.Lock()

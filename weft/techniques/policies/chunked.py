@@ -33,6 +33,7 @@ class Chunked(SchedulingPolicy):
 
     chunk: int
     example: ClassVar[str] = "chunked:64"
+    argument: ClassVar[str] = "a whole number of tokens above 0"
     candidates: ClassVar[tuple[str, ...]] = ("chunked:32", "chunked:128")
 
     @classmethod

@@ -64,6 +64,7 @@ class Urgency(SchedulingPolicy):
     """
 
     example: ClassVar[str] = "urgency:30"
+    argument: ClassVar[str] = "a whole number of seconds above 0"
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self.patience = patience

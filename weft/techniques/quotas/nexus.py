@@ -69,6 +69,9 @@ class CostQuota(QuotaController):
     """
 
     example: ClassVar[str] = "nexus:1.6 or nexus:1.6,1,0.05"
+    argument: ClassVar[str] = (
+        "a number of 1 or more, alone or with the seconds above 0 to a first token and to each further one"
+    )
 
     def __init__(
         self, slack: float = SLACK, limits: tuple[float, float] | None = None

@@ -50,6 +50,9 @@ class LimitsQuota(QuotaController):
     """
 
     example: ClassVar[str] = "semi-pd:1,0.1"
+    argument: ClassVar[str] = (
+        "the seconds above 0 to a first token and to each further one"
+    )
 
     def __init__(self, first: float = FIRST, later: float = NEXT) -> None:
         self.first, self.later = first, later

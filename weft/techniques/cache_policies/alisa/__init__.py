@@ -44,6 +44,9 @@ class SparseWindow(CachePolicy):
     """
 
     example: ClassVar[str] = "alisa:0.25"
+    argument: ClassVar[str] = (
+        "a share above 0 and at most 1, then host=TOKENS, int8, prompts or query, each once at most"
+    )
     remembers: ClassVar[bool] = True
     windows: ClassVar[bool] = False
     words: ClassVar[tuple[str, ...]] = ("int8", "prompts", "query")

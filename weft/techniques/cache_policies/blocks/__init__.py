@@ -28,6 +28,7 @@ class TopBlocks(CachePolicy):
     """
 
     example: ClassVar[str] = "blocks:0.25"
+    argument: ClassVar[str] = "a share of the blocks, above 0 and at most 1"
 
     def __init__(self, share: float) -> None:
         self.share = share

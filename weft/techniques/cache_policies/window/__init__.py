@@ -29,6 +29,7 @@ class SinkWindow(CachePolicy):
     """
 
     example: ClassVar[str] = "window:1024"
+    argument: ClassVar[str] = "a whole number of tokens above 0"
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
