@@ -18,14 +18,8 @@ from weft.errors import WeftError
 from weft.layout.dims import Tensor
 from weft.layout.mesh import from_all
 from weft.rl.critic_work import state_sources, state_table
-from weft.rl.local_rollouts import RolloutInterrupted
-from weft.rl.role_links import WAIT, RoleLinks, RoleReply, Travelled, shared_numbers
-from weft.rl.role_texts import (
-    MarkedText,
-    packed_numbers,
-    packed_texts,
-    unpacked_numbers,
-)
+from weft.rl.role_texts import packed_numbers
+from weft.rl.text_processes import TextProcesses
 from weft.rl.weight_frames import (
     WeightIntake,
     move_bytes,
@@ -73,7 +67,7 @@ def critic_about(job: RlPhases) -> Head:
     }
 
 
-class CriticProcesses:
+class CriticProcesses(TextProcesses):
     """A critic in other processes. All methods are collective over the ranks of ``mesh``, of which the first starts the
     processes and talks with them.
 
@@ -85,9 +79,7 @@ class CriticProcesses:
         ``figures``: figures of the policy, to which those of the critic's steps are added.
 
     Attributes:
-        ``links``: the processes, on the first rank.
-        ``travelled``: the bytes of texts, values and returns since the last figures; zeros on all ranks but the first.
-        ``moved``: the bytes of the critic's tensors since then, both ways.
+        ``moved``: the bytes of the critic's tensors since the last figures, both ways.
         ``skipped``: counts the critic's updates that were left out.
     """
 
@@ -99,11 +91,8 @@ class CriticProcesses:
         copy: CopiedState,
         figures: PolicyFigures,
     ) -> None:
-        self.mesh, self.copy, self.figures = mesh, copy, figures
-        self.travelled, self.moved, self.skipped = Travelled(), 0, SkippedUpdates()
-        self._texts: Sequence[MarkedText] = ()
-        self._numbers: Frame | None = None
-        self._failure: Exception | None = None
+        self.copy, self.figures = copy, figures
+        self.moved, self.skipped = 0, SkippedUpdates()
         self._loaded = self._changed = False
         # seconds that the first rank may still wait for the requested values
         self._left = 0.0
@@ -114,13 +103,7 @@ class CriticProcesses:
         # how many frames of the critic's tensors are awaited of each process; -1: it has sent none yet
         self._incoming = dict[int, int]()
         self._intake = WeightIntake({}, ())
-        group = mesh.step_group
-        self.leads = group is None or group.rank() == 0
-        if self.leads:
-            limit = WAIT * job.recipe.train.timeout
-            self.links = RoleLinks(
-                "critic", job.roles, critic_about(job), limit, interrupted, self._take
-            )
+        super().__init__("critic", job, mesh, critic_about, interrupted)
         copy.fetch = self.fetch
 
     # --- what a rollout phase does ---
@@ -142,30 +125,6 @@ class CriticProcesses:
         if why:
             raise WeftError(why)
 
-    def request(self, texts: Sequence[MarkedText]) -> None:
-        """Send the ``texts`` of a rollout phase to the processes, which begin to value them after all their steps."""
-        self._texts = texts
-        if not self.leads or not texts:
-            return
-        self._numbers = None
-        until = self._deadline()
-        try:
-            self._check()
-            self.links.await_ready(until)
-            # so that a process is not sent much while it does other work
-            self._await_results(until)
-            if not self._loaded:
-                self._load()
-            payload = packed_texts(texts)
-            lengths = [len(ids) for ids, _ in texts]
-            self.links.send({"kind": "texts", "lengths": lengths}, payload)
-        except (WeftError, RolloutInterrupted) as error:
-            self._failure = error  # all ranks hear of it with the values
-            return
-        # what other ranks have waited for the first one by now, it does not wait once more for values
-        self._left = max(0.0, until - time.monotonic())
-        self._count_sent(payload)
-
     def values(self) -> list[np.ndarray]:
         """Wait for the values of the requested texts, and return for each text float64 ``[n]``, with 0 at tokens that
         are not marked.
@@ -173,8 +132,7 @@ class CriticProcesses:
         Raises :class:`WeftError` if a process has ended or does not answer in time, which counts from the request,
         without the time between the two calls.
         """
-        asked = self.leads and self._texts
-        return shared_numbers(self._own_reply() if asked else RoleReply([]), self.mesh)
+        return self._replied()
 
     def learn_from(self, returns: Sequence[np.ndarray]) -> None:
         """Tell the processes what the tokens of the requested texts have returned, for each text float64 ``[n]``."""
@@ -201,9 +159,10 @@ class CriticProcesses:
         """Return the bytes that have travelled since the last call, and the seconds for which the processes have
         computed, by the names of a phase's records.
         """
-        own = (self.travelled, self.moved, self._valued)
-        ((now, moved, valued), *_) = from_all(own, self.mesh.step_group)
-        self.travelled, self.moved, self._valued = Travelled(), 0, 0.0
+        now = self._take_travelled()
+        own = (self.moved, self._valued)
+        ((moved, valued), *_) = from_all(own, self.mesh.step_group)
+        self.moved, self._valued = 0, 0.0
         return {
             "critic_sent_bytes": now.sent,
             "critic_received_bytes": now.received,
@@ -233,12 +192,22 @@ class CriticProcesses:
         self._tell(why)
         self._changed = False
 
-    def close(self) -> None:
-        """End the processes."""
-        if self.leads:
-            self.links.close()
-
     # --- the first rank ---
+
+    def _await_idle(self, until: float) -> None:
+        self._check()
+        super()._await_idle(until)
+        # so that a process is not sent much while it does other work
+        self._await_results(until)
+        if not self._loaded:
+            self._load()
+
+    def _note_requested(self, until: float) -> None:
+        # what other ranks have waited for the first one by now, it does not wait once more for values
+        self._left = max(0.0, until - time.monotonic())
+
+    def _reply_deadline(self) -> float:
+        return time.monotonic() + self._left
 
     def _check(self) -> None:
         """Raise the error of a process that was noticed when nobody could be told."""
@@ -259,14 +228,6 @@ class CriticProcesses:
             return False
         return True
 
-    def _count_sent(self, payload: Sequence[memoryview]) -> None:
-        sent = self.travelled.sent + sum(len(part) for part in payload)
-        self.travelled = self.travelled._replace(sent=sent)
-
-    def _deadline(self) -> float:
-        """Return the time at which a wait that begins now ends, so that no other rank waits for train.timeout."""
-        return time.monotonic() + self.links.limit
-
     def _await_results(self, until: float, heeds: bool = True) -> None:
         """Wait, no longer than ``until``, until all steps that were begun are over."""
         self.links.wait(lambda: not self._due, heeds=heeds, until=until)
@@ -279,24 +240,6 @@ class CriticProcesses:
             )
         except WeftError as error:
             self._failure = error
-
-    def _own_reply(self) -> RoleReply:
-        try:
-            if self._failure is not None:
-                raise self._failure
-            until = time.monotonic() + self._left
-            self.links.wait(lambda: self._numbers is not None, until=until)
-            assert self._numbers is not None
-            numbers = unpacked_numbers(self._numbers.payload, self._texts)
-        except RolloutInterrupted:
-            self._failure = None  # there is a last checkpoint to save
-            return RoleReply(None, interrupted=True)
-        except WeftError as error:
-            self._failure = error
-            return RoleReply(None, str(error))
-        received = self.travelled.received + len(self._numbers.payload)
-        self.travelled = self.travelled._replace(received=received)
-        return RoleReply(numbers)
 
     def _load(self) -> None:
         """Send the tensors of the copy to the processes, to each what it holds."""
@@ -339,11 +282,12 @@ class CriticProcesses:
             self._incoming[rank] = (head["frames"] if left < 0 else left) - 1
             self._intake.take(rank, frame)
             return
+        if kind == "numbers":
+            super()._take(rank, frame)
+            self._valued += head["seconds"]
+            return
         seconds = self.travelled.seconds + head["seconds"]
         self.travelled = self.travelled._replace(seconds=seconds)
-        if kind == "numbers":
-            self._numbers, self._valued = frame, self._valued + head["seconds"]
-            return
         self.figures.add_values(torch.tensor(head["sums"], dtype=torch.float64))
         self.skipped.count(head["skipped"], self._due.pop(0))
 
