@@ -4,10 +4,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Of the OpenMP library that PyTorch has loaded, so that both share threads. */
-extern void GOMP_parallel(void (*run)(void *), void *data, unsigned threads, unsigned flags);
-extern int omp_get_thread_num(void);
-extern int omp_get_num_threads(void);
+#include "kernel_threads.h"
 
 /* a * b + c, whose roundings no compiler may change. */
 #if defined(__FMA__) || defined(__aarch64__)

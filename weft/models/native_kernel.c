@@ -14,7 +14,8 @@
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 
-/* exp(x) for x <= 0 (the polynomial of Cephes); NaN stays NaN. */
+/* exp(x) for x <= 0 (the polynomial of Cephes); NaN stays NaN. Not that of kernel_parts.h, whose roundings differ: the
+ * texts of a seed would change. */
 static inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     const int32_t n = (int32_t)(x * 1.44269504f - 0.5f);

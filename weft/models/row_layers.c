@@ -9,13 +9,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "kernel_threads.h"
 #include "native_kernel.c"
-
-/* Of the OpenMP library that PyTorch has loaded, so that both share threads. */
-extern void GOMP_parallel(void (*run)(void *), void *data, unsigned threads, unsigned flags);
-extern void GOMP_barrier(void);
-extern int omp_get_thread_num(void);
-extern int omp_get_num_threads(void);
 
 /* Numbers of a register, and how many registers have room for sums. */
 #ifdef __AVX512F__
