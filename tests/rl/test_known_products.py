@@ -19,7 +19,7 @@ from weft.generate.scheduler import ScheduledStep
 from weft.generate.written_passes import ROOT, TokenTree, WrittenPasses
 from weft.layout.mesh import Mesh
 from weft.models import row_layers
-from weft.rl import known_products, rl_loader
+from weft.rl import known_products, product_use
 from weft.rl.rl_job import RlJob
 from weft.train.setup import build_for_training, prepare
 from weft.train.step import accumulate
@@ -189,14 +189,14 @@ def test_answers_with_other_tokens_are_computed_again(
 ) -> None:
     """Of a batch with a token that no pass has computed, nothing is known."""
     given = list[bool]()
-    real = rl_loader.give_known_products
+    real = product_use.give_known_products
 
     def note(model: Any, passes: WrittenPasses, batch: Any) -> bool:
         batch.tokens[0, -1] = (batch.tokens[0, -1] + 1) % 100
         given.append(real(model, passes, batch))
         return given[-1]
 
-    monkeypatch.setattr(rl_loader, "give_known_products", note)
+    monkeypatch.setattr(product_use, "give_known_products", note)
     with pytest.raises(AssertionError, match="lent"):
         gradients(True, "float64")
     assert given == [False]

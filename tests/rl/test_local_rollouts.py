@@ -12,9 +12,9 @@ from tests.generate.test_many import build
 from weft.errors import WeftError
 from weft.generate.engine import Engine
 from weft.generate.sampling import Sampling
-from weft.rl import rl_loader
+from weft.rl import answer_collection
+from weft.rl.answer_collection import AnswerCollection, OwnScores
 from weft.rl.local_rollouts import LocalRollouts
-from weft.rl.rl_loader import OwnScores, RlLoader
 from weft.rl.rollout import GroupRequest, RewardQuestion
 
 
@@ -47,7 +47,7 @@ def test_all_ranks_end_when_one_has_no_answers(
     def groups(*asked: object) -> list[Any]:
         raise WeftError("it has diverged")
 
-    monkeypatch.setattr(rl_loader, "from_all", gathered)
+    monkeypatch.setattr(answer_collection, "from_all", gathered)
     rank: Any = SimpleNamespace(
         local=None, writes_all=here, mesh=SimpleNamespace(step_group=None), _groups=groups,
         job=SimpleNamespace(answers=1),
@@ -55,7 +55,7 @@ def test_all_ranks_end_when_one_has_no_answers(
     source: Any = object()
     asked: Any = [SimpleNamespace(answers=1)]
     with pytest.raises(WeftError, match="it has diverged") as caught:
-        RlLoader._written(rank, source, asked, asked)
+        AnswerCollection.written(rank, source, asked, asked)
     assert [each.problem for each in shares] == ["it has diverged" if here else ""]
     # the launcher shows the line of the rank itself
     assert caught.value.secondary != here

@@ -27,6 +27,7 @@ from weft.observe.run_page import write_report
 from weft.recipe import ModelShape, Recipe, Source, Train, build_recipe
 from weft.registry import register
 from weft.rl import rl_setup
+from weft.rl.answer_collection import AnswerCollection
 from weft.rl.environment import Environment, EnvironmentStep
 from weft.rl.generation_model import GenerationModel, usual_weights
 from weft.rl.reward_task import RewardTask
@@ -428,11 +429,11 @@ def test_scoring_ends_as_soon_as_too_many_answers_have_no_reward() -> None:
     mesh, source = SimpleNamespace(step_group=None), object()
     rank: Any = SimpleNamespace(
         local=None, writes_all=True, mesh=mesh, rewards=[None], _scores=scores, _groups=lambda *_: range(8),
-        rl=SimpleNamespace(most_unscored=0.25), job=SimpleNamespace(answers=16),
+        job=SimpleNamespace(answers=16, rl=SimpleNamespace(most_unscored=0.25)),
     )  # fmt: skip
     asked: Any = [SimpleNamespace(task=0, answers=2)] * 8
     with pytest.raises(WeftError, match=r"6 of 16 answers have no .* longer than 10 s"):
-        RlLoader._written(rank, cast("Any", source), asked, asked)
+        AnswerCollection.written(rank, cast("Any", source), asked, asked)
     assert len(judged) == 3
 
 
@@ -450,12 +451,13 @@ def test_questions_are_drawn_again_only_where_they_are_asked() -> None:
         job=SimpleNamespace(
             phase_questions=lambda *_: [0, 1, 2], spare_questions=lambda *_: spare
         ),
-        curricula=SimpleNamespace(now={}), rl=SimpleNamespace(redraw=3), turns=SimpleNamespace(passes=None),
-        _keep_passes=kept.append, _collected=collected, _ask_ahead=lambda phase: False,
+        curricula=SimpleNamespace(now={}), rl=SimpleNamespace(redraw=3),
+        products=SimpleNamespace(keep=lambda requests: kept.append(requests()), end_phase=kept.append),
+        collection=SimpleNamespace(requests=list), _collected=collected, _ask_ahead=lambda phase: False,
     )  # fmt: skip
     loader._answered = partial(RlLoader._answered, loader)
     answered, groups = RlLoader._kept_groups(loader, 0)
-    assert kept == [[0, 1, 2]] and asked == [[0, 1, 2], [10, 11], [12]]
+    assert kept == [[0, 1, 2], True] and asked == [[0, 1, 2], [10, 11], [12]]
     assert next(spare) == 13 and groups == [taught] * 3 and len(answered) == 6
 
 

@@ -9,44 +9,32 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from weft.data.order import permutation
 from weft.data.policy_rows import PolicySample, policy_rows
 from weft.data.tasks import Answered
 from weft.errors import WeftError
-from weft.generate.written_passes import WrittenPasses
 from weft.layout.mesh import from_all
 from weft.models.policy_loss import PolicyObjective
-from weft.rl.episode_groups import written_groups
-from weft.rl.kept_phases import keep_phase
-from weft.rl.known_products import (
-    COMPARED,
-    give_known_products,
-    kept_rows,
-    most_mismatch,
-    sampler_mismatch,
-    take_back_products,
-    takes_known_products,
-)
+from weft.rl.answer_collection import AnswerCollection
 from weft.rl.local_rollouts import LocalRollouts, RolloutInterrupted
+from weft.rl.phase_records import (
+    keep_examples,
+    log_policy,
+    reward_figures,
+    sent_figures,
+)
 from weft.rl.phase_samples import phase_samples
+from weft.rl.product_use import ProductUse
 from weft.rl.questions import TaskQuestion, supervised_row
 from weft.rl.recorded_loader import row_batches
-from weft.rl.reward_workers import Scored
 from weft.rl.role_starts import complete_reference, start_roles
 from weft.rl.rollout import SentWeights
-from weft.rl.scored_answers import (
-    ScoredGroup,
-    check_scored,
-    check_unscored,
-    phase_figures,
-)
-from weft.train.own_critic import critic_of
+from weft.rl.scored_answers import ScoredGroup, check_scored, phase_figures
 from weft.train.reference_layout import reference_beside
 from weft.train.step_loader import AskedQuestions
 
@@ -60,18 +48,8 @@ if TYPE_CHECKING:
     from weft.rl.reference_processes import ReferenceProcesses
     from weft.rl.reward_workers import RewardWorkers
     from weft.rl.rl_phases import RlPhases
-    from weft.rl.rollout import AnswerGroup, GroupRequest, RolloutSource, WrittenAnswer
+    from weft.rl.rollout import RolloutSource
     from weft.train.step_loader import RunRecords
-
-
-class OwnScores(NamedTuple):
-    """Scored answers that one rank has collected: its ``groups``, whether it is asked to end the run (``interrupted``),
-    and the error line because of which it has none (``problem``; "" if it has them).
-    """
-
-    groups: list[ScoredGroup]
-    interrupted: bool
-    problem: str = ""
 
 
 class QuestionsAnswered(NamedTuple):
@@ -123,13 +101,6 @@ class RlLoader:
     #: The first rollout phase whose answers were not asked for yet, where engines in other processes write.
     unasked: int = 0
     samples: list[PolicySample] = field(default_factory=list)
-    #: What the passes that wrote these samples have computed, for the update that learns from them.
-    written: WrittenPasses | None = None
-    #: Whether known products were compared with passes that multiply again, and whether they agree.
-    compared: bool = False
-    trusted: bool = True
-    #: Difference of log-probabilities of the sampler to such passes, for the next record of the policy.
-    multiplied: dict[str, float] = field(default_factory=dict)
     #: The number of updates of the weights that write at present.
     written_by: int = -1
     #: The same, of the weights with which this rank writes.
@@ -145,6 +116,12 @@ class RlLoader:
     def __post_init__(self) -> None:
         self.rl, self.batch = self.job.rl, self.job.recipe.train.batch
         self.rows, self.passes = self.job.recipe.rows_per_pass(self.mesh.layout)
+        self.collection = AnswerCollection(
+            self.job, self.mesh, self.turns, self.local, self.rewards, self.interrupted
+        )
+        self.products = ProductUse(
+            self.job, self.mesh, self.built, self.recorder, self.turns
+        )
 
     # --- what the training loop calls ---
 
@@ -208,40 +185,8 @@ class RlLoader:
             for sample in chosen
         ]
         batches = row_batches(self.job, self.mesh, rows, position)
-        if (written := self.written) is not None:
-            self.written = None
-            self._give_products(written, batches[0], chosen)
+        self.products.give(batches[0], chosen, self.phase)
         return batches
-
-    def _give_products(
-        self, written: WrittenPasses, batch: Batch, samples: Sequence[PolicySample]
-    ) -> None:
-        """Let the update over ``batch``, of ``samples``, take its products from ``written``, and record whether it
-        does.
-
-        The first time in a process some answers are computed again, and no products are taken from then on if
-        log-probabilities differ by more than roundings.
-        """
-        known = kept_rows(written, batch) is not None
-        if known and not self.compared:
-            self.compared = True
-            apart = sampler_mismatch(
-                self.built, self.mesh, samples[:COMPARED], self.rl.temperature
-            )
-            limit = most_mismatch(next(self.built.model.parameters()).dtype)
-            self.multiplied = {"mismatch": apart.mean, "mismatch_max": apart.most}
-            if not apart.most <= limit:
-                self.trusted = False
-                self.multiplied = {}  # which the update measures
-                self.recorder.event(
-                    f"the passes that write answers differ from those that learn by up to {apart.most:.2g} in "
-                    f"log-probabilities, roundings by {limit:g}: updates compute all products again from now on"
-                )
-        taken = self.trusted and give_known_products(self.built.model, written, batch)
-        why = written.lost or ("a token is missing" if self.trusted else "mismatch")
-        self.recorder.log(
-            "products", phase=self.phase, taken=taken, why="" if taken else why
-        )
 
     # --- rollouts ---
 
@@ -290,8 +235,22 @@ class RlLoader:
         }
         if self.ended_at:
             figures["train_s"] = begun - self.ended_at
+        figures |= self._role_figures(passes)
+        self.ended_at = ended
+        self.recorder.reinforcement(phase, figures)
+        first = self.collection.writes_all
+        keep_examples(self.recorder, self.job, phase, groups, first)
+
+    def _role_figures(self, passes: Mapping[str, float]) -> dict[str, float]:
+        """Return what has travelled between processes since the last phase, and how long the critic and other roles
+        have computed, by the names of a phase's records. Collective.
+
+        ``passes``: seconds of the passes that have prepared this phase, by the same names.
+        """
+        figures = dict[str, float]()
         if self.remote:
-            figures |= self._sent_figures()
+            before, self.sent = self.sent, self.rollouts.sent_weights()
+            figures |= sent_figures(before, self.sent, self.mesh)
         if self.reference is not None:
             figures |= self.reference.take_figures()
         if self.critic is not None:
@@ -305,10 +264,8 @@ class RlLoader:
             moved = sum(from_all(self.reference_bytes, self.mesh.step_group))
             figures["reference_moved_bytes"], self.reference_bytes = moved, 0
         if self.job.roles.reward.ranks:
-            figures |= self._reward_figures()
-        self.ended_at = ended
-        self.recorder.reinforcement(phase, figures)
-        self._keep_examples(phase, groups)
+            figures |= reward_figures(self.rewards, self.mesh)
+        return figures
 
     def _kept_groups(self, phase: int) -> QuestionsAnswered:
         """Return the answers of rollout phase ``phase``, and keep what the passes that write them compute, if an update
@@ -317,15 +274,14 @@ class RlLoader:
         questions = self.job.phase_questions(phase, self.curricula.now)
         # drawn only as far as they are asked
         spare = iter(self.job.spare_questions(phase, self.curricula.now))
-        self.written = None
-        self._keep_passes(questions)
+        self.products.keep(lambda: self.collection.requests(questions))
+        complete = False
         try:
-            return self._answered(phase, questions, spare)
-        except BaseException:
-            self.written = None
-            raise
+            answers = self._answered(phase, questions, spare)
+            complete = True
         finally:
-            self.turns.passes = None
+            self.products.end_phase(complete)
+        return answers
 
     def _answered(
         self,
@@ -349,68 +305,10 @@ class RlLoader:
                     groups[i] = group
         return QuestionsAnswered(answered, groups)
 
-    def _keep_passes(self, questions: Sequence[TaskQuestion]) -> None:
-        """Keep what passes compute from now on, if the update that learns from answers to ``questions`` can use it."""
-        if not self.trusted or not takes_known_products(
-            self.job, self.built, self.turns.generation
-        ):
-            return
-        take_back_products(self.built.model)  # of a step that was not taken
-        self.turns.passes = self.written = WrittenPasses(self._most_tokens(questions))
-
-    def _most_tokens(self, questions: Sequence[TaskQuestion]) -> int:
-        """Return how many tokens the passes that write answers to ``questions``, and to those that replace some
-        of them, compute at most.
-        """
-        if not self.job.answers_at_once:
-            answers = self.job.answers * (1 + self.rl.redraw)
-            return answers * (self.job.recipe.data.seq_len + 1)
-        prompts = [len(request.prompt) for request in self._requests(questions)]
-        spare = len(prompts) * self.rl.redraw
-        most = sum(prompts) + spare * self.job.recipe.data.seq_len
-        return most + (len(prompts) + spare) * self.rl.group * self.rl.tokens
-
-    def _reward_figures(self) -> dict[str, int]:
-        """Return the bytes of requests to servers of reward models, and of their replies, since the last phase."""
-        own = [workers.travelled for workers in self.rewards]
-        for workers in self.rewards:
-            workers.travelled = (0, 0)
-        pairs = [
-            pair for of_rank in from_all(own, self.mesh.step_group) for pair in of_rank
-        ]
-        return {
-            "reward_sent_bytes": sum(sent for sent, _ in pairs),
-            "reward_received_bytes": sum(received for _, received in pairs),
-        }
-
-    def _sent_figures(self) -> dict[str, int]:
-        """Return the bytes of weights that all ranks have sent to engines since the last phase, and have not sent as
-        they had not changed.
-        """
-        now = self.rollouts.sent_weights()
-        before, self.sent = self.sent, now
-        own = (now.sent - before.sent, now.spared - before.spared)
-        shares = from_all(own, self.mesh.step_group)
-        return {
-            "weights_bytes": sum(sent for sent, _ in shares),
-            "weights_spared_bytes": sum(spared for _, spared in shares),
-        }
-
     def _log_policy(self) -> None:
-        """Record what people watch of the policy loss since the last phase, such as entropy."""
-        objective = self.built.model.hooks.objective
-        assert isinstance(objective, PolicyObjective)
-        if (critic := critic_of(self.built.state)) is not None:
-            of_values = critic.model.hooks.objective
-            assert isinstance(of_values, PolicyObjective)
-            objective.figures.take_values(of_values.figures)
-        figures = objective.figures.take(self.mesh)
-        if figures["policy.tokens"]:
-            named = {
-                name.removeprefix("policy."): value for name, value in figures.items()
-            }
-            self.recorder.log("policy", **named | self.multiplied)
-            self.multiplied = {}
+        more = self.products.multiplied
+        if log_policy(self.recorder, self.built, self.mesh, more):
+            self.products.multiplied = {}
 
     def _refresh(self) -> None:
         """Let the newest weights write from now on."""
@@ -443,25 +341,13 @@ class RlLoader:
         last = self.job.place((self.job.recipe.train.steps - 1) * self.batch).phase
         first = max(phase, self.unasked)
         for each in range(first, max(phase, min(phase + self.rl.staleness, last)) + 1):
-            requests = self._requests(
+            requests = self.collection.requests(
                 self.job.phase_questions(each, self.curricula.now)
             )
-            if self.writes_all:
+            if self.collection.writes_all:
                 self.rollouts.request(requests)
             self.unasked = each + 1
         return True
-
-    @property
-    def writes_all(self) -> bool:
-        """Whether this rank is the first, which alone asks engines in other processes for answers."""
-        group = self.mesh.step_group
-        return group is None or group.rank() == 0
-
-    def _requests(self, questions: Sequence[TaskQuestion]) -> list[GroupRequest]:
-        return [
-            self.job.questions.request(question, self.rl.group, self.rl.tokens)
-            for question in questions
-        ]
 
     def _collected(
         self, questions: Sequence[TaskQuestion], asked: bool = False
@@ -470,138 +356,8 @@ class RlLoader:
 
         ``asked``: whether they were asked for already.
         """
-        return self._written(self.rollouts, questions, self._requests(questions), asked)
-
-    def _written(
-        self,
-        source: RolloutSource,
-        questions: Sequence[TaskQuestion],
-        requests: Sequence[GroupRequest],
-        begun: bool = False,
-    ) -> list[ScoredGroup]:
-        """Return the answers of ``source`` to ``questions`` with their rewards.
-
-        ``begun``: whether ``source`` was asked for them already. If they cannot be written or scored on one rank, all
-        ranks raise :class:`WeftError`, so that none waits for the others. Scoring ends as soon as more answers have no
-        reward than may be, as a reward that hangs takes its limit of time for each.
-        """
-        own, unscored = [*range(len(questions))], list[str]()
-        # not those of questions drawn again alone, of which a few may fail
-        asked = max(self.job.answers, sum(request.answers for request in requests))
-        if source is self.local:
-            own = self.turns.own(own)
-        elif not self.writes_all:
-            own = []
-        scored, interrupted = list[ScoredGroup](), False
-        failed: WeftError | None = None
-        turn = self.turns.writing() if source is self.local else nullcontext()
-        with turn:
-            try:
-                chosen = [questions[i] for i in own], [requests[i] for i in own]
-                groups = self._groups(source, *chosen, begun) if own else ()
-                for i, group in zip(own, groups, strict=True):
-                    given = self._scores(group, self.rewards[questions[i].task])
-                    rewards = tuple(
-                        float("nan") if each.value is None else each.value
-                        for each in given
-                    )
-                    whys = tuple(each.why for each in given)
-                    scored.append(ScoredGroup(group, rewards, whys))
-                    unscored += filter(None, whys)
-                    check_unscored(unscored, asked, self.rl.most_unscored)
-            except RolloutInterrupted:
-                interrupted = True
-            except WeftError as error:
-                failed = error
-        own_share = OwnScores(scored, interrupted, str(failed or ""))
-        shares = from_all(own_share, self.mesh.step_group)
-        if failed is not None:
-            raise failed
-        if problem := next((share.problem for share in shares if share.problem), ""):
-            passed_on = WeftError(problem)
-            passed_on.secondary = True
-            raise passed_on
-        if any(share.interrupted for share in shares):
-            raise RolloutInterrupted
-        everyone = {group.number: group for share in shares for group in share.groups}
-        return [everyone[request.number] for request in requests]
-
-    def _scores(self, group: AnswerGroup, workers: RewardWorkers) -> list[Scored]:
-        """Return the rewards of a group: those that environments have given, and those of the task for the others."""
-        given = [Scored(answer.reward, answer.failed) for answer in group.answers]
-        waiting = [
-            i for i, score in enumerate(given) if score.value is None and not score.why
-        ]
-        texts = [self.job.questions.answer_text(group.answers[i].ids) for i in waiting]
-        asked = [group.request.question] * len(texts)
-        scored = workers.scores(asked, texts, self._heed)
-        for i, score in zip(waiting, scored, strict=True):
-            given[i] = score
-        return given
-
-    def _heed(self) -> None:
-        """Raise :class:`RolloutInterrupted` if this rank is asked to end the run."""
-        if self.interrupted():
-            raise RolloutInterrupted
-
-    def _groups(
-        self,
-        source: RolloutSource,
-        questions: Sequence[TaskQuestion],
-        requests: Sequence[GroupRequest],
-        begun: bool,
-    ) -> Iterator[AnswerGroup]:
-        """Yield the answers of ``source`` to ``questions``; those of other processes as each is written, while others
-        are, unless they have several turns.
-        """
-        if begun or (source is not self.local and self.job.answers_at_once):
-            if not begun:
-                source.request(requests)
-            for _ in requests:
-                yield from source.finished(1)
-            return
-        yield from written_groups(
-            source,
-            requests,
-            [self.job.questions.tasks[each.task].environment for each in questions],
-            self.job.questions.turn_encoder,
-            [self.job.turn_limits(each.task) for each in questions],
-        )
-
-    def _keep_examples(self, phase: int, groups: Sequence[ScoredGroup]) -> None:
-        """Record a few answers with their rewards, for the browser of samples in the report."""
-        shown = [
-            {
-                "question": str(group.group.request.question.prompt),
-                "answers": [
-                    self._example(answer, reward)
-                    for answer, reward in zip(
-                        group.group.answers, group.rewards, strict=True
-                    )
-                ],
-            }
-            for group in groups[:2]
-        ]
-        self.recorder.log("answers", phase=phase, groups=shown)
-        if self.rl.keep and self.writes_all:
-            text_of = self.job.questions.answer_text
-            keep_phase(self.recorder.folder, phase, groups, text_of, self.rl.keep)
-
-    def _example(self, answer: WrittenAnswer, reward: float) -> dict[str, Any]:
-        """Return an answer as the report shows it, with the reward of each turn if it has several."""
-        text = self.job.questions.answer_text(answer.ids)
-        shown: dict[str, Any] = {"text": text, "reward": reward}
-        if answer.trajectory is not None:
-            shown["turns"] = [
-                {
-                    "text": turn.message,
-                    "reward": turn.reward,
-                    "seen": "\n".join(seen.content for seen in turn.observations),
-                }
-                for turn in answer.trajectory.turns
-                if turn.source == "agent"
-            ]
-        return shown
+        requests = self.collection.requests(questions)
+        return self.collection.written(self.rollouts, questions, requests, asked)
 
     # --- evaluation ---
 
@@ -630,7 +386,7 @@ class RlLoader:
             for question in questions
         ]
         try:
-            groups = self._written(self.local, questions, requests)
+            groups = self.collection.written(self.local, questions, requests)
         except RolloutInterrupted:
             return None
         scored = [reward for group in groups for reward in group.scored]
