@@ -16,7 +16,8 @@ from weft.cluster.cluster_messages import EngineAbout
 from weft.cluster.dispatch_policy import DispatchPolicy, freest
 from weft.cluster.engine_loans import EngineLoans
 from weft.cluster.engine_member import EngineMember
-from weft.cluster.engine_router import EngineRouter, RouterModel
+from weft.cluster.engine_router import EngineRouter
+from weft.cluster.router_model import RouterModel
 from weft.generate.backend import AnswerRequest, TokenEvent
 from weft.generate.cache_role import open_stock
 from weft.generate.engine import Engine

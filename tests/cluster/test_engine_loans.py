@@ -9,6 +9,7 @@ import pytest
 
 from tests.cluster.inprocess import Cluster, InThread, alone, asked, until, written_by
 from weft.cluster.cluster_messages import EngineBeat
+from weft.cluster.engine_notices import order_loans
 from weft.errors import UsageError
 from weft.generate.backend import EngineLoad, TokenEvent
 
@@ -114,5 +115,5 @@ def test_the_ledger_is_what_engines_say() -> None:
         link.outbox.put = lambda head, payload=None: messages.append(head)  # type: ignore[method-assign]
         with router._lock:
             link.note_beat(beat)
-            router._choose_loans()
+            order_loans(router._able())
         assert [m["to"] for m in messages if m["kind"] == "lend"] == ["e1"]

@@ -28,9 +28,10 @@ from tests.cluster.inprocess import (
     until,
     written_by,
 )
-from weft.cluster.engine_router import EngineRouter, RouterModel, _accept, _fail
-from weft.cluster.flight import Flight
+from weft.cluster.engine_router import EngineRouter
+from weft.cluster.flight import Flight, fail_future
 from weft.cluster.other_router import router_endpoint
+from weft.cluster.router_model import RouterModel
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import (
@@ -360,8 +361,8 @@ def test_a_client_that_leaves_as_its_answer_is_taken_ends_no_engine() -> None:
         flight = Flight(0, asked([1], 5), 0, "", accepted=Leaving())
         if late:
             flight.accepted.cancel()
-        _accept(flight)
-        _fail(flight.accepted, NoEngine("none"))
+        flight.note_accepted()
+        fail_future(flight.accepted, NoEngine("none"))
 
 
 def test_a_request_that_ends_every_engine_ends_itself() -> None:

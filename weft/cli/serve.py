@@ -305,8 +305,9 @@ def _routed(
     """Run a router and the engines that it starts itself, which end with the context."""
     from weft.cluster.dispatch_policy import dispatch_policy
     from weft.cluster.engine_processes import EngineProcesses, visible_gpus
-    from weft.cluster.engine_router import EngineRouter, RouterModel
+    from weft.cluster.engine_router import EngineRouter
     from weft.cluster.other_router import router_endpoint, router_name
+    from weft.cluster.router_model import RouterModel
     from weft.generate.fingerprint import open_for_reading, weights_fingerprint
     from weft.generate.open_engine import SHARE, adapter_digests, model_digests
     from weft.net.endpoint import process_endpoint

@@ -3,14 +3,13 @@
 import asyncio
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import InvalidStateError
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ from weft.cluster.dispatch_policy import (
     lightest,
 )
 from weft.cluster.engine_link import EarlyEvents, EngineLink
-from weft.cluster.engine_loans import lendable_blocks
+from weft.cluster.engine_notices import order_loans, tell_lenders, tell_memories
 from weft.cluster.engine_times import ClusterTimes
 from weft.cluster.flight import (
     FAILED,
@@ -52,10 +51,10 @@ from weft.cluster.flight import (
     RemoteCall,
     acquit,
     blame_of,
+    fail_future,
 )
 from weft.cluster.joining import JOINED, REFUSED
 from weft.cluster.kept_answers import kept_key
-from weft.cluster.loan_choice import StepSeconds, choose_loans
 from weft.cluster.other_router import ROUTER, WHO
 from weft.cluster.outbox import Outbox, ending_of
 from weft.cluster.role_counts import (
@@ -64,7 +63,10 @@ from weft.cluster.role_counts import (
     RoleChooser,
     RoleCounts,
     RoleQuestion,
+    assign_roles,
 )
+from weft.cluster.routed_answers import ENDING, RoutedAnswers
+from weft.cluster.router_model import RouterModel
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import (
     AnswerRequest,
@@ -81,7 +83,6 @@ from weft.generate.backend import (
 from weft.generate.sampling import GREEDY
 from weft.net.endpoint import Endpoint
 from weft.net.wire import Frame, Head, SealedConnection
-from weft.version import VERSION
 
 #: Seconds within which who connects must have said what it is, and between two looks at requests that wait.
 ABOUT_S, LOOK_S = 10.0, 0.1
@@ -102,27 +103,11 @@ STRANGER_S = 60.0
 #: The size of the cache while no engine has joined: no request is refused for its length then.
 UNKNOWN = 2**31
 
-ENDING = "the server ends, and this answer was not at its end; ask again later"
 NO_ENGINE = "no engine is there to answer; ask again later"
 
 
 class EngineFailed(OSError):
     """Raised when the computation of an engine has failed."""
-
-
-@dataclass(frozen=True)
-class RouterModel:
-    """The model that all engines of a router must have.
-
-    ``fingerprint``: hash of its configuration and weights. ``vocab``: number of token ids. ``embed``: elements of an
-    embedding. ``adapters``: hash of each adapter, by name. ``scores``: whether it is a reward model.
-    """
-
-    fingerprint: str
-    vocab: int
-    embed: int
-    adapters: Mapping[str, str]
-    scores: bool = False
 
 
 class EngineRouter:
@@ -208,14 +193,14 @@ class EngineRouter:
         session: str = "",
         key: str = "",
         weights: int = 0,
-    ) -> AsyncIterator["RoutedAnswers"]:
+    ) -> AsyncIterator[RoutedAnswers]:
         """Return a context in which ``requests`` are answered, as :meth:`weft.generate.backend.Backend.answers` does;
         ``session`` and ``key`` are arguments of that method. ``weights``: version of the oldest weights that may write
         the answers; only engines with these or newer weights get them.
         """
         if self._cut:
             raise ServerEnding("the server ends; ask again later")
-        answers = RoutedAnswers(self, asyncio.get_running_loop())
+        answers = RoutedAnswers(self._drop, asyncio.get_running_loop())
         self._open.add(answers)
         try:
             self._begin(answers, requests, session, key, weights)
@@ -271,7 +256,7 @@ class EngineRouter:
             ]
             calls += [call for call in self._waiting if isinstance(call, RemoteCall)]
         for call in calls:
-            _fail(call.result, ServerEnding(ENDING))
+            fail_future(call.result, ServerEnding(ENDING))
         return cut + len(calls)
 
     def close(self) -> None:
@@ -296,7 +281,7 @@ class EngineRouter:
 
     def _begin(
         self,
-        answers: "RoutedAnswers",
+        answers: RoutedAnswers,
         requests: Sequence[AnswerRequest],
         session: str,
         key: str,
@@ -579,18 +564,9 @@ class EngineRouter:
         """
         with self._lock:
             able = sorted(self._able(), key=lambda link: (len(link.flights), link.name))
-            before = Counter(link.role for link in able)
-            was = RoleCounts(before["prefill"], before["decode"]).said(len(able))
-            free = list(able)
-            chosen: dict[str, str] = {}
-            for role, count in (("prefill", counts.prefill), ("decode", counts.decode)):
-                free.sort(key=lambda link: link.role != role)
-                chosen |= {link.name: role for link in free[:count]}
-                free = free[count:]
-            for link in able:
-                link.role = chosen.get(link.name, "")
-            self.roles_chosen += 1
+            was = assign_roles(able, counts).said(len(able))
             now = counts.said(len(able))
+            self.roles_chosen += 1
             self.say(f"roles of engines: {now}, as the recent load needs; were {was}")
             for link in able:
                 if link.role == "prefill":
@@ -646,48 +622,12 @@ class EngineRouter:
             link.outbox.put({"kind": "cancel", "answers": [], "calls": [call.number]})
             self._release(link)
 
-    def _tell_lenders(self) -> None:
-        """Tell every engine that lends from which other engines it may borrow."""
-        able = [link for link in self.links.values() if link.about.loans]
-        lenders = {
-            link.name: [link.name, link.about.instance, *link.about.loans, link.blocks]
-            for link in able
-            if not link.draining
-        }
-        for link in able:
-            others = [each for name, each in lenders.items() if name != link.name]
-            blocks = sum(lendable_blocks(each[-1]) for each in others)
-            link.borrowable = blocks * link.about.block
-            link.outbox.put({"kind": "lenders", "lenders": others})
-
-    def _choose_loans(self) -> None:
-        """Have engines whose requests wait for blocks lend some, where the service then writes more per second."""
-        links = [link for link in self._able() if link.about.loans]
-        known = [link.beat.seconds for link in links if link.beat.seconds]
-        if not known or not any(link.beat.load.waiting for link in links):
-            return
-        seconds = StepSeconds(*np.mean(known, 0).tolist())
-        size = links[0].about.block
-        for loan in choose_loans([link.ledger() for link in links], size, seconds):
-            message = {"kind": "lend", "to": loan.creditor, "blocks": loan.blocks}
-            self.links[loan.debtor].outbox.put(message)
-
-    def _tell_memories(self) -> None:
-        """Tell every engine which others give blocks of their host memory, and where cache engines are."""
-        giving = [link for link in self.links.values() if link.about.memory]
-        stocks = [link for link in giving if link.role == "cache" and not link.draining]
-        caches = [[*link.about.memory] for link in stocks]
-        if not caches:
+    def _tell_of_others(self) -> None:
+        """Tell every engine from which others it may borrow, which give memory, and where cache engines are."""
+        links = [*self.links.values()]
+        tell_lenders(links)
+        if not tell_memories(links):
             self._kept = CacheKnowledge(0)
-        for link in self.links.values():
-            if link.role != "cache":
-                others = [
-                    [*other.about.memory]
-                    for other in giving
-                    if other is not link and other.role != "cache"
-                ]
-                message = {"kind": "memories", "memories": others, "caches": caches}
-                link.outbox.put(message)
 
     def _release(self, link: EngineLink) -> None:
         """Let a draining engine go once it has nothing left to do."""
@@ -736,7 +676,7 @@ class EngineRouter:
             if isinstance(orphan, Flight):
                 self._end_flight(orphan, error)
             else:
-                _fail(orphan.result, error)
+                fail_future(orphan.result, error)
         link.flights.clear()
         link.calls.clear()
 
@@ -764,7 +704,7 @@ class EngineRouter:
         """End an answer with ``error``."""
         self._flights.pop(flight.number, None)
         flight.error, flight.finished = error, "error"
-        _fail(flight.accepted, error)
+        fail_future(flight.accepted, error)
         if answers := self._owners.pop(flight, None):
             answers.deliver([TokenEvent(flight.index, None, None, "error")])
 
@@ -824,8 +764,7 @@ class EngineRouter:
             if again and about.hung < SILENT_S:
                 self._acquit(about.instance)
             self.say(f"engine {about.name} has joined{' again' if again else ''}")
-            self._tell_lenders()
-            self._tell_memories()
+            self._tell_of_others()
             self._continue_waiting()
             if link.role not in (
                 "prefill",
@@ -839,13 +778,8 @@ class EngineRouter:
 
     def _refusal(self, about: EngineAbout) -> str:
         """Return why an engine cannot join, or an empty string."""
-        if about.version != VERSION:
-            return f"it runs Weft {about.version}, and the router {VERSION}; install the same version"
-        if about.fingerprint != self.model.fingerprint:
-            return "its model has other weights or another configuration than the router's; give both the same"
-        for name, digest in about.adapters.items():
-            if self.model.adapters.get(name, digest) != digest:
-                return f"its adapter {name!r} has other weights than the router's; give both the same"
+        if why := self.model.refusal(about):
+            return why
         older = self.links.get(about.name)
         if older is not None and older.about.instance != about.instance:
             return f"an engine named {about.name!r} has joined already; give another --name"
@@ -865,9 +799,8 @@ class EngineRouter:
             if self.links.get(link.name) is not link:
                 return
             del self.links[link.name]
-            self._tell_lenders()
             self.times.remove_engine(link.name)
-            self._tell_memories()
+            self._tell_of_others()
             if link.released:
                 self.say(f"engine {link.name} has left")
                 return
@@ -900,13 +833,13 @@ class EngineRouter:
             elif kind == "taken":
                 for number in range(head["answer"], head["answer"] + head["answers"]):
                     if flight := link.flights.get(number):
-                        _accept(flight)
+                        flight.note_accepted()
             elif kind == REFUSED:
                 self._take_refusal(link, head)
             elif kind == "result":
                 if call := link.calls.pop(head["call"], None):
                     if "error" in head:
-                        _fail(call.result, read_refusal(head))
+                        fail_future(call.result, read_refusal(head))
                     else:
                         with suppress(InvalidStateError):  # the server ends
                             call.result.set_result(frame)
@@ -955,7 +888,7 @@ class EngineRouter:
         self, link: EngineLink, flight: Flight, message: TokenMessage
     ) -> TokenEvent:
         """Note a token, or the end of an answer; return the event for the client."""
-        _accept(flight)
+        flight.note_accepted()
         if message.token is not None:
             if not flight.versions or flight.versions[-1][1] != link.weights:
                 flight.versions.append((len(flight.tokens), link.weights))
@@ -1006,8 +939,7 @@ class EngineRouter:
         if not link.draining:
             self.say(f"engine {link.name} drains")
         link.draining = True
-        self._tell_lenders()
-        self._tell_memories()
+        self._tell_of_others()
         self._evacuate(link)
         if move and link.busy and self._able():
             numbers = {"answers": [*link.flights], "calls": [*link.calls]}
@@ -1029,7 +961,7 @@ class EngineRouter:
         while not self._closed.wait(LOOK_S):
             with self._lock:
                 if time.monotonic() >= loans_at:
-                    self._choose_loans()
+                    order_loans(self._able())
                     loans_at = time.monotonic() + LOANS_S
                 for link in [each for each in self.links.values() if each.draining]:
                     self._evacuate(link)
@@ -1050,47 +982,7 @@ class EngineRouter:
                     if isinstance(each, Flight):
                         self._end_flight(each, error)
                     else:
-                        _fail(each.result, error)
-
-
-class RoutedAnswers:
-    """The answers to requests that were submitted together to ``router``, and the events of their tokens. ``loop``: the
-    event loop in which the caller waits for the events.
-    """
-
-    def __init__(self, router: EngineRouter, loop: asyncio.AbstractEventLoop) -> None:
-        self.router, self.loop = router, loop
-        self.generations: list[Flight] = []
-        self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
-
-    def deliver(self, events: Sequence[TokenEvent]) -> None:
-        """Pass ``events`` on to the caller that waits for them in :meth:`next`. May be called in any thread."""
-        with suppress(RuntimeError):  # the loop has ended, and who waited in it
-            self.loop.call_soon_threadsafe(self._put, events)
-
-    def _put(self, events: Sequence[TokenEvent]) -> None:
-        for event in events:
-            self._events.put_nowait(event)
-
-    def end_early(self) -> None:
-        """Make the next call of :meth:`next` raise :class:`ServerEnding`. Answers that still wait for an engine fail
-        with the same error.
-        """
-        for flight in self.generations:
-            _fail(flight.accepted, ServerEnding(ENDING))
-        self._events.put_nowait(TokenEvent(0, None, None, "ended"))
-
-    async def cancel(self, index: int) -> None:
-        self.router._drop([self.generations[index]])
-
-    async def next(self) -> TokenEvent:
-        event = await self._events.get()
-        if event.finished == "ended":
-            raise ServerEnding(ENDING)
-        if event.finished == "error":
-            error = self.generations[event.number].error
-            raise error or WeftError("the answer cannot go on")
-        return event
+                        fail_future(each.result, error)
 
 
 def _stage_of(request: AnswerRequest) -> str:
@@ -1108,14 +1000,3 @@ def _asked_search(request: SearchRequest, call: int) -> Message:
 
 def _asked_vector(head: Head, ids: Sequence[int], call: int) -> Message:
     return head | {"call": call}, [packed_ids(ids)]
-
-
-def _accept(flight: Flight) -> None:
-    # who waits in the event loop may cancel it at any moment
-    with suppress(InvalidStateError):
-        flight.accepted.set_result(None)
-
-
-def _fail(future: "Future[Any]", error: WeftError) -> None:
-    with suppress(InvalidStateError):  # its result, or the end of who waits, came first
-        future.set_exception(error)

@@ -1,9 +1,10 @@
 """What a router keeps of each answer, so that any engine can continue it from the tokens that were passed on."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.cluster.cluster_messages import LogProbability, Message
 from weft.errors import WeftError
@@ -48,6 +49,12 @@ def acquit(losses: list[EngineLoss], instance: str) -> None:
         if losses[place] == (instance, GONE):
             del losses[place]
             break
+
+
+def fail_future(future: "Future[Any]", error: WeftError) -> None:
+    """Let ``future`` end with ``error``, unless it has a result, or whoever waits for it has gone."""
+    with suppress(InvalidStateError):
+        future.set_exception(error)
 
 
 @dataclass(eq=False)
@@ -126,6 +133,12 @@ class Flight:
         answers too. This answer is then tried once more.
         """
         return not self.alone
+
+    def note_accepted(self) -> None:
+        """Tell whoever waits for it that an engine has accepted the answer."""
+        # who waits in the event loop may cancel it at any moment
+        with suppress(InvalidStateError):
+            self.accepted.set_result(None)
 
     @property
     def length(self) -> int:

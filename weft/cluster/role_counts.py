@@ -1,9 +1,10 @@
 """How many engines of a cluster compute prompts, write, or do both, and what is known when that is chosen anew."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from weft.cluster.engine_link import EngineLink
 from weft.cluster.flight import Flight
 
 #: Requests that are remembered, and seconds between two choices.
@@ -84,3 +85,21 @@ class RecentRequests:
             )
             for time, flight in flights
         ]  # fmt: skip
+
+
+def assign_roles(links: Sequence[EngineLink], counts: RoleCounts) -> RoleCounts:
+    """Give as many engines each role as ``counts`` says, and return how many had each role before.
+
+    ``links``: all engines that take requests, those that are to change first. Engines keep their roles as far as
+    possible.
+    """
+    before = Counter(link.role for link in links)
+    free = list(links)
+    chosen: dict[str, str] = {}
+    for role, count in (("prefill", counts.prefill), ("decode", counts.decode)):
+        free.sort(key=lambda link: link.role != role)
+        chosen |= {link.name: role for link in free[:count]}
+        free = free[count:]
+    for link in links:
+        link.role = chosen.get(link.name, "")
+    return RoleCounts(before["prefill"], before["decode"])

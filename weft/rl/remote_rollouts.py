@@ -19,8 +19,10 @@ from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
 
-from weft.cluster.engine_router import EngineRouter, RoutedAnswers, RouterModel
+from weft.cluster.engine_router import EngineRouter
 from weft.cluster.flight import Flight
+from weft.cluster.routed_answers import RoutedAnswers
+from weft.cluster.router_model import RouterModel
 from weft.data.sample_ledger import (
     ROLLOUT,
     LedgerTask,
