@@ -174,8 +174,8 @@ def test_an_answer_that_has_moved_is_kept_where_it_is() -> None:
             (flight,) = router._flights.values()
             (other,) = {*router.links} - {flight.engine}
             with router._lock:
-                router._move(flight, router.links[other], after_first=False)
-            until(lambda: router.moved)
+                router.moves.move(flight, router.links[other], after_first=False)
+            until(lambda: router.moves.moved)
 
         # a move may need steps
         asyncio.run(leave_router(cluster, [request], KEY, 3, move, math.inf))

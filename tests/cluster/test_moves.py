@@ -21,11 +21,11 @@ from tests.cluster.inprocess import (
     until,
     written_by,
 )
+from weft.cluster.answer_moves import AnswerMoves
 from weft.cluster.balance import BalancingMove, MovableAnswer, balancing_move
 from weft.cluster.cluster_messages import EngineAbout
 from weft.cluster.dispatch_policy import EngineView
 from weft.cluster.engine_link import EngineLink
-from weft.cluster.engine_router import EngineRouter
 from weft.cluster.flight import Flight
 from weft.cluster.mover import AnswerMove
 from weft.errors import WeftError
@@ -56,7 +56,9 @@ def move_one(cluster: Cluster, draw: Random) -> None:
             others = sorted({*router.links} - {flight.engine})
             if not others:  # all others are cut off
                 return
-            router._move(flight, router.links[draw.choice(others)], after_first=False)
+            router.moves.move(
+                flight, router.links[draw.choice(others)], after_first=False
+            )
 
 
 @pytest.mark.soak
@@ -99,7 +101,7 @@ def test_a_move_is_told_while_the_engine_that_is_left_computes_on() -> None:
                 flight = next(
                     f for f in cluster.router._flights.values() if f.engine == "e0"
                 )
-                cluster.router._move(flight, cluster.router.links["e1"], after_first=False)  # fmt: skip
+                cluster.router.moves.move(flight, cluster.router.links["e1"], after_first=False)  # fmt: skip
             mover = threading.Thread(target=follow)
             mover.start()
 
@@ -107,7 +109,7 @@ def test_a_move_is_told_while_the_engine_that_is_left_computes_on() -> None:
             before = len(second.engine.scheduler.running)
             until(lambda: len(second.engine.scheduler.running) > before)
             times["there"] = time.monotonic()
-            until(lambda: cluster.router.moved)
+            until(lambda: cluster.router.moves.moved)
             times["told"] = time.monotonic()
             first.engine.step = lambda: type(first.engine).step(first.engine)  # type: ignore[method-assign]
 
@@ -150,7 +152,7 @@ def test_bytes_of_a_move_are_those_of_the_formula() -> None:
                     await answers.next()
                 source = answers.generations[0].engine
                 move_one(cluster, Random(0))
-                while not cluster.router.moved:
+                while not cluster.router.moves.moved:
                     await answers.next()
                 (flight,) = answers.generations
                 assert flight.engine != source
@@ -373,24 +375,23 @@ def test_no_more_answers_are_ordered_to_move_than_caches_have_room_for() -> None
     come.
     """
     orders = list[Head]()
-    router: Any = EngineRouter.__new__(EngineRouter)
-    router._lock, router._numbers = threading.RLock(), count(10)
-    router.links = {}
+    links = dict[str, EngineLink]()
+    moves = AnswerMoves(links, {}, count(10), lambda: [*links.values()], lambda link: None)  # fmt: skip
     for role in ("prefill", "decode"):
         about = EngineAbout(role, "", "", "", 97, 32, 40, 4, 64, True, {}, role=role)
         outbox: Any = SimpleNamespace(put=lambda head, *_: orders.append(head))
-        router.links[role] = EngineLink(about, outbox)
-    reading, writing = router.links.values()
+        links[role] = EngineLink(about, outbox)
+    reading, writing = links.values()
     writing.cache.note_beat(2, 0)
     for number in range(5):
         flight = Flight(number, asked([number] * 10), 0, "", engine="prefill")
         reading.flights[number] = flight
     for _ in range(2):
-        router._relieve()
+        moves.relieve()
         assert [(head["kind"], head["answer"]) for head in orders] == [("move", 0), ("move", 1)]  # fmt: skip
     assert writing.spare == 2
-    router._forget_move(reading.flights.pop(0))
-    router._relieve()
+    moves.forget(reading.flights.pop(0))
+    moves.relieve()
     assert [head.get("answer") for head in orders] == [0, 1, None, 2]
     writing.cache.note_beat(10, 0)
     assert writing.spare == 0

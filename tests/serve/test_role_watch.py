@@ -72,16 +72,16 @@ def test_engines_change_their_roles_while_they_answer(
             events += 1
 
         assert asyncio.run(written_by(router, requests, seen)) == plain
-        assert router.moved and router.counts()["roles_chosen"] == 1
+        assert router.moves.moved and router.counts()["roles_chosen"] == 1
         (line,) = [said for said in cluster.said if said.startswith("roles")]
         assert line == (
             "roles of engines: 1 for prompts, 2 for writing, as the recent load needs; were 3 for both"
         )
         assert sorted(load.role for load in router.loads().values()) == [1, 2, 2]
         # new prompts go to the engine for prompts, and are written elsewhere
-        moved = router.moved
+        moved = router.moves.moved
         assert asyncio.run(written_by(router, requests[:2])) == plain[:2]
-        assert router.moved == moved + 2
+        assert router.moves.moved == moved + 2
         question = questions[-1]
         assert question.current == (1, 2) and question.engines == 3
         assert [len(each.prompt) for each in question.requests[:6]] == [9] * 6

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from weft.cluster.balance import REST_S, MovableAnswer, balancing_move
+from weft.cluster.answer_moves import AnswerMoves
 from weft.cluster.cache_knowledge import CacheKnowledge
 from weft.cluster.cluster_messages import (
     BEAT_S,
@@ -37,9 +37,8 @@ from weft.cluster.dispatch_policy import (
     DispatchRequest,
     EngineView,
     freest,
-    lightest,
 )
-from weft.cluster.engine_link import EarlyEvents, EngineLink
+from weft.cluster.engine_link import EngineLink
 from weft.cluster.engine_notices import order_loans, tell_lenders, tell_memories
 from weft.cluster.engine_times import ClusterTimes
 from weft.cluster.flight import (
@@ -80,7 +79,6 @@ from weft.generate.backend import (
     TokenEvent,
     failed_text,
 )
-from weft.generate.sampling import GREEDY
 from weft.net.endpoint import Endpoint
 from weft.net.wire import Frame, Head, SealedConnection
 
@@ -139,9 +137,8 @@ class EngineRouter:
         self.policy, self.patience = policy, patience
         self.links: dict[str, EngineLink] = {}
         self.times = ClusterTimes()
-        # answers that were continued on another engine by computing them again, and those that moved with their blocks
-        self.continued, self.moved = 0, 0
-        self.moved_bytes, self.stalled = 0, 0.0
+        # answers that were continued on another engine by computing them again; others move with their blocks
+        self.continued = 0
         self.headroom, self.balances = headroom, balances
         self._lock = threading.RLock()
         self._flights: dict[int, Flight] = {}
@@ -149,6 +146,9 @@ class EngineRouter:
         self._owners: dict[Flight, RoutedAnswers] = {}
         self._open: set[RoutedAnswers] = set()
         self._numbers = count()
+        self.moves = AnswerMoves(
+            self.links, self._flights, self._numbers, self._able, self._release
+        )
         self._kept = CacheKnowledge(0)  # by all cache engines together
         self._lost: dict[str, str] = {}  # why engines were given up, by instance
         self._strangers: dict[str, float] = {}
@@ -238,10 +238,10 @@ class EngineRouter:
     def counts(self) -> Mapping[str, int]:
         return {
             "answers_continued": self.continued,
-            "answers_moved": self.moved,
+            "answers_moved": self.moves.moved,
             "roles_chosen": self.roles_chosen,
-            "moved_bytes": self.moved_bytes,
-            "moved_stall_milliseconds": round(1000 * self.stalled),
+            "moved_bytes": self.moves.moved_bytes,
+            "moved_stall_milliseconds": round(1000 * self.moves.stalled),
         }
 
     def cut_answers(self) -> int:
@@ -413,130 +413,24 @@ class EngineRouter:
         for flight in flights:
             self.times.begin(link.name, flight, stage, length, time.monotonic())
         if link.role == "prefill":
-            link.submit(flights[0].number, request, flights, self._onward)
+            link.submit(flights[0].number, request, flights, self.moves.onward)
         else:
             link.submit(flights[0].number, request, flights)
 
-    def _onward(self, flight: Flight) -> Head | None:
-        """Return the message that lets an answer leave the engine that computes its prompt, once its first token is
-        written; None if no other engine has room for it.
-        """
-        if flight.request.most - len(flight.tokens) > 1 and (
-            target := self._target_of(flight, ("decode", ""), lightest)
-        ):
-            return self._order_move(flight, target, after_first=not flight.tokens)
-        return None
-
-    def _relieve(self) -> None:
-        """Let answers go on elsewhere that have stayed with the engine of their prompt, as others had no room for them:
-        those that came first, as far as there is room now.
-        """
-        reading = [link for link in self._able() if link.role == "prefill"]
-        writing = [link for link in self._able() if link.role != "prefill"]
-        staying = [flight for link in reading for flight in link.flights.values() if not flight.target]  # fmt: skip
-        for flight in sorted(staying, key=lambda flight: flight.number):
-            if not any(link.spare for link in writing):
-                return
-            if flight.rest_until <= time.monotonic():
-                self._move_on(flight)
-
-    def _move_on(self, flight: Flight) -> None:
-        """Have an answer leave an engine that from now on only computes prompts."""
-        if (head := self._onward(flight)) is not None:
-            self.links[flight.engine].outbox.put(head)
-
-    def _target_of(
-        self, flight: Flight, roles: Sequence[str], policy: DispatchPolicy = freest
-    ) -> EngineLink | None:
-        """Return the engine that ``policy`` chooses among those to which an answer can move, or None."""
-        request = flight.continued()
-        tokens = len(request.ids) + request.most - 1
-        fitting = [
-            link
-            for link in self._able()
-            if link.name != flight.engine
-            and link.weights == self.links[flight.engine].weights
-            and link.role in roles
-            and link.spare >= -(-flight.length // link.about.block)
-            and link.takes(request.adapter, tokens, 1)
-        ]
-        if not fitting:
-            return None
-        about = DispatchRequest(flight.length, flight.session, flight.priority)
-        chosen = policy([link.view(request) for link in fitting], about)
-        return self.links[chosen]
-
-    def _move(self, flight: Flight, target: EngineLink, after_first: bool) -> None:
-        """Tell an engine to send an answer to another engine."""
-        head = self._order_move(flight, target, after_first)
-        self.links[flight.engine].outbox.put(head)
-
-    def _order_move(
-        self, flight: Flight, target: EngineLink, after_first: bool
-    ) -> Head:
-        """Expect an answer at the engine ``target``; return the message that lets it leave its own engine."""
-        flight.target, flight.target_number = target.name, next(self._numbers)
-        about = target.about
-        blocks = -(-flight.length // about.block)
-        target.incoming[flight.target_number] = EarlyEvents(blocks=blocks)
-        return {
-            "kind": "move",
-            "answer": flight.number,
-            "number": flight.target_number,
-            "instance": about.instance,
-            "host": about.host,
-            "port": about.port,
-            "after_first": after_first,
-            "key": flight.key,
-        }
-
-    def _forget_move(self, flight: Flight) -> None:
-        """Let an answer that was on its way be wanted no more at the engine to which it was moving."""
-        target = self.links.get(flight.target)
-        if target and target.incoming.pop(flight.target_number, None) is not None:
-            unwanted = {"answers": [flight.target_number], "calls": []}
-            target.outbox.put({"kind": "cancel", **unwanted})
-            self._release(target)
-        flight.target = ""
-
     def _take_move(self, link: EngineLink, head: Head) -> None:
         """A move has ended: the answer is at its target from now on, or stays."""
-        if (flight := link.flights.get(head["answer"])) is None:
+        if (arrived := self.moves.end(link, head)) is None:
             return
-        target = self.links.get(flight.target)
-        if head["why"]:
-            self._forget_move(flight)
-            flight.rest_until = time.monotonic() + REST_S
-            return
-        self.moved, self.stalled = self.moved + 1, self.stalled + head["stall"]
-        self.moved_bytes += head["payload"]
-        early = target and target.incoming.pop(flight.target_number, None)
-        link.let_go(flight)
-        del self._flights[flight.number]
-        flight.target, flight.rest_until = "", time.monotonic() + REST_S
-        if target is None or early is None:  # it is lost, and the answer with it
-            flight.engine, flight.since = "", time.monotonic()
-            self._flights[flight.number] = flight
+        flight, target, early = arrived
+        if target is None:
             self._waiting.append(flight)
             self._continue_waiting()
         else:
-            flight.number, flight.engine = flight.target_number, target.name
-            self._flights[flight.number] = target.flights[flight.number] = flight
             stage, length = _stage_of(flight.request), flight.length
             self.times.begin(target.name, flight, stage, length, time.monotonic())
             target.remember(flight.request, flight.tokens)
             self._take_tokens(target, vars(early))
         self._release(link)
-
-    def _evacuate(self, link: EngineLink) -> None:
-        """Move the answers of a draining engine to others, as far as others have room."""
-        now = time.monotonic()
-        for flight in [*link.flights.values()]:
-            if flight.target or flight.rest_until > now:
-                continue
-            # a shorter one may have room where this one has none
-            if target := self._target_of(flight, ("decode", "", "prefill")):
-                self._move(flight, target, after_first=False)
 
     def role_question(self) -> RoleQuestion | None:
         """Return recent requests, step times and other facts from which the engines' roles are chosen; None if no
@@ -547,14 +441,14 @@ class EngineRouter:
             rates = [link.beat.rates for link in able if link.beat.rates]
             if not rates:
                 return None
-            roles = [link.role for link in able]
+            roles, moves = [link.role for link in able], self.moves
             return RoleQuestion(
                 self.recent.all(),
                 len(able),
                 RoleCounts(roles.count("prefill"), roles.count("decode")),
                 np.mean(rates, 0).tolist(),
                 min(link.about.cache for link in able),
-                self.stalled / self.moved if self.moved else UNMEASURED_S,
+                moves.stalled / moves.moved if moves.moved else UNMEASURED_S,
             )
 
     def set_roles(self, counts: RoleCounts) -> None:
@@ -572,7 +466,7 @@ class EngineRouter:
                 if link.role == "prefill":
                     for flight in [*link.flights.values()]:
                         if not flight.target:
-                            self._move_on(flight)
+                            self.moves.move_on(flight)
 
     def _watch_roles(self, choose: RoleChooser) -> None:
         """Ask now and then whether other roles would serve the recent load better, and take them."""
@@ -580,30 +474,6 @@ class EngineRouter:
             asked = self.role_question()
             if asked is not None and (counts := choose(asked)) is not None:
                 self.set_roles(counts)
-
-    def _balance(self) -> None:
-        """Move an answer from an engine with little free memory to one with much, if there are such."""
-        now, nothing = time.monotonic(), asked_nothing()
-        writing = [link for link in self._able() if link.role != "prefill"]
-        answers = {
-            link.name: [
-                MovableAnswer(
-                    flight.number,
-                    -(-flight.length // link.about.block),
-                    flight.priority,
-                )
-                for flight in link.flights.values()
-                if not flight.target and flight.rest_until <= now
-            ]
-            for link in writing
-        }
-        move = balancing_move([link.view(nothing) for link in writing], answers)
-        if move is None:
-            return
-        flight, target = self._flights[move.number], self.links[move.target]
-        tokens = len(flight.request.ids) + flight.request.most - 1
-        if target.takes(flight.request.adapter, tokens, 1):
-            self._move(flight, target, after_first=False)
 
     def _start_call(self, call: RemoteCall) -> None:
         able = self._able()
@@ -646,7 +516,7 @@ class EngineRouter:
                 flight.finished = flight.finished or "stop"
                 if flight in self._waiting:
                     self._waiting.remove(flight)
-                self._forget_move(flight)
+                self.moves.forget(flight)
                 link = self.links.get(flight.engine)
                 if link and link.flights.pop(flight.number, None):
                     by_engine.setdefault(link.name, []).append(flight.number)
@@ -662,7 +532,7 @@ class EngineRouter:
         """
         orphans: list[Flight | RemoteCall] = [*link.flights.values()]
         for flight in link.flights.values():
-            self._forget_move(flight)
+            self.moves.forget(flight)
         for orphan in [*orphans, *link.calls.values()]:
             orphan.engine, orphan.since = "", time.monotonic()
             if blame:
@@ -773,7 +643,7 @@ class EngineRouter:
                 for other in self._able():
                     for flight in [*other.flights.values()]:
                         if other.role == "prefill" and not flight.target:
-                            self._move_on(flight)
+                            self.moves.move_on(flight)
         return link
 
     def _refusal(self, about: EngineAbout) -> str:
@@ -881,7 +751,7 @@ class EngineRouter:
         if "usage" in head:
             link.cache.note_beat(*head["usage"])
         if any(event.finished for batch in events.values() for event in batch):
-            self._relieve()
+            self.moves.relieve()
         self._release(link)
 
     def _note(
@@ -905,7 +775,7 @@ class EngineRouter:
             self.times.end(link.name, flight)
             link.let_go(flight)
             del self._flights[flight.number]
-            self._forget_move(flight)
+            self.moves.forget(flight)
             self._owners.pop(flight)
             link.remember(flight.request, flight.tokens)
             self._note_kept(link, flight)
@@ -926,7 +796,7 @@ class EngineRouter:
         for number in range(head["answer"], head["answer"] + head["answers"]):
             if (flight := link.flights.pop(number, None)) is None:
                 continue
-            self._forget_move(flight)
+            self.moves.forget(flight)
             flight.engine, flight.since = "", time.monotonic()
             if isinstance(error, Busy):
                 self._waiting.append(flight)
@@ -940,7 +810,7 @@ class EngineRouter:
             self.say(f"engine {link.name} drains")
         link.draining = True
         self._tell_of_others()
-        self._evacuate(link)
+        self.moves.evacuate(link)
         if move and link.busy and self._able():
             numbers = {"answers": [*link.flights], "calls": [*link.calls]}
             link.outbox.put({"kind": "cancel", **numbers})
@@ -964,11 +834,11 @@ class EngineRouter:
                     order_loans(self._able())
                     loans_at = time.monotonic() + LOANS_S
                 for link in [each for each in self.links.values() if each.draining]:
-                    self._evacuate(link)
+                    self.moves.evacuate(link)
                 if time.monotonic() - balanced >= BALANCE_S:
-                    self._relieve()
+                    self.moves.relieve()
                     if self.balances:
-                        self._balance()
+                        self.moves.balance()
                     balanced = time.monotonic()
                 if not self._waiting:
                     continue
@@ -987,11 +857,6 @@ class EngineRouter:
 
 def _stage_of(request: AnswerRequest) -> str:
     return "" if request.workflow is None else request.workflow.stage
-
-
-def asked_nothing() -> AnswerRequest:
-    """Return a request without tokens, which stands for any request when engines are compared."""
-    return AnswerRequest((), 0, GREEDY, (), 0, None, "", None)
 
 
 def _asked_search(request: SearchRequest, call: int) -> Message:

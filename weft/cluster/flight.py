@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from weft.cluster.cluster_messages import LogProbability, Message
 from weft.errors import WeftError
 from weft.generate.backend import AnswerRequest
+from weft.generate.sampling import GREEDY
 from weft.net.wire import Frame
 
 #: How much a lost engine speaks against the requests that it had: one whose computation has failed, and one of which
@@ -183,3 +184,8 @@ class RemoteCall:
     since: float = 0.0
     priority: int = 0
     unproved: bool = False
+
+
+def asked_nothing() -> AnswerRequest:
+    """Return a request without tokens, which stands for any request when engines are compared."""
+    return AnswerRequest((), 0, GREEDY, (), 0, None, "", None)
