@@ -17,7 +17,7 @@ import pytest
 from tests.cases import write_corpus
 from tests.conftest import Command
 from tests.started import Started
-from weft.checkpoint.kept_recipe import as_written
+from weft.checkpoint.kept_recipe import written_settings
 from weft.checkpoint.store import committed_checkpoints
 from weft.cli import run_command_line
 from weft.errors import UsageError
@@ -412,6 +412,6 @@ def test_every_recipe_is_valid() -> None:
     assert recipes
     for path in recipes:
         recipe = load_recipe(path)
-        again = build_recipe(as_written(recipe.recorded(given=True)))
+        again = build_recipe(written_settings(recipe.recorded(given=True)))
         assert again == recipe
         assert again.model_fields_set == recipe.model_fields_set

@@ -38,14 +38,14 @@ def _given(resume: str) -> dict[str, Any]:
     problem: WeftError | None = None
     for place in candidates(resume):
         try:
-            return as_written(open_checkpoint(place).meta.get("given", {}))
+            return written_settings(open_checkpoint(place).meta.get("given", {}))
         except WeftError as error:  # resuming takes the one before, too
             problem = problem or error
     assert problem is not None
     raise problem
 
 
-def as_written(given: dict[str, Any]) -> dict[str, Any]:
+def written_settings(given: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the recorded settings ``given`` in which an only data source stands in ``[data]`` itself, where
     overrides of it look.
     """
