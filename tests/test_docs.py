@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -18,12 +19,18 @@ import pytest
 import reference
 import typer.main
 
+from tests.browser import CHROMIUM, measured
 from tests.test_tutorials import parse
 from weft.cli.app import app
 from weft.recipe import load_recipe
 from weft.recipe.shipped import find_recipe
 
 ROOT = Path(__file__).parents[1]
+#: Tables of a page that have to be scrolled sideways.
+WIDE = (
+    "[...d.querySelectorAll('.md-typeset__scrollwrap')].filter(w => w.scrollWidth > w.clientWidth + 1)"
+    ".map(w => w.innerText.slice(0, 60))"
+)
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
@@ -183,6 +190,25 @@ def test_the_site_is_built_and_can_be_searched(tmp_path: Path) -> None:
             page.read_text(),
         )
         assert not fetched, page
+    if CHROMIUM is not None:
+        for name in (
+            "measured/parts",
+            "measured/islands",
+            "how-to/coming-from",
+            "reference/commands",
+        ):
+            page = tmp_path / f"{name}.html"
+            assert measured(page, 1280, {"wide": WIDE}) == {"wide": []}, name
+
+
+def test_code_in_tables_may_break() -> None:
+    """Long paths would make a table wider than the page; what stands elsewhere stays as it is."""
+    cell = "<td><code>tests/cli/test_a.py</code> tests/b <code>0.25</code></td><p><code>a/b</code></p>"
+    broken = cell.replace(
+        "tests/cli/test_a.py", "tests/<wbr>cli/<wbr>test_<wbr>a.<wbr>py"
+    )
+    hooks = runpy.run_path(str(ROOT / "docs/assets/hooks.py"))
+    assert hooks["on_page_content"](cell) == broken
 
 
 def test_the_walk_through_shows_the_code_that_runs() -> None:
