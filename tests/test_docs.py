@@ -203,9 +203,10 @@ def test_the_site_is_built_and_can_be_searched(tmp_path: Path) -> None:
 
 def test_code_in_tables_may_break() -> None:
     """Long paths would make a table wider than the page; what stands elsewhere stays as it is."""
-    cell = "<td><code>tests/cli/test_a.py</code> tests/b <code>0.25</code></td><p><code>a/b</code></p>"
+    cell = "<td><code>tests/cli/test_a.py --no-b 0.25</code> tests/b</td><p><code>a/b --c</code></p>"
     broken = cell.replace(
-        "tests/cli/test_a.py", "tests/<wbr>cli/<wbr>test_<wbr>a.<wbr>py"
+        "tests/cli/test_a.py --no-b",
+        'tests/<wbr>cli/<wbr>test_<wbr>a.py <span class="whole">--no-b</span>',
     )
     hooks = runpy.run_path(str(ROOT / "docs/assets/hooks.py"))
     assert hooks["on_page_content"](cell) == broken
