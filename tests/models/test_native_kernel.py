@@ -154,7 +154,9 @@ def test_without_a_compiler_texts_are_written_and_the_option_is_refused(
 
 def test_an_attention_that_cannot_serve_is_refused() -> None:
     model = build()
-    with pytest.raises(UsageError, match="no attention 'other'.* Choose from: gathered"):
+    with pytest.raises(
+        UsageError, match=r"no attention 'other'.* Choose from: gathered"
+    ):
         Engine(model, attention="other")
     with pytest.raises(UsageError, match="without --invariant; leave out --invariant"):
         Engine(model, attention="native", invariant=True)

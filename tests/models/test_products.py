@@ -140,7 +140,7 @@ def test_sizes_that_kernels_do_not_take() -> None:
 
 
 @pytest.mark.parametrize(("shape", "word", "said"), [
-    ({}, "int5", "weights cannot be 'int5'; did you mean .* Choose from: float, bfloat16, int8, int4, sparse, sparse:SHARE"),
+    ({}, "int5", "weights cannot be 'int5'; did you mean 'int8'. Choose from: float, bfloat16, int8, int4, sparse,"),
     ({"experts": 4, "experts_per_token": 2}, "bfloat16", "weights in bfloat16 are for dense models"),
     ({"experts": 4, "experts_per_token": 2}, "int8", "weights in int8 are for dense models with plain attention"),
 ])  # fmt: skip

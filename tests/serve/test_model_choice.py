@@ -171,7 +171,8 @@ def test_mistakes(tmp_path: Path, text: str, said: str) -> None:
 def test_models_that_are_not_served() -> None:
     settings = ChoiceSettings((ModelRule("law", ("x",)),))
     with pytest.raises(
-        UsageError, match="names 'law', which is not served; did you mean 'a'. Choose from: a"
+        UsageError,
+        match=r"names 'law', which is not served; did you mean 'a'. Choose from: a",
     ):
         ModelChoice(settings, "a", ["b"], letters)
     with pytest.raises(UsageError, match="'auto' stands for a choice"):
