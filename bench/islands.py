@@ -974,12 +974,18 @@ def main() -> None:
             "losses": tune(bench),
         }
     else:
-        found |= {
+        now = {
             "date": datetime.now().isoformat(timespec="seconds"), "cores": os.cpu_count(), "load": os.getloadavg()[0],
+        }  # fmt: skip
+        settings = {
             "parameters": bench.parameters, "before": options.before, "steps": options.steps, "seed": options.seed,
             "every": EVERY, "rows": ROWS * RANKS, "length": LENGTH, "learning_rate": LR,
             "sync": {name: dict(side.sync) for name, side in SIDES.items()},
         }  # fmt: skip
+        if options.add and options.untrained:
+            found["timed again"] = now | {"sides": names, "networks": options.networks}
+        else:
+            found |= now | settings
         if not options.add:
             found |= {"trained": {}, "longer": {}, "timed": {}}
         measure(bench, found, names, options)
@@ -1007,12 +1013,10 @@ def measure(
             flush=True,
         )
         write(found, options.json)
-    if options.untrained:
-        return
     asked = min(ASKED, options.steps)
     with network(NETWORKS[FREE]) as made:
         for name in names:
-            if name in found["trained"]:
+            if options.untrained or name in found["trained"]:
                 continue
             one = found["trained"][name] = whole(
                 bench.run(made, name, options.steps, asked)
@@ -1026,6 +1030,8 @@ def measure(
                 flush=True,
             )
             write(found, options.json)
+    if PLAIN not in found["trained"]:
+        return
     print(" | ".join(HEADS))
     for row in judge(found):
         print(" | ".join(row))

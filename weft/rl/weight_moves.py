@@ -2,7 +2,8 @@
 
 Boxes (regions of elements) that ranks hold are intersected with boxes that ranks need, so that a rank sends only what
 another rank lacks (HybridFlow, Sheng et al. 2024, 2409.19256). A pair of ranks cuts its bytes into buckets in the same
-way on both sides, without a word. While a bucket travels, the next one is packed.
+way on both sides, without a word. While a bucket travels, the next one is packed. Between ranks of one host whose
+weights are in main memory a bucket lies in memory that both see (:mod:`weft.rl.host_slots`).
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from weft.checkpoint.pack import group_by_bytes, index_within
 from weft.checkpoint.reshard import ALIGN, ElementMove, plan_moves
 from weft.layout.dims import Box, Tensor, extents
 from weft.layout.parts import TORCH_DTYPES
+from weft.rl.host_slots import SLOT, SLOTS, HostSlots
 
 T = torch.Tensor
 
 #: Most bytes of messages that a rank holds at a time, sent and received ones together.
 BUCKET = 64 << 20
-#: A rank sends one message and receives one, while it packs the next ones.
-AT_ONCE = 4
+#: A rank sends one message and receives one, while it packs the next ones, and has :data:`SLOTS` for other ranks.
+AT_ONCE = 4 + SLOTS
 
-#: Pieces of so many bytes travel alone.
+#: Pieces of so many bytes are sent alone.
 ALONE = 1 << 18
+#: Added to the number of a message, this is the tag of the answer that it was read.
+ANSWERS = 1 << 20
 
 #: Boxes of tensors that one rank holds or needs, by the name of the tensor.
 Boxes = Mapping[str, Sequence[Box]]
@@ -105,12 +109,15 @@ def padded_bytes(move: ElementMove, tensors: Mapping[str, Tensor]) -> int:
 
 
 def buckets(
-    moves: Sequence[ElementMove], tensors: Mapping[str, Tensor], most: int
+    moves: Sequence[ElementMove],
+    tensors: Mapping[str, Tensor],
+    most: int,
+    alone: int = ALONE,
 ) -> list[list[ElementMove]]:
     """Return the moves of one pair of ranks, divided into messages of at most ``most`` bytes; larger moves are cut.
 
     ``tensors``: shapes and types of the tensors, by name. Both ranks of the pair compute the same messages. A piece of
-    :data:`ALONE` bytes or more is a message by itself, so that it is sent without being copied.
+    ``alone`` bytes or more is a message by itself, so that it is sent without being copied.
     """
     pieces = [
         replace(move, box=box)
@@ -124,8 +131,8 @@ def buckets(
         return padded_bytes(move, tensors)
 
     small, large = (
-        [piece for piece in pieces if (size(piece) >= ALONE) is alone]
-        for alone in (False, True)
+        [piece for piece in pieces if (size(piece) >= alone) is apart]
+        for apart in (False, True)
     )
     return [*([piece] for piece in large), *group_by_bytes(small, most, size)]
 
@@ -165,6 +172,8 @@ class WeightMover:
         self.tensors, self.group, self.device = tensors, group, device
         self.local = [move for move in plan if move.source == move.target == rank]
         most = max(2 * ALIGN, bucket // AT_ONCE)
+        slot = min(most, SLOT) // ALIGN * ALIGN
+        self.slots = HostSlots(slot, group, device.type == "cpu")
         self.exchanges: list[_Exchange] = []
         for distance in range(1, world):
             target, source = (rank + distance) % world, (rank - distance) % world
@@ -172,7 +181,13 @@ class WeightMover:
             here = [m for m in plan if (m.source, m.target) == (source, rank)]
             if there or here:
                 outgoing, incoming = (
-                    buckets(each, tensors, most) for each in (there, here)
+                    buckets(each, tensors, slot, slot + 1)
+                    if in_memory
+                    else buckets(each, tensors, most)
+                    for each, in_memory in (
+                        (there, target in self.slots.readers),
+                        (here, source in self.slots.theirs),
+                    )
                 )
                 self.exchanges.append(_Exchange(target, outgoing, source, incoming))
 
@@ -191,6 +206,7 @@ class WeightMover:
         received = sent = buffer = 0
         flying: _Flying | None = None
         local: Sequence[ElementMove] = self.local
+        answers = _Answers()
         for exchange in self.exchanges:
             turns = max(len(exchange.outgoing), len(exchange.incoming))
             for turn in range(turns):
@@ -199,9 +215,9 @@ class WeightMover:
                     for side in (exchange.outgoing, exchange.incoming)
                 )
                 before = flying
-                message = self._packed(outgoing, sources)
-                coming = self._place_for(incoming, targets)
-                flying = self._fly(exchange, turn, message, coming, incoming)
+                coming = self._place_for(exchange, incoming, targets)
+                message = self._packed(exchange, outgoing, sources, answers)
+                flying = self._fly(exchange, turn, message, coming, incoming, answers)
                 buffer = max(buffer, flying.buffer + (before.buffer if before else 0))
                 # while that travels
                 _copy_local(local, sources, targets)
@@ -213,6 +229,9 @@ class WeightMover:
         _copy_local(local, sources, targets)
         if flying is not None:
             self._land(flying, targets)
+        for answer in answers.awaited:
+            answer.wait()
+        buffer += self.slots.own.nbytes
         return WeightsMoved(received, perf_counter() - begin, sent, buffer)
 
     def _fly(
@@ -222,47 +241,81 @@ class WeightMover:
         message: _Memory,
         coming: _Memory,
         incoming: list[ElementMove],
+        answers: _Answers,
     ) -> _Flying:
         operations = []
         if message.bytes.numel():
-            operation = self._operation(dist.isend, message, exchange.target, turn)
-            operations.append(operation)
+            operations.append(
+                self._operation(dist.isend, message.bytes, exchange.target, turn)
+            )
         if coming.bytes.numel():
-            operation = self._operation(dist.irecv, coming, exchange.source, turn)
-            operations.append(operation)
+            operations.append(
+                self._operation(dist.irecv, coming.bytes, exchange.source, turn)
+            )
         works = dist.batch_isend_irecv(operations) if operations else []
-        return _Flying(message, coming, incoming, works)
+        if message.slots is not None:
+            answer = self._operation(
+                dist.irecv, _word(), exchange.target, ANSWERS + turn
+            )
+            answers.awaited += dist.batch_isend_irecv([answer])
+        return _Flying(message, coming, incoming, works, exchange.source, turn)
 
     def _operation(
-        self, what: Callable[..., object], message: _Memory, peer: int, turn: int
+        self, what: Callable[..., object], message: T, peer: int, tag: int
     ) -> dist.P2POp:
-        return dist.P2POp(
-            what, message.bytes, group=self.group, tag=turn, group_peer=peer
-        )
+        return dist.P2POp(what, message, group=self.group, tag=tag, group_peer=peer)
 
     def _land(self, flying: _Flying, targets: Mapping[str, Mapping[Box, T]]) -> None:
         for work in flying.works:
             work.wait()
-        if not flying.coming.direct:
-            for move, place in self._places(flying.incoming, flying.coming.bytes):
-                _view(targets, move, move.needed).copy_(place)
+        coming = flying.coming
+        if coming.direct:
+            return
+        message = (
+            coming.bytes
+            if coming.slots is None
+            else coming.slots[int(coming.bytes.item())]
+        )
+        for move, place in self._places(flying.incoming, message):
+            _view(targets, move, move.needed).copy_(place)
+        if coming.slots is not None:
+            answer = self._operation(
+                dist.isend, _word(), flying.source, ANSWERS + flying.turn
+            )
+            for work in dist.batch_isend_irecv([answer]):
+                work.wait()
 
     def _packed(
-        self, moves: Sequence[ElementMove], sources: Mapping[str, Mapping[Box, T]]
+        self,
+        exchange: _Exchange,
+        moves: Sequence[ElementMove],
+        sources: Mapping[str, Mapping[Box, T]],
+        answers: _Answers,
     ) -> _Memory:
         """The elements of ``moves``, in one message."""
         views = [_view(sources, move, move.held) for move in moves]
-        if (run := self._run(moves, views)) is not None:
+        if moves and exchange.target in self.slots.readers:
+            slot = answers.free_slot()
+            message = self.slots.own[slot]
+            memory = _Memory(_word(slot), False, self.slots.own)
+        elif (run := self._run(moves, views)) is not None:
             return _Memory(run, True)
-        message = self._empty(moves)
+        else:
+            message = self._empty(moves)
+            memory = _Memory(message, False)
         for (_, place), view in zip(self._places(moves, message), views, strict=True):
             place.copy_(view)
-        return _Memory(message, False)
+        return memory
 
     def _place_for(
-        self, moves: Sequence[ElementMove], targets: Mapping[str, Mapping[Box, T]]
+        self,
+        exchange: _Exchange,
+        moves: Sequence[ElementMove],
+        targets: Mapping[str, Mapping[Box, T]],
     ) -> _Memory:
         """Memory that receives the elements of ``moves``."""
+        if moves and (slots := self.slots.theirs.get(exchange.source)) is not None:
+            return _Memory(_word(), False, slots)
         views = [_view(targets, move, move.needed) for move in moves]
         if (run := self._run(moves, views)) is not None:
             return _Memory(run, True)
@@ -300,25 +353,54 @@ class WeightMover:
 
 
 class _Memory(NamedTuple):
-    """The bytes of a message, and whether they lie in a tensor of the weights (``direct``) and not in a buffer."""
+    """The bytes that are sent of a message, and whether they lie in a tensor of the weights (``direct``) and not in a
+    buffer. ``slots``: the slots in one of which the message lies; then only the number of this slot is sent."""
 
     bytes: T
     direct: bool
+    slots: T | None = None
+
+
+class _Answers:
+    """Answers that messages in slots were read (``awaited``, in the order of messages), and which slot is next.
+
+    Slots take turns over all messages of a move, whoever reads them. As a rank reads a message after it has written its
+    next one, no ring of ranks can wait for each other as long as there are two slots.
+    """
+
+    def __init__(self) -> None:
+        self.awaited: list[dist.Work] = []
+        self._next = 0
+
+    def free_slot(self) -> int:
+        """Return the number of the next slot, when the message that was in it has been read."""
+        if len(self.awaited) == SLOTS:
+            self.awaited.pop(0).wait()
+        slot, self._next = self._next, (self._next + 1) % SLOTS
+        return slot
+
+
+def _word(slot: int = 0) -> T:
+    """What is sent in place of a message that lies in a slot, and as an answer."""
+    return torch.tensor([slot], dtype=torch.uint8)
 
 
 class _Flying(NamedTuple):
-    """Messages under way: what goes, what comes, whose moves come, and what to wait for."""
+    """Messages under way: what goes, what comes, whose moves come, what to wait for, who sends, and its number."""
 
     message: _Memory
     coming: _Memory
     incoming: list[ElementMove]
     works: Sequence[dist.Work]
+    source: int
+    turn: int
 
     @property
     def buffer(self) -> int:
-        """Bytes of memory that is there for the messages alone."""
+        """Bytes of memory that is there for the messages that are sent alone."""
         sides = (self.message, self.coming)
-        return sum(side.bytes.nbytes for side in sides if not side.direct)
+        sent = [side for side in sides if not side.direct and side.slots is None]
+        return sum(side.bytes.nbytes for side in sent)
 
 
 def _copy_local(

@@ -1,0 +1,67 @@
+"""Memory in which a rank leaves messages for other ranks of its host, so that they need not pass through a socket."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from weft.generate.shared_arena import SharedArena
+from weft.layout.mesh import from_all
+from weft.net.process import machine_id
+
+T = torch.Tensor
+
+#: Messages of a rank that may wait in its memory at the same time.
+SLOTS = 2
+#: Bytes of a message in shared memory, which two copies find in the processor's cache.
+SLOT = 4 << 20
+
+
+class HostSlots:
+    """Slots of shared memory, each for a message of at most ``size`` bytes, among ranks of one host. Collective.
+
+    A rank writes its messages into slots of its own, and others read them there. Ranks are on one host if they have one
+    kernel, network namespace and process namespace. If a rank cannot open another's memory, for instance in a
+    container that forbids it, messages between the two have to be sent.
+
+    ``group``: the ranks; None: all. ``shared``: whether this rank's messages are in main memory.
+
+    Attributes:
+        ``own``: this rank's slots, uint8 ``[slots, size]``; empty if no rank reads them.
+        ``readers``: ranks that read this rank's slots.
+        ``theirs``: slots of those ranks whose messages this rank reads, by rank.
+    """
+
+    def __init__(
+        self, size: int, group: dist.ProcessGroup | None, shared: bool
+    ) -> None:
+        self.own = torch.empty(0, size, dtype=torch.uint8)
+        self.theirs: dict[int, T] = {}
+        rank = dist.get_rank(group) if dist.is_initialized() else 0
+        arena = (
+            SharedArena(SLOTS * size)
+            if shared and hasattr(os, "memfd_create")
+            else None
+        )
+        place = None
+        if arena is not None:
+            self.own = arena.room("slots", (SLOTS, size), torch.uint8)
+            place = (machine_id("pid", "net"), os.getpid(), arena.handle, arena.form)
+        everyones = from_all(place, group)
+        for other, there in enumerate(everyones):
+            if other == rank or there is None or place is None or there[0] != place[0]:
+                continue
+            with suppress(OSError):
+                handle = os.open(f"/proc/{there[1]}/fd/{there[2]}", os.O_RDWR)
+                opened = SharedArena(SLOTS * size, handle, there[3])
+                self.theirs[other] = opened["slots"]
+                opened.close()
+        read = from_all(frozenset(self.theirs), group)
+        self.readers = frozenset(r for r, opened in enumerate(read) if rank in opened)
+        if arena is not None:
+            arena.close()  # all have opened it, and the mapping stays
+        if not self.readers:
+            self.own = self.own[:0].clone()
