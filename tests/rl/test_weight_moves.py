@@ -27,7 +27,7 @@ from weft.rl.generation_groups import (
     generation_groups,
     trained_boxes,
 )
-from weft.rl.weight_moves import buckets, cut_box, padded_bytes, weight_plan
+from weft.rl.weight_plan import buckets, cut_box, padded_bytes, weight_plan
 
 SHAPES = {"plain": SHAPE, "tied": TIED, "adapter": LORA, "experts": EXPERTS}
 TRAINING = (

@@ -24,7 +24,7 @@ from weft.models.transformer import Transformer
 from weft.parallel.build import whole_model
 from weft.parallel.held_stages import hold_stages
 from weft.recipe import ModelShape
-from weft.rl.weight_moves import Boxes
+from weft.rl.weight_plan import Boxes
 
 
 class GenerationGroups(NamedTuple):

@@ -20,7 +20,8 @@ from weft.parallel.build import parallelize
 from weft.parallel.state import Held, State
 from weft.recipe import ModelShape, Train
 from weft.rl.generation_groups import computed_boxes, generation_groups, mesh_of_members
-from weft.rl.weight_moves import BUCKET, WeightMover, WeightsMoved, weight_plan
+from weft.rl.weight_moves import BUCKET, WeightMover, WeightsMoved
+from weft.rl.weight_plan import weight_plan
 
 if TYPE_CHECKING:
     from weft.layout.layout import Layout

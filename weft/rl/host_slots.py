@@ -65,3 +65,27 @@ class HostSlots:
             arena.close()  # all have opened it, and the mapping stays
         if not self.readers:
             self.own = self.own[:0].clone()
+
+
+class SlotAnswers:
+    """Keeps which slot is next, and the answers that messages in slots were read (``awaited``, in their order).
+
+    Slots take turns over all messages of a move, whoever reads them. As a rank reads a message after it has written its
+    next one, no ring of ranks can wait for each other as long as there are two slots.
+    """
+
+    def __init__(self) -> None:
+        self.awaited: list[dist.Work] = []
+        self._next = 0
+
+    def free_slot(self) -> int:
+        """Return the number of the next slot, when the message that was in it has been read."""
+        if len(self.awaited) == SLOTS:
+            self.awaited.pop(0).wait()
+        slot, self._next = self._next, (self._next + 1) % SLOTS
+        return slot
+
+
+def slot_word(slot: int = 0) -> T:
+    """Return what is sent in place of a message that lies in ``slot``, and as an answer that it was read."""
+    return torch.tensor([slot], dtype=torch.uint8)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from weft.layout.dims import Tensor
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.parts import NAMES
-from weft.rl.weight_moves import WeightMover, WeightsMoved, weight_plan
+from weft.rl.weight_moves import WeightMover, WeightsMoved
+from weft.rl.weight_plan import weight_plan
 
 if TYPE_CHECKING:
     from weft.parallel.state import State

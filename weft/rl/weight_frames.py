@@ -28,7 +28,7 @@ from weft.layout.dims import Box, Tensor
 from weft.layout.parts import NAMES, TORCH_DTYPES
 from weft.net.wire import Frame
 from weft.parallel.state import Held
-from weft.rl.weight_moves import Boxes, buckets, weight_plan
+from weft.rl.weight_plan import Boxes, buckets, weight_plan
 
 T = torch.Tensor
 

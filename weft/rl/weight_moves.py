@@ -1,15 +1,13 @@
 """Moves of weights from the layout in which they are trained to the layout in which they generate, bucket by bucket.
 
-Boxes (regions of elements) that ranks hold are intersected with boxes that ranks need, so that a rank sends only what
-another rank lacks (HybridFlow, Sheng et al. 2024, 2409.19256). A pair of ranks cuts its bytes into buckets in the same
-way on both sides, without a word. While a bucket travels, the next one is packed. Between ranks of one host whose
-weights are in main memory a bucket lies in memory that both see (:mod:`weft.rl.host_slots`).
+The plan is that of :mod:`weft.rl.weight_plan`. While a bucket travels, the next one is packed. Between ranks of one
+host whose weights are in main memory a bucket lies in memory that both see (:mod:`weft.rl.host_slots`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
@@ -17,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from weft.checkpoint.boxes import volume
-from weft.checkpoint.pack import group_by_bytes, index_within
-from weft.checkpoint.reshard import ALIGN, ElementMove, plan_moves
+from weft.checkpoint.pack import index_within
+from weft.checkpoint.reshard import ALIGN, ElementMove
 from weft.layout.dims import Box, Tensor, extents
 from weft.layout.parts import TORCH_DTYPES
-from weft.rl.host_slots import SLOT, SLOTS, HostSlots
+from weft.rl.host_slots import SLOT, SLOTS, HostSlots, SlotAnswers, slot_word
+from weft.rl.weight_plan import buckets, padded_bytes
 
 T = torch.Tensor
 
@@ -30,13 +29,8 @@ BUCKET = 64 << 20
 #: A rank sends one message and receives one, while it packs the next ones, and has :data:`SLOTS` for other ranks.
 AT_ONCE = 4 + SLOTS
 
-#: Pieces of so many bytes are sent alone.
-ALONE = 1 << 18
 #: Added to the number of a message, this is the tag of the answer that it was read.
 ANSWERS = 1 << 20
-
-#: Boxes of tensors that one rank holds or needs, by the name of the tensor.
-Boxes = Mapping[str, Sequence[Box]]
 
 
 class WeightsMoved(NamedTuple):
@@ -53,88 +47,6 @@ class WeightsMoved(NamedTuple):
     seconds: float
     sent: int
     buffer: int
-
-
-def weight_plan(
-    tensors: Mapping[str, Tensor],
-    held: Sequence[Boxes],
-    needed: Sequence[Boxes],
-    rank: int | None = None,
-) -> list[ElementMove]:
-    """Return the plan which elements of tensors go from which rank to which, so that every rank gets the elements that
-    it needs.
-
-    ``tensors``: shapes of the tensors and the types in which they are needed, by name. ``held``: for each rank the
-    boxes that it has. ``needed``: for each rank the boxes that it needs. An element that a rank has itself comes from
-    that rank. ``rank``: only moves in which this rank sends or receives are returned; None: all moves. Raises
-    :class:`WeftError` if no rank has an element.
-    """
-    wanted = sorted({name for of_rank in needed for name in of_rank})
-    return [
-        move
-        for name in wanted
-        for move in plan_moves(
-            name,
-            tensors[name],
-            [of_rank.get(name, ()) for of_rank in held],
-            [of_rank.get(name, ()) for of_rank in needed],
-            rank,
-        )
-    ]
-
-
-def cut_box(box: Box, most: int) -> Iterator[Box]:
-    """Cut ``box`` into boxes of at most ``most`` elements, and yield them in the order of their elements in memory."""
-    if volume(box) <= most:
-        yield box
-        return
-    (lo, hi), *rest = box
-    row = volume(tuple(rest))
-    if row > most:
-        for index in range(lo, hi):
-            for inner in cut_box(tuple(rest), most):
-                yield ((index, index + 1), *inner)
-        return
-    rows = max(1, most // row)
-    for first in range(lo, hi, rows):
-        yield ((first, min(hi, first + rows)), *rest)
-
-
-def padded_bytes(move: ElementMove, tensors: Mapping[str, Tensor]) -> int:
-    """Return how many bytes the elements of ``move`` take in a message: a multiple of :data:`ALIGN`. ``tensors``:
-    shapes and types, by name.
-    """
-    size = volume(move.box) * tensors[move.name].itemsize
-    return size + -size % ALIGN
-
-
-def buckets(
-    moves: Sequence[ElementMove],
-    tensors: Mapping[str, Tensor],
-    most: int,
-    alone: int = ALONE,
-) -> list[list[ElementMove]]:
-    """Return the moves of one pair of ranks, divided into messages of at most ``most`` bytes; larger moves are cut.
-
-    ``tensors``: shapes and types of the tensors, by name. Both ranks of the pair compute the same messages. A piece of
-    ``alone`` bytes or more is a message by itself, so that it is sent without being copied.
-    """
-    pieces = [
-        replace(move, box=box)
-        for move in moves
-        for box in cut_box(
-            move.box, max(1, (most - ALIGN) // tensors[move.name].itemsize)
-        )
-    ]
-
-    def size(move: ElementMove) -> int:
-        return padded_bytes(move, tensors)
-
-    small, large = (
-        [piece for piece in pieces if (size(piece) >= alone) is apart]
-        for apart in (False, True)
-    )
-    return [*([piece] for piece in large), *group_by_bytes(small, most, size)]
 
 
 @dataclass(frozen=True)
@@ -206,7 +118,7 @@ class WeightMover:
         received = sent = buffer = 0
         flying: _Flying | None = None
         local: Sequence[ElementMove] = self.local
-        answers = _Answers()
+        answers = SlotAnswers()
         for exchange in self.exchanges:
             turns = max(len(exchange.outgoing), len(exchange.incoming))
             for turn in range(turns):
@@ -241,7 +153,7 @@ class WeightMover:
         message: _Memory,
         coming: _Memory,
         incoming: list[ElementMove],
-        answers: _Answers,
+        answers: SlotAnswers,
     ) -> _Flying:
         operations = []
         if message.bytes.numel():
@@ -255,7 +167,7 @@ class WeightMover:
         works = dist.batch_isend_irecv(operations) if operations else []
         if message.slots is not None:
             answer = self._operation(
-                dist.irecv, _word(), exchange.target, ANSWERS + turn
+                dist.irecv, slot_word(), exchange.target, ANSWERS + turn
             )
             answers.awaited += dist.batch_isend_irecv([answer])
         return _Flying(message, coming, incoming, works, exchange.source, turn)
@@ -280,7 +192,7 @@ class WeightMover:
             _view(targets, move, move.needed).copy_(place)
         if coming.slots is not None:
             answer = self._operation(
-                dist.isend, _word(), flying.source, ANSWERS + flying.turn
+                dist.isend, slot_word(), flying.source, ANSWERS + flying.turn
             )
             for work in dist.batch_isend_irecv([answer]):
                 work.wait()
@@ -290,14 +202,14 @@ class WeightMover:
         exchange: _Exchange,
         moves: Sequence[ElementMove],
         sources: Mapping[str, Mapping[Box, T]],
-        answers: _Answers,
+        answers: SlotAnswers,
     ) -> _Memory:
         """The elements of ``moves``, in one message."""
         views = [_view(sources, move, move.held) for move in moves]
         if moves and exchange.target in self.slots.readers:
             slot = answers.free_slot()
             message = self.slots.own[slot]
-            memory = _Memory(_word(slot), False, self.slots.own)
+            memory = _Memory(slot_word(slot), False, self.slots.own)
         elif (run := self._run(moves, views)) is not None:
             return _Memory(run, True)
         else:
@@ -315,7 +227,7 @@ class WeightMover:
     ) -> _Memory:
         """Memory that receives the elements of ``moves``."""
         if moves and (slots := self.slots.theirs.get(exchange.source)) is not None:
-            return _Memory(_word(), False, slots)
+            return _Memory(slot_word(), False, slots)
         views = [_view(targets, move, move.needed) for move in moves]
         if (run := self._run(moves, views)) is not None:
             return _Memory(run, True)
@@ -359,30 +271,6 @@ class _Memory(NamedTuple):
     bytes: T
     direct: bool
     slots: T | None = None
-
-
-class _Answers:
-    """Answers that messages in slots were read (``awaited``, in the order of messages), and which slot is next.
-
-    Slots take turns over all messages of a move, whoever reads them. As a rank reads a message after it has written its
-    next one, no ring of ranks can wait for each other as long as there are two slots.
-    """
-
-    def __init__(self) -> None:
-        self.awaited: list[dist.Work] = []
-        self._next = 0
-
-    def free_slot(self) -> int:
-        """Return the number of the next slot, when the message that was in it has been read."""
-        if len(self.awaited) == SLOTS:
-            self.awaited.pop(0).wait()
-        slot, self._next = self._next, (self._next + 1) % SLOTS
-        return slot
-
-
-def _word(slot: int = 0) -> T:
-    """What is sent in place of a message that lies in a slot, and as an answer."""
-    return torch.tensor([slot], dtype=torch.uint8)
 
 
 class _Flying(NamedTuple):
