@@ -371,8 +371,8 @@ def be_weft(run: Run) -> None:
             StepContext(model, state, mesh, presence=presence),
             recipe.model_copy(update={"optimizer": settings}),
         )
-        if hasattr(stepper, "exchanged"):
-            count_waits(stepper, waits)
+        if run.sync:
+            count_waits(stepper.after, waits)
         log.train(
             lambda number, lr: stepper.take([batch(rows[number])], lr)[0].loss,
             lambda: evaluate(
@@ -388,9 +388,12 @@ def be_weft(run: Run) -> None:
     dist.destroy_process_group()
 
 
-def count_waits(stepper: Any, waits: list[float]) -> None:
-    """Note the seconds that the steps of islands wait for messages: not those of exchanges that go on beside them."""
-    exchanged, submit = stepper.exchanged, stepper.exchanging.submit
+def count_waits(apart: Any, waits: list[float]) -> None:
+    """Note the seconds that the steps of islands wait for messages: not those of exchanges that go on beside them.
+
+    ``apart``: what works between the steps of islands (:class:`weft.train.islands.Apart`).
+    """
+    exchange, submit = apart.exchange.run, apart.exchanging.submit
 
     def timed(what: Callable[..., Any], *words: Any) -> Any:
         begun = time.perf_counter()
@@ -406,8 +409,8 @@ def count_waits(stepper: Any, waits: list[float]) -> None:
         future.result = lambda timeout=None: timed(result, timeout)
         return future
 
-    stepper.exchanged = lambda *words: timed(exchanged, *words)
-    stepper.exchanging.submit = submitted
+    apart.exchange.run = lambda *words: timed(exchange, *words)
+    apart.exchanging.submit = submitted
 
 
 def plain(folder: Path) -> tuple[Any, Any, Callable[..., Any]]:

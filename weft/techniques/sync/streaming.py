@@ -48,7 +48,7 @@ class StreamingSettings(OuterSettings):
     figure=(
         "equal to a simulation to 1e-10; every parameter in one fragment, one round "
         "each; in 8 bits between two sites at 100 Mbit/s plain data parallelism's "
-        "loss 7.6x as fast, 0.7 and 0.9 % above it at equal tokens "
+        "loss 8.8x as fast, 0.7 and 0.9 % above it at equal tokens "
         "(`bench/islands.py`)"
     ),
 )

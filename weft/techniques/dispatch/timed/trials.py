@@ -187,7 +187,7 @@ class OptionTimes:
 
     def _conclude(self, times: list[float]) -> None:
         """Add a turn with these ``times``, choose by all turns, and set what is known and what the turn has cost."""
-        before, chosen = self.ratios(), self.chosen
+        chosen = self.chosen
         self.evidence.turns.append(times)
         if chosen < 0:
             tried = [option for option in self.left if times[option] < inf]
@@ -199,7 +199,9 @@ class OptionTimes:
             self.looks = []
         self._estimate()
         if chosen >= 0 and (self.turn or self.doubted < 0):
-            self.credit -= sum(self._cost(n, before[n]) for n in self.left)
+            # by what is known now: an option may have been taken for a nearer one
+            ratios = self.ratios()
+            self.credit -= sum(self._cost(n, ratios[n]) for n in self.left)
 
     def ratios(self) -> list[OptionRatio]:
         """Compare each option with the chosen one; before the first choice with the first one."""
