@@ -23,13 +23,12 @@ from weft.techniques.dispatch.timed.evidence import LEAST, NOISE, Evidence, Opti
 
 #: Options are tried while a loss of such a share of the time is expected without them.
 RISK = 0.005
-#: What trials may cost, in passes with the chosen option: those of all options after their first turn, and those with
-#: which a run begins where an earlier one could not tell.
-FIRST, LATER = 10.0, 0.8
+#: What trials of all options may cost after their first turn, in passes with the chosen option.
+FIRST = 10.0
 #: Share of the time since the last turn that the next one may take longer than passes with the chosen option alone.
 SPENT = 0.01
 #: Turns of a round that looks whether anything has changed, and turns of any round at most.
-AGAIN, TURNS = 3, 24
+AGAIN, TURNS = 6, 24
 #: As how many turns the times of an earlier run count at most, and those from before a change of the load.
 TRUST, DOUBTED = 24.0, 0.1
 #: Passes with the chosen option until those that are about as fast are tried again: at first fewer, then twice as many
@@ -106,7 +105,7 @@ class OptionTimes:
             self._begin(every)
             return
         self.chosen = min(every, key=self.known.__getitem__)
-        self.credit, self.turn = LATER, 1
+        self.credit, self.turn = 0.0, 1
         self._go_on()
 
     @classmethod
