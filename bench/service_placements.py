@@ -482,6 +482,14 @@ def chosen(rows: Mapping[str, Figures]) -> Figures:
     return {"chosen": choice, "best": best, "regret": regrets[choice], "regret of each": regrets}  # fmt: skip
 
 
+class Run(NamedTuple):
+    """The ``rounds`` of the load called ``name`` on the service of ``placement``."""
+
+    name: str
+    placement: Placement
+    rounds: Sequence[Played]
+
+
 class Trial:
     """All parts, whose results are written to ``out`` after every run."""
 
@@ -494,7 +502,7 @@ class Trial:
         self.began = time.monotonic()
         old = json.loads(out.read_text()) if only and out.exists() else {}
         self.record: Figures = old | {"machine": machine(), "quick": quick, "limits": LIMITS, "slow": slow}  # fmt: skip
-        self.played: dict[str, dict[Placement, list[Played]]] = defaultdict(dict)
+        self.played: list[Run] = []
         self.runs: dict[str, dict[str, Figures]] = defaultdict(dict)
         self.costs = Costs([])
 
@@ -511,9 +519,8 @@ class Trial:
             await self._loads()
             self.costs = between(self.costs, await measured_costs(self.folder, self.quick, self.slow))  # fmt: skip
             self._note_costs("costs")
-            for name, placements in self.played.items():
-                for placement, rounds in placements.items():
-                    self._compare(name, placement, rounds)
+            for run in self.played:
+                self._compare(run)
         if self.only in ("", "sql"):
             await self._deadlines()
         self.record["seconds"] = time.monotonic() - self.began
@@ -559,16 +566,15 @@ class Trial:
         async with service(self.folder, placement) as port:
             for name, rounds in loads.items():
                 played = [Played(load, await play(port, load)) for load in rounds]
-                self.played[name][placement] = played
-                self._compare(name, placement, played, 1)
+                self.played.append(Run(name, placement, played))
+                self._compare(self.played[-1], 1)
 
     def _matches(self, name: str) -> bool:
         return not self.match or any(text in name for text in self.match)
 
-    def _compare(
-        self, name: str, placement: Placement, rounds: Sequence[Played], seeds: int = SEEDS
-    ) -> None:  # fmt: skip
+    def _compare(self, run: Run, seeds: int = SEEDS) -> None:
         """Compare what was played with so many simulations of it."""
+        name, placement, rounds = run
         row = compared(self.costs, placement, rounds, seeds)
         self.runs[name][str(placement)] = row
         self._conclude()
