@@ -14,25 +14,23 @@ from weft.errors import WeftError, why_unwritten
 def check_new(folder: Path, option: str = "--out") -> None:
     """Raise :class:`WeftError` if ``folder``, which the command's ``option`` names, exists already or cannot be made.
 
-    Commands call it before the work whose result goes there. It creates missing folders above ``folder``.
+    Commands call it before the work whose result goes there.
     """
     if folder.exists():
         raise WeftError(f"{option} {folder} exists already; choose another folder")
-    check_folder_writable(folder, option, folder.absolute().parent)
+    check_folder_writable(folder, option)
 
 
-def check_folder_writable(
-    folder: Path, option: str, within: Path | None = None
-) -> None:
-    """Raise :class:`WeftError` if no file can be written in ``folder``, which the command's ``option`` names.
-
-    It creates missing folders. ``within``: write into this folder instead.
+def check_folder_writable(folder: Path, option: str) -> None:
+    """Raise :class:`WeftError` if no file can be written in ``folder``, which the command's ``option`` names, or if the
+    folder is not there and cannot be made. It creates nothing.
     """
-    place = within or folder
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
     try:
-        if place.is_file():
+        if not place.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        place.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         raise WeftError(

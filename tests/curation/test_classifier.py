@@ -237,7 +237,7 @@ def test_records_and_what_is_wrong_with_them(tmp_path: Path, command: Command) -
         (["--field", "texts"], "no field 'texts'; set --field, did you mean 'text'"),
         (["--group", "sit"], "no field 'sit'; set --group"),
         (["--positive", str(tmp_path / "none")], "there is no such file or folder"),
-        (["--out", str(good / "c")], "cannot be written"),
+        (["--out", str(good / "c")], "cannot write --out"),
         (["--words", "0", "--characters", "1"], "leave no n-gram; raise one of them"),
     ):
         code, _, error = command(*words, *more)

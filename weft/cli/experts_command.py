@@ -85,6 +85,7 @@ def experts_command(
     check_expert_names(names, only or [], lost or [], top)
     if divided is None:
         check_texts(wishes, only or names, prior)
+    out.mkdir(parents=True, exist_ok=True)
     if divided is not None:
         write_division(divided, out)
     here = [w for w in wishes if w.name in (only or names) and w.name not in (lost or [])]  # fmt: skip

@@ -65,7 +65,7 @@ def split_data(
     Raises :class:`UsageError` or :class:`WeftError` if the data cannot be read or divided.
     """
     check_folder_writable(out, "--out")
-    if any(out.iterdir()):
+    if out.exists() and any(out.iterdir()):
         raise UsageError(f"--out {out} is not empty; name another folder")
     options = {"alpha": alpha, "classes": classes, "seed": seed}
     if path.startswith("sklearn:") or path.endswith(".npz"):

@@ -54,7 +54,7 @@ def convert(
     if not is_new(place):
         raise WeftError(f"--out {out} exists already; choose another folder")
     if isinstance(place, LocalStorage):
-        check_folder_writable(place.root, "--out", place.root.absolute().parent)
+        check_folder_writable(place.root, "--out")
     foreign = open_foreign(source, kind, config)
     _check_kind(foreign, to, upcycle)
     if upcycle is not None:
