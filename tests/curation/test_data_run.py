@@ -510,7 +510,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(
     with monkeypatch.context() as during:
         during.setattr(os, "write", full)
         with (
-            pytest.raises(WeftError, match=r"out: No space left on device; free some"),
+            pytest.raises(WeftError, match=r"out: No space left on device; make room"),
             sole_writer(tmp_path / "out"),
         ):
             pass

@@ -213,7 +213,7 @@ def test_a_full_disk_is_told_once_and_costs_no_record(tmp_path: Path) -> None:
     for step in (2, 3, 4):
         metrics.log("train", step, loss=1.0)
     assert heard == [
-        f"cannot write {tmp_path / FILE}: No space left on device; the run goes on"
+        f"cannot write {tmp_path / FILE}: No space left on device; make room on its disk; the run goes on"
     ]
     assert [r["step"] for r in read_metrics(tmp_path)["train"]] == [1]
     metrics._file = real
