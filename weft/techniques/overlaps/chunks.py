@@ -12,8 +12,9 @@ from weft.models.token_parts import (
 )
 from weft.registry import register
 
-#: Chunks of a product, unless the recipe says how many.
-CHUNKS = 4
+#: Chunks of a product, unless the recipe says how many. With two, a chunk waits for its own transfers; products of few
+#: tokens are slow.
+CHUNKS = 3
 
 
 @register(
