@@ -60,9 +60,11 @@ def move(
     compile: Any = None,
 ) -> Moved:
     """Move ``request``, while the source and the target go on; raises WeftError if it stays."""
+    # one with steps between its rounds leaves whole blocks to be written beside the steps
+    beside: Any = (lambda do: do()) if between else None
     departure, arrival, lengths = (
         Departure(source, request),
-        Arrival(target, compile),
+        Arrival(target, compile, beside),
         list[int](),
     )
     try:
@@ -72,6 +74,7 @@ def move(
             for _ in range(between):
                 source.step()
                 target.step()
+                arrival.unload()
         computed = request.computed
         frame = departure.leave()
     except WeftError:
@@ -520,6 +523,30 @@ def test_layers_are_written_as_they_come_and_the_last_frame_finds_them_there(
     target.run()
     assert moved.written == written_alone(kind, 4, 0, "", "").written
     assert beside.written == written_alone(kind, 1, 0, "", "").written
+
+
+def test_whole_blocks_are_written_beside_the_steps() -> None:
+    """Not by the step's thread, which takes blocks for them; at the latest when the next frame is taken."""
+    model = model_of("softmax")
+    for waits in (False, True):
+        source, target = Engine(model, size=SIZE), Engine(model, size=SIZE)
+        (one,) = source.submit(PROMPTS[4], NEW, GREEDY)
+        source.step()
+        departure = Departure(source, one)
+        arrival = Arrival(target, None, lambda do: do())
+        frame = departure.round()
+        assert frame is not None and arrival.take(over_the_wire(frame)) is None
+        table = arrival.taken.table
+        # the first one has a token of the pass in which the cache was allocated
+        assert len(table) == 8 and not target.reader.read_blocks(table[1:], SIZE).any()
+        if not waits:
+            arrival.unload()
+            there = target.reader.read_blocks(table, SIZE).numpy().tobytes()
+            assert there == b"".join(frame.payload)
+        moved = arrival.take(over_the_wire(departure.leave()))
+        assert moved is not None
+        target.run()
+        assert moved.written == written_alone("softmax", 4, 0, "", "").written
 
 
 @pytest.mark.parametrize("when", ["lost", "full", "too many"])

@@ -397,6 +397,8 @@ class EngineMember:
             number, key = hello["number"], hello["key"]
             action = partial(self._land, current, number, key, arrival, frame)
             landed = self.thread.call(action).result(ARRIVAL_S)
+            if not landed:
+                arrival.unload()
             return landed
 
         take_in(connection, land, arrival.keep, ARRIVAL_S)

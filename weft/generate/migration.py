@@ -44,6 +44,9 @@ T = torch.Tensor
 #: Most bytes of blocks in a frame, so that other requests wait for no long copy.
 ROUND = 1 << 26
 
+#: Bytes of blocks that are written at a time beside the engine's steps.
+PIECE = 1 << 22
+
 #: The fields of a request that move unchanged.
 FIELDS = (
     "most",
@@ -76,6 +79,14 @@ class MoveFrame(NamedTuple):
 
     head: dict[str, Any]
     payload: Sequence[memoryview]
+
+
+class BlockRows(NamedTuple):
+    """Contents ``rows``, uint8 ``[blocks, bytes]``, of the first ``tokens`` tokens of the cache blocks ``table``."""
+
+    table: Sequence[int]
+    tokens: int
+    rows: T
 
 
 class Departure:
@@ -277,6 +288,7 @@ class Arrival:
         # by layer, what has come and is not written yet, and how many of the text's first tokens are
         self._parts: dict[int, list[MoveFrame]] = {}
         self._there: dict[int, int] = {}
+        self._rows: list[BlockRows] = []  # whole blocks that are not written yet
         # the tokens of the frame that was written last, as those of other layers are the same
         self._span, self._places = range(0), torch.empty(0, dtype=torch.int64)
 
@@ -295,7 +307,10 @@ class Arrival:
         self.unload()
 
     def unload(self) -> None:
-        """Write what was kept and has cache blocks already. Called in the thread that calls :meth:`keep`."""
+        """Write what was kept or taken and has cache blocks already. Called in the thread that calls :meth:`keep`."""
+        rows, self._rows = self._rows, []
+        for each in rows:
+            self._write_rows(each)
         for layer, frames in self._parts.items() if self._room else ():
             while frames and self._write_early(layer, frames[0]):
                 frames.pop(0)
@@ -344,6 +359,17 @@ class Arrival:
             self.engine.scheduler.arriving.append(self.taken)
             self._begun = True
 
+    def _write_rows(self, given: BlockRows) -> None:
+        """Write whole blocks, a few at a time, unless the engine has taken them back."""
+        (table, tokens, rows), reader = given, self.engine.reader
+        assert isinstance(reader, PagedReader)
+        few = max(1, PIECE // rows.shape[1])
+        for at in range(0, len(table), few):
+            part = rows[at : at + few]
+            with self.engine.scheduler.landing, reader.growing:
+                if self.taken in self.engine.scheduler.arriving:
+                    reader.write_blocks(table[at : at + few], tokens, part)
+
     def _write_early(self, layer: int, frame: MoveFrame) -> bool:
         """Write the frame of a layer to blocks that were taken for it; return False if there are none. What is damaged
         is left to :meth:`take`, which says so.
@@ -374,6 +400,7 @@ class Arrival:
         self, head: dict[str, Any], payload: bytes | memoryview
     ) -> Generation | None:
         scheduler = self.engine.scheduler
+        self.unload()
         if self._begun and self.taken not in scheduler.arriving:
             raise WeftError(
                 "requests that run here have needed the room of one on its way; send it again later"
@@ -403,7 +430,8 @@ class Arrival:
         if head["streamed"]:
             self._put_layers(first, blocks, tokens, head["form"])
         else:
-            self._put(first, blocks, tokens, head["form"], payload)
+            beside = state is None and self._call is not None
+            self._put(first, blocks, tokens, head["form"], payload, beside)
         return None if state is None else self._adopt(state)
 
     def _check(self, state: dict[str, Any]) -> None:
@@ -435,8 +463,11 @@ class Arrival:
         tokens: int,
         form: list[Any],
         payload: bytes | memoryview,
+        beside: bool = False,
     ) -> None:
-        """Write the contents of ``blocks`` full blocks and of ``tokens`` more tokens behind the blocks before."""
+        """Write the contents of ``blocks`` full blocks and of ``tokens`` more tokens behind the blocks before.
+        ``beside``: leave that to :meth:`unload`.
+        """
         held, size = self.engine.block_form(), self.engine.reader.size
         self._expect(first, blocks, tokens, form)
         lengths = blocks * bytes_of(held, size), bytes_of(held, tokens)
@@ -453,7 +484,13 @@ class Arrival:
         ):
             if len(part):
                 rows = torch.frombuffer(part, dtype=torch.uint8).view(len(where), -1)
-                self.engine.reader.write_blocks(where, length, rows)
+                if beside:
+                    self._rows.append(BlockRows(where, length, rows))
+                else:
+                    self.engine.reader.write_blocks(where, length, rows)
+        reader = self.engine.reader
+        for page in reader.pages if isinstance(reader, PagedReader) and beside else ():
+            page.room(max(table) + 1)
 
     def _expect(self, first: int, blocks: int, tokens: int, form: list[Any]) -> None:
         """Take cache blocks for ``blocks`` full blocks and for ``tokens`` more tokens behind the blocks before, unless
