@@ -4,7 +4,9 @@ import re
 from typing import Any
 
 #: Ends of the parts of paths, names and settings; not the point of a number or of a file's ending.
-ENDS = re.compile(r"(?<=[\w\]])([/_=,|]|&#124;|\.(?!\d|\w{1,5}\b))(?=\w)")
+ENDS = re.compile(
+    r"(?<=[\w\]])([/_=,|]|&#124;|\.(?!\d|(?:py|toml|jsonl?|csv|md|html|svg|txt)\b))(?=\w)"
+)
 #: Options, which browsers would break after their dashes.
 OPTIONS = re.compile(r"(?<![\w-])--[\w-]+")
 
