@@ -264,16 +264,21 @@ def main() -> None:
         model, files, _ = open_model(str(given.model), "cpu", print)
         tokenizer = tokenizer_of(files, str(given.model))
         subjects.append(Subject("SmolLM2-135M", model, tokenizer, documentation(), given.lengths))  # fmt: skip
+    path = given.json.with_suffix(".quick.json") if given.quick else given.json
+
+    def keep() -> None:
+        plot(rows, path.with_suffix(".svg") if given.quick else PLOT)
+        write({"machine": before, **rows}, path)
+
     for subject in subjects:
         texts, count = (1, 2) if given.quick else (given.texts, given.needles)
         first, *others = subject.lengths
         words = policies(first, given.shares)
         rows[subject.name] = measure(subject, first, texts, count, words)
+        keep()
         for length in others:
             rows[f"{subject.name} at {length}"] = measure(subject, length, texts, 0, LONG)  # fmt: skip
-    path = given.json.with_suffix(".quick.json") if given.quick else given.json
-    plot(rows, path.with_suffix(".svg") if given.quick else PLOT)
-    write({"machine": before, **rows}, path)
+            keep()
 
 
 if __name__ == "__main__":
