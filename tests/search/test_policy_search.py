@@ -22,6 +22,7 @@ from weft.search.policy_search import (
     SearchSize,
     check_plugin_path,
     expression_diff,
+    feature_values,
     plugin_text,
     search_policy,
     write_plugin,
@@ -75,13 +76,23 @@ def test_the_known_best_of_a_planted_problem_is_found() -> None:
 def test_every_expression_is_a_number_and_reads_back(
     seed: int, values: list[float]
 ) -> None:
-    draw = Random(seed)
-    first, second = (drawn_expression(FEATURES, 3, draw) for _ in range(2))
-    for each in (first, mutated(first, FEATURES, draw), joined(first, second, draw)):
+    draw, values_of = Random(seed), dict.fromkeys(FEATURES, values)
+    first, second = (drawn_expression(values_of, 3, draw) for _ in range(2))
+    for each in (first, mutated(first, values_of, draw), joined(first, second, draw)):
         again = parse_policy(str(each), FEATURES)
         assert math.isfinite(run_of(each, FEATURES)(values))
         assert run_of(again, FEATURES)(values) == run_of(each, FEATURES)(values)
         assert str(again) == str(parse_policy(str(again), FEATURES))
+
+
+def test_the_search_begins_with_values_that_features_take() -> None:
+    policy = Planted()
+    values = feature_values(policy, policy.workload(0, 300))
+    assert {name: len(each) for name, each in values.items()} == dict.fromkeys(
+        ("time", "weight", "noise"), 100
+    )
+    assert 1 <= min(values["time"]) < 3 and 18 < max(values["time"]) <= 20
+    assert max(values["noise"]) < 1
 
 
 def test_a_function_is_read_with_its_variables_and_branches() -> None:
@@ -218,14 +229,26 @@ def test_baselines_are_what_they_are_called() -> None:
         assert judged.cost(formula, load) == alike
 
 
-def test_the_earliest_deadline_first_answers_more_in_time() -> None:
+def test_with_too_much_load_the_earliest_deadline_first_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It serves what is lost already. Deadlines do not say how long an answer will be, which would help it."""
+    from weft.techniques.searches.prompt_order import ANSWERS, READING, WRITING
+
+    monkeypatch.setattr("weft.techniques.searches.prompt_order.LOAD", 2.0)
     judged: Any = find("search", "prompt-order").implementation()
-    features, load = [*judged.features], judged.workload(1, 60)
+    features, load = [*judged.features], judged.workload(0, 60)
+    usual = {WRITING * math.exp(mean + s**2 / 2) for mean, s in ANSWERS.values()}
+    for each in load:
+        seconds, reads = each.workflow.deadline - each.time, READING * len(each.prompt)
+        factors = [seconds / (reads + writes) for writes in usual]
+        assert any(1.2 <= factor <= 4.0 for factor in factors)
     cost = {
         name: judged.cost(run_of(parse_policy(text, features), features), load)
         for name, text in judged.baselines.items()
+        if name != "exact-fill"
     }
-    assert cost["earliest-deadline"] < cost["exact-fill"]
+    assert cost["urgency"] < cost["earliest-deadline"] > cost["shortest-first"]
 
 
 def test_a_find_is_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

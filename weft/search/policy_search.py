@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
@@ -17,10 +18,15 @@ from weft.search.evolution import JudgedExpression, SearchGeneration, evolve
 from weft.search.judged_policy import JudgedPolicy
 from weft.search.policy_language import Expression, parse_policy, run_of
 
-#: Seeds of workloads for the search begin at 0, those of held-out workloads here.
-HELD_OUT = 10_000
+#: Seeds of workloads for the search begin at 0, those of workloads for the choice among its best and of held-out
+#: workloads here.
+CHOICE, HELD_OUT = 5_000, 10_000
+#: Values of a feature that the search begins with.
+VALUES = 100
 #: The cost of a policy with which the simulation does not end as it should.
 FAILED = 1e30
+#: What a simulation raises that does not end as it should.
+FAILURES = (ArithmeticError, ValueError, RuntimeError, RecursionError)
 
 #: Returns further expressions, given the best so far.
 Propose = Callable[[Sequence[JudgedExpression]], Sequence[Expression]]
@@ -28,8 +34,8 @@ Propose = Callable[[Sequence[JudgedExpression]], Sequence[Expression]]
 
 class SearchSize(NamedTuple):
     """Size of a policy search. ``generations``: number of generations; ``population``: number of expressions in each.
-    ``workloads``: number of workloads for the search; as many are held out. ``requests``: number of requests of each
-    workload. ``seed``: seed of all random choices.
+    ``workloads``: number of workloads for the search; as many serve the choice among its best expressions, and as many
+    are held out. ``requests``: number of requests of each workload. ``seed``: seed of all random choices.
     """
 
     generations: int = 12
@@ -73,10 +79,36 @@ def mean_cost(
     for workload in workloads:
         try:
             cost = policy.cost(formula, workload)
-        except (ArithmeticError, ValueError, RuntimeError, RecursionError):
+        except FAILURES:
             return FAILED
         costs.append(cost if math.isfinite(cost) else FAILED)
     return sum(costs) / len(costs)
+
+
+def feature_values(policy: JudgedPolicy, workload: Any) -> dict[str, Sequence[float]]:
+    """Return, for each feature, some of the values that it takes where the policy in use decides about ``workload``.
+    They are borders between cases that occur, and they show of what size a feature is.
+    """
+    names = [*policy.features]
+    formula = run_of(parse_policy(policy.baselines[policy.greedy], names), names)
+    drawn, kept, seen = Random(0), list[tuple[float, ...]](), 0
+
+    def watched(values: Sequence[float]) -> float:
+        nonlocal seen
+        seen += 1
+        place = drawn.randrange(seen)  # reservoir sampling: all are as likely
+        if len(kept) < VALUES:
+            kept.append(tuple(values))
+        elif place < VALUES:
+            kept[place] = tuple(values)
+        return formula(values)
+
+    with contextlib.suppress(*FAILURES):
+        policy.cost(watched, workload)
+    return {
+        name: [values[index] for values in kept] or [0.0, 1.0]
+        for index, name in enumerate(names)
+    }
 
 
 def search_policy(
@@ -85,8 +117,9 @@ def search_policy(
     say: Callable[[SearchGeneration], None] = lambda generation: None,
     propose: Propose = lambda best: (),
 ) -> PolicyFind:
-    """Search for an expression whose policy costs less than the baselines. Judge the best one and all baselines on
-    held-out workloads, and return the result.
+    """Search for an expression whose policy costs less than the baselines. Of the best ones, choose that which is best
+    on further workloads too, so that it is not one that fits the search's workloads by chance. Judge it and all
+    baselines on held-out workloads, and return the result.
 
     ``say``: called after every generation. ``propose``: returns further expressions, such as those of a model.
     """
@@ -94,13 +127,17 @@ def search_policy(
     baselines = {
         name: parse_policy(text, names) for name, text in policy.baselines.items()
     }
-    loads = [
-        policy.workload(size.seed + i, size.requests) for i in range(size.workloads)
-    ]
+    loads, further, others = (
+        [
+            policy.workload(first + size.seed + i, size.requests)
+            for i in range(size.workloads)
+        ]
+        for first in (0, CHOICE, HELD_OUT)
+    )
     generation = None
     for generation in evolve(
         [*baselines.values()],
-        names,
+        feature_values(policy, loads[0]),
         lambda expression: mean_cost(policy, expression, loads),
         size.generations,
         size.population,
@@ -109,12 +146,11 @@ def search_policy(
     ):
         say(generation)
     assert generation is not None
-    best = generation.best.expression
+    best = min(
+        generation.leading,
+        key=lambda each: each.cost + mean_cost(policy, each.expression, further),
+    ).expression
     every = baselines | {"find": best}
-    others = [
-        policy.workload(HELD_OUT + size.seed + i, size.requests)
-        for i in range(size.workloads)
-    ]
     return PolicyFind(
         best,
         {name: mean_cost(policy, each, loads) for name, each in every.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING, ClassVar
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 LOAD = 1.3
 #: Seconds per token of a prompt and per written token of an answer alone.
 READING, WRITING = 0.00002, 0.006
+#: Mean and deviation of the logarithm of an answer's tokens, behind a long prompt and behind a short one: long prompts
+#: are summarised, short ones answered at length.
+ANSWERS = {True: (4.0, 0.7), False: (4.6, 0.7)}
 
 
 @register(
@@ -35,7 +39,8 @@ READING, WRITING = 0.00002, 0.006
 class SearchedOrder(JudgedPolicy):
     """A policy search whose goal is the order in which an engine reads prompts (Barbarians at the Gate, Cheng et al.
     2025). A candidate is judged by the share of answers that come after their deadline. A deadline is between 1.2 and 4
-    times the time that the request takes alone. The length of an answer is not known before the answer ends.
+    times the time that such a request takes alone, with an answer of the mean length. How long its own answer is,
+    nobody knows before the answer ends: neither from the request nor from its deadline.
     """
 
     features = ORDER_FEATURES
@@ -43,6 +48,7 @@ class SearchedOrder(JudgedPolicy):
         "exact-fill": "-waited - 1000000 * running",
         "shortest-first": "wanted",
         "earliest-deadline": "slack",
+        "urgency": "slack if slack > 0 else 1000",
     }
     greedy = "exact-fill"
     unit = "share of late answers"
@@ -55,21 +61,21 @@ class SearchedOrder(JudgedPolicy):
         from weft.serve.cluster_simulation import ClusterRequest
 
         draw, time = Random(f"order {seed}"), 0.0
-        requests, factors = [], []
+        requests, allowed = [], []
         for index in range(size):
             time += draw.expovariate(1.0)
             long = draw.random() < 0.2
             length = max(8, round(draw.lognormvariate(8.3 if long else 5.0, 0.6)))
             prompt = [(index * 7919 + i) % 30_000 for i in range(length)]
-            # long prompts are summarised, short ones answered at length
-            tokens = max(4, round(draw.lognormvariate(4.0 if long else 4.6, 0.7)))
+            tokens = max(4, round(draw.lognormvariate(*ANSWERS[long])))
             requests.append(ClusterRequest(time, prompt, tokens))
-            factors.append(draw.uniform(1.2, 4.0))
+            mean, deviation = ANSWERS[long]
+            alone = READING * length + WRITING * math.exp(mean + deviation**2 / 2)
+            allowed.append(draw.uniform(1.2, 4.0) * alone)
         load = at_load(requests, (1.0,), LOAD)
         timed = []
-        for index, (each, factor) in enumerate(zip(load, factors, strict=True)):
-            alone = READING * len(each.prompt) + WRITING * each.tokens
-            job = Workflow(f"{index}", "answer", (), each.time + factor * alone)
+        for index, (each, seconds) in enumerate(zip(load, allowed, strict=True)):
+            job = Workflow(f"{index}", "answer", (), each.time + seconds)
             timed.append(each._replace(workflow=job))
         return timed
 
