@@ -117,20 +117,24 @@ class _Breeder:
                 break
         return self.judged(drawn, "change")
 
-    def fresh(self) -> Expression:
-        return drawn_expression(self.features, 1, self.random)
+    def fresh(self, living: Sequence[JudgedExpression]) -> Expression:
+        """Return a short random expression, half of the time of features that living ones use."""
+        if self.random.random() < 0.5:
+            return drawn_expression(self.features, 1, self.random)
+        used = {name for each in living for name in each.expression.names}
+        return _sum_of_two(self.features, sorted(used) or [*self.features], self.random)
 
     def newcomer(self, living: Sequence[JudgedExpression]) -> Expression:
         """Return a short random expression, or a change of one that lives."""
         if self.random.random() < 0.5:
-            return self.fresh()
+            return self.fresh(living)
         parent = self.random.choice(living).expression
         return mutated(parent, self.features, self.random)
 
     def child(self, living: Sequence[JudgedExpression]) -> Expression:
         """Return a change of a good expression, two good ones joined, or a short random one."""
         if self.random.random() < FRESH:
-            return self.fresh()
+            return self.fresh(living)
         parent = _winner(living, self.random)
         if self.random.random() < JOIN:
             return joined(parent, _winner(living, self.random), self.random)
@@ -163,6 +167,23 @@ def drawn_expression(
         for _ in range(OPERATIONS[name].parts)
     )
     return Expression(name, tuple(parts))
+
+
+def _sum_of_two(
+    features: Mapping[str, Sequence[float]], names: Sequence[str], random: Random
+) -> Expression:
+    """Draw a sum or difference of two of the features ``names``, each divided by one of its values: of features of
+    different sizes, the larger one alone would decide.
+    """
+
+    def scaled(name: str) -> Expression:
+        size = abs(random.choice(features[name]))
+        return Expression("/", (feature(name), number(size or 1.0)))
+
+    sign = random.choice(("+", "-"))
+    return Expression(
+        sign, (scaled(random.choice(names)), scaled(random.choice(names)))
+    )
 
 
 def _drawn_number(

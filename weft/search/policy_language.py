@@ -45,6 +45,12 @@ class Expression:
         size = 1 + sum(part.size for part in self.parts)
         object.__setattr__(self, "size", size)
 
+    @property
+    def names(self) -> set[str]:
+        """Features that the expression uses."""
+        own = {self.name} if self.name else set()
+        return own.union(*(part.names for part in self.parts))
+
     def __str__(self) -> str:
         if self.operation == "number":
             return f"{self.value:.6g}"

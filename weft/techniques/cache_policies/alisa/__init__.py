@@ -22,7 +22,10 @@ QUERY_LEAST = 1 / 8
     paper="ALISA, 2403.17312",
     recipe="weft serve --checkpoint RUN --cache-policy alisa:0.25",
     proof="tests/techniques/test_cache_policies.py",
-    figure="equal tokens whether blocks are on the device, on the host, or computed again",
+    figure=(
+        "equal tokens whether blocks are on the device, on the host, or computed again; with `0.25:query` SmolLM2's "
+        "perplexity is 1.027 of that with all keys, with `0.25` 1.068 (`bench/cache_policies.py`)"
+    ),
 )
 class SparseWindow(CachePolicy):
     """Lets each written token see the fraction ``share`` of the tokens up to its own block (ALISA, 2403.17312). Half of
