@@ -219,7 +219,7 @@ def panel(every: dict[str, Any], key: str, title: str, x0: int, y0: int) -> str:
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')  # fmt: skip
         for x, y in points:
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
-        parts.append(text(x0 + WIDTH - 60, y0 + 18 + 15 * place, policy, 11, f'fill="{colour}"'))  # fmt: skip
+        parts.append(text(x0 + WIDTH + 10, y0 + 18 + 15 * place, policy, 11, f'fill="{colour}"'))  # fmt: skip
     below = "share of the keys that are attended to"
     parts.append(text(x0 + WIDTH / 2, y0 + HEIGHT + 32, below, 10, middle))
     return "\n".join(parts)
@@ -230,11 +230,11 @@ def plot(rows: dict[str, Any], path: Path) -> None:
     kinds = {"over_none": "perplexity over none", "log_probability": "log-probability of a needle"}  # fmt: skip
     rows = {name: row for name, row in rows.items() if row["needles"]}
     panels = [
-        panel(rows[name]["policies"], key, f"{name}: {what}", 60 + column * (WIDTH + 80), 50 + line * (HEIGHT + 80))
+        panel(rows[name]["policies"], key, f"{name}: {what}", 60 + column * (WIDTH + 160), 50 + line * (HEIGHT + 80))
         for line, name in enumerate(rows)
         for column, (key, what) in enumerate(kinds.items())
     ]  # fmt: skip
-    size = f'width="{2 * WIDTH + 160}" height="{50 + len(rows) * (HEIGHT + 80)}"'
+    size = f'width="{2 * WIDTH + 320}" height="{50 + len(rows) * (HEIGHT + 80)}"'
     body = "\n".join(panels)
     path.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT}">'

@@ -26,7 +26,8 @@ SPEEDS, LOAD = (1.0, 1.0, 0.5), 0.85
     recipe="weft search cluster-dispatch",
     proof="tests/search/test_policy_search.py",
     figure=(
-        "on eight further workloads an answer takes 0.390 s; with load 0.466, with balanced 0.432 (`bench/policy_search.py`)"
+        "on eight further workloads an answer takes 0.390 s, with load 0.466, with balanced 0.432 "
+        "(`bench/policy_search.py`)"
     ),
 )
 class SearchedDispatch(JudgedPolicy):
