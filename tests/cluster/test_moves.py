@@ -25,7 +25,7 @@ from weft.cluster.answer_moves import AnswerMoves
 from weft.cluster.balance import BalancingMove, MovableAnswer, balancing_move
 from weft.cluster.cluster_messages import EngineAbout
 from weft.cluster.dispatch_policy import EngineView
-from weft.cluster.engine_link import EngineLink
+from weft.cluster.engine_link import EarlyEvents, EngineLink
 from weft.cluster.flight import Flight
 from weft.cluster.mover import AnswerMove
 from weft.errors import WeftError
@@ -393,5 +393,12 @@ def test_no_more_answers_are_ordered_to_move_than_caches_have_room_for() -> None
     moves.forget(reading.flights.pop(0))
     moves.relieve()
     assert [head.get("answer") for head in orders] == [0, 1, None, 2]
+    # an answer that has come is counted before the engine's next message has it
+    spare, moves.flights[1] = writing.spare, reading.flights[1]
+    moves.end(reading, {"answer": 1, "why": "", "stall": 0, "payload": 0})
+    assert len(writing.flights) == 1 and writing.spare == spare
+    free = writing.ledger().free
+    writing.incoming[99] = EarlyEvents(blocks=3)
+    assert writing.ledger().free == max(0, free - 3) < free
     writing.cache.note_beat(10, 0)
     assert writing.spare == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.rl.test_generation_model import SHAPE, moved_under
@@ -54,18 +54,42 @@ def test_weights_arrive_whatever_host_a_rank_is_on(
 
 def without_memory() -> int:
     rank = dist.get_rank()
-    # rank 2 may not open what others have, and rank 3 has nothing to open
+    # rank 2 may not open what others have, rank 3 may make no memory, and rank 4 has weights elsewhere
+    refused = PermissionError(1, "not here")
     with (
-        patch.object(os, "open", side_effect=PermissionError)
-        if rank == 2
-        else nullcontext()
+        patch.object(os, "open", side_effect=refused) if rank == 2 else nullcontext(),
+        patch.object(os, "memfd_create", side_effect=refused)
+        if rank == 3
+        else nullcontext(),
     ):
-        slots = HostSlots(16, None, rank != 3)
+        # no multiple of a page, of which the memory needs several
+        slots = HostSlots(99_992, None, rank != 4)
     assert slots.theirs.keys() == ({0, 1, 2} - {rank} if rank < 2 else set())
-    assert slots.readers == {0: {1}, 1: {0}, 2: {0, 1}, 3: set()}[rank]
-    assert slots.own.dtype == torch.uint8
+    assert slots.readers == {0: {1}, 1: {0}, 2: {0, 1}}.get(rank, set())
     return len(slots.own)
 
 
 def test_a_rank_that_cannot_open_a_memory_is_sent_messages(pool: Any) -> None:
-    assert pool.run(4, without_memory) == [SLOTS, SLOTS, SLOTS, 0]
+    assert pool.run(5, without_memory) == [SLOTS, SLOTS, SLOTS, 0, 0]
+
+
+@pytest.mark.parametrize("content", [b"", bytes(9999)])
+def test_other_memory_in_the_place_of_slots_is_not_taken(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where containers cannot be told apart, and a number is that of another process."""
+    file = tmp_path / "other"
+    file.write_bytes(content)
+    with file.open("r+b") as other:
+        monkeypatch.setattr(
+            host_slots,
+            "from_all",
+            lambda value, group: [
+                value,
+                value._replace(handle=other.fileno()) if value else frozenset(),
+            ],
+        )
+        before = len(os.listdir("/proc/self/fd"))
+        slots = HostSlots(64, None, True)
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert not slots.theirs and not slots.readers

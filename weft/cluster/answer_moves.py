@@ -189,6 +189,8 @@ class AnswerMoves:
             flight.engine, flight.since = "", time.monotonic()
             self.flights[flight.number] = flight
             return MovedAnswer(flight, None, EarlyEvents())
+        # its blocks are counted from here on, until the target's next message has them
+        target.cache.take(early.blocks)
         flight.number, flight.engine = flight.target_number, target.name
         self.flights[flight.number] = target.flights[flight.number] = flight
         return MovedAnswer(flight, target, early)

@@ -50,6 +50,12 @@ class CacheKnowledge:
         """Note that a text of ``blocks`` cache blocks has left the engine or ended there."""
         self._freed += blocks
 
+    def take(self, blocks: int) -> None:
+        """Note that a text has come from another engine with ``blocks`` cache blocks, which no message of this engine
+        has told yet.
+        """
+        self._freed -= blocks
+
     def remember(self, keys: Iterable[bytes]) -> None:
         """Note that the engine will have the blocks of ``keys``. If that makes more keys than the cache has blocks, the
         keys noted longest ago are forgotten.

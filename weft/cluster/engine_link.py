@@ -110,12 +110,16 @@ class EngineLink:
         return self.cache.usage + (round(self.headroom * self.blocks) if urgent else 0)
 
     @property
+    def coming(self) -> int:
+        """Number of cache blocks of the answers that are moving to this engine, which its load does not count."""
+        return sum(early.blocks for early in self.incoming.values())
+
+    @property
     def spare(self) -> int:
         """Number of free cache blocks that an answer which moves to this engine could get; 0 if it could not be written
         at once (:attr:`full`). The room of answers on their way is not free.
         """
-        coming = sum(early.blocks for early in self.incoming.values())
-        free = self.blocks - self.usage - self.beat.load.lent - coming
+        free = self.blocks - self.usage - self.beat.load.lent - self.coming
         return 0 if self.full else max(0, free)
 
     def takes(self, adapter: str, tokens: int, answers: int) -> bool:
@@ -149,7 +153,7 @@ class EngineLink:
         keeps cache blocks of a text in the cache of another engine.
         """
         load = self.beat.load
-        free = lendable_blocks(self.blocks) - load.used - load.lent
+        free = lendable_blocks(self.blocks) - load.used - load.lent - self.coming
         return EngineLedger(
             self.name,
             max(0, free),

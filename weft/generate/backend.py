@@ -148,7 +148,7 @@ class EngineLoad(NamedTuple):
         ``running``: requests that are being computed.
         ``waiting``: requests that wait to begin.
         ``preemptions``: how often requests have lost their cache blocks so far.
-        ``used``: cache blocks that requests own.
+        ``used``: cache blocks that requests own, without those of requests that are still moving in.
         ``blocks``: all cache blocks of the engine.
         ``tokens``: tokens written so far.
         ``draining``: 1 if the engine takes no new requests, else 0.

@@ -27,7 +27,12 @@ def wrong_word(
         return UsageError(
             f"{option} cannot be {word!r}: nothing comes behind {name}; leave the rest out"
         )
-    forms = [*plain, *(each.example or name for name, each in techniques.items())]
+    forms = [*plain]
+    for alone, each in techniques.items():
+        if not each.example or each.of_argument(None) is not None:
+            forms.append(alone)
+        if each.example:
+            forms.append(each.example)
     every = ", ".join(forms) + other
     near = nearest(name, [*plain, *techniques])
     hint = f"{near} Give" if near.endswith("?") else "give"

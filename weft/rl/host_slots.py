@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from weft.generate.shared_arena import SharedArena
+from weft.errors import UsageError
+from weft.generate.shared_arena import ArenaForm, SharedArena, aligned_bytes
 from weft.layout.mesh import from_all
 from weft.net.process import machine_id
 
@@ -18,14 +21,17 @@ T = torch.Tensor
 SLOTS = 2
 #: Bytes of a message in shared memory, which two copies find in the processor's cache.
 SLOT = 4 << 20
+#: Bytes of a slot at least, which tell a rank's slots from any other memory.
+STAMP = 16
 
 
 class HostSlots:
-    """Slots of shared memory, each for a message of at most ``size`` bytes, among ranks of one host. Collective.
+    """Slots of shared memory, each for a message of at most ``size`` bytes (:data:`STAMP` or more), among ranks of one
+    host. Collective.
 
     A rank writes its messages into slots of its own, and others read them there. Ranks are on one host if they have one
-    kernel, network namespace and process namespace. If a rank cannot open another's memory, for instance in a
-    container that forbids it, messages between the two have to be sent.
+    kernel, network namespace and process namespace. If a rank can make no such memory or cannot open another's, for
+    instance in a container that forbids it, messages between the two have to be sent.
 
     ``group``: the ranks; None: all. ``shared``: whether this rank's messages are in main memory.
 
@@ -41,30 +47,54 @@ class HostSlots:
         self.own = torch.empty(0, size, dtype=torch.uint8)
         self.theirs: dict[int, T] = {}
         rank = dist.get_rank(group) if dist.is_initialized() else 0
-        arena = (
-            SharedArena(SLOTS * size)
-            if shared and hasattr(os, "memfd_create")
-            else None
-        )
-        place = None
+        arena, place = self._arena(size) if shared else None, None
         if arena is not None:
-            self.own = arena.room("slots", (SLOTS, size), torch.uint8)
-            place = (machine_id("pid", "net"), os.getpid(), arena.handle, arena.form)
+            # by the stamp others see that they have opened this memory and no other
+            stamp = secrets.token_bytes(STAMP)
+            self.own[0, :STAMP] = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
+            place = _Place(
+                machine_id("pid", "net"), os.getpid(), arena.handle, arena.form, stamp
+            )
         everyones = from_all(place, group)
         for other, there in enumerate(everyones):
-            if other == rank or there is None or place is None or there[0] != place[0]:
-                continue
-            with suppress(OSError):
-                handle = os.open(f"/proc/{there[1]}/fd/{there[2]}", os.O_RDWR)
-                opened = SharedArena(SLOTS * size, handle, there[3])
-                self.theirs[other] = opened["slots"]
-                opened.close()
+            if other != rank and there and place and there.machine == place.machine:
+                self._open(other, there, size)
         read = from_all(frozenset(self.theirs), group)
         self.readers = frozenset(r for r, opened in enumerate(read) if rank in opened)
         if arena is not None:
             arena.close()  # all have opened it, and the mapping stays
         if not self.readers:
             self.own = self.own[:0].clone()
+
+    def _arena(self, size: int) -> SharedArena | None:
+        """Make this rank's slots. Return their memory, or None if the system gives none; then messages are sent."""
+        with suppress(OSError, UsageError):
+            arena = SharedArena(aligned_bytes(SLOTS * size))
+            self.own = arena.room("slots", (SLOTS, size), torch.uint8)
+            return arena
+        return None
+
+    def _open(self, other: int, there: _Place, size: int) -> None:
+        """Map the slots of rank ``other``, if this process may."""
+        with suppress(OSError, ValueError):
+            handle = os.open(f"/proc/{there.pid}/fd/{there.handle}", os.O_RDWR)
+            try:
+                arena = SharedArena(aligned_bytes(SLOTS * size), handle, there.form)
+            finally:
+                os.close(handle)
+            slots = arena["slots"]
+            if bytes(slots[0, :STAMP].tolist()) == there.stamp:
+                self.theirs[other] = slots
+
+
+class _Place(NamedTuple):
+    """Where slots of a rank are: machine, process, its file descriptor, their form, and the bytes they begin with."""
+
+    machine: str
+    pid: int
+    handle: int
+    form: ArenaForm
+    stamp: bytes
 
 
 class SlotAnswers:

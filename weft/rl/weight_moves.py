@@ -40,7 +40,7 @@ class WeightsMoved(NamedTuple):
         ``received``: bytes that came from other ranks, without padding.
         ``seconds``: duration of the move.
         ``sent``: bytes that went to other ranks, without padding.
-        ``buffer``: largest number of bytes of messages that were in memory at the same time.
+        ``buffer``: largest number of bytes that memory for messages took at the same time, with this rank's slots.
     """
 
     received: int

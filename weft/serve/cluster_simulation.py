@@ -628,7 +628,9 @@ class ClusterSimulation:
                 self._go_back(travel)
                 continue
             engine.coming.discard(request)
-            self._tell_usage(engine)  # real ones have told of its blocks as they came
+            self._tell_usage(
+                engine
+            )  # a real router counts its blocks from its arrival on, too
             source.known.free(source.blocks(request))
             engine.known.remember(engine.keys(request))
             number = self._numbers[request]
