@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weft.checkpoint.format import seal
 from weft.checkpoint.kept_recipe import kept_recipe
+from weft.checkpoint.run_state import Progress
 from weft.errors import UsageError
+from weft.layout.layout import Layout
+from weft.observe.run_metrics import FILE, resume_hint
 from weft.recipe import Recipe, build_recipe
+from weft.recipe.read import recipe_of_tree
+from weft.train.setup import Job
 
 
 def save(folder: Path, meta: dict[str, Any], step: int = 5) -> None:
@@ -40,13 +47,39 @@ def test_options_change_the_recipe_that_a_run_keeps(tmp_path: Path) -> None:
     assert (changed.train.steps, str(changed.layout)) == (9, "shard=2")
 
 
-@pytest.mark.parametrize("meta", [
-    {},
-    {"given": recipe("s3://key:word@bucket/a.jsonl").recorded(given=True)},
+@pytest.mark.parametrize(("meta", "why"), [
+    ({}, "was not saved by weft train"),
+    ({"given": recipe("s3://key:word@bucket/a.jsonl").recorded(given=True)}, "may be secret"),
 ])  # fmt: skip
 def test_what_a_run_does_not_keep_is_asked_for(
-    tmp_path: Path, meta: dict[str, Any]
+    tmp_path: Path, meta: dict[str, Any], why: str
 ) -> None:
     save(tmp_path, meta)
-    with pytest.raises(UsageError, match=f"weft train RECIPE --resume {tmp_path}"):
+    said = f"{why}.*weft train RECIPE --resume {tmp_path}"
+    with pytest.raises(UsageError, match=said):
         kept_recipe(str(tmp_path))
+    # nor is a command named that would be refused
+    for given, words in ((meta.get("given"), "train RECIPE"), ({"name": "x"}, "train")):
+        record = {"kind": "run", "step": 0, "given": given}
+        (tmp_path / FILE).write_text(json.dumps(record) + "\n")
+        assert resume_hint(tmp_path) == f"continue with: weft {words} --resume {tmp_path}"  # fmt: skip
+
+
+def test_steps_that_follow_from_epochs_are_not_kept() -> None:
+    tree = {"data": {"path": "a.jsonl", "epochs": 2}, "train": {"batch": 4}}
+    once = build_recipe(tree)
+    assert once.train.steps == 0
+    given = once.recorded(given=True)
+    assert given["train"] == {"batch": 4}
+    assert recipe_of_tree(given, "run", ["data.epochs=0"]).train.steps > 0
+
+
+def test_a_run_keeps_the_recipe_from_before_ranks_were_lost() -> None:
+    before = recipe("a.jsonl")
+    now = before.model_copy(update={"layout": Layout(dp=1)})
+    job: Any = SimpleNamespace(
+        recipe=now, asked=before, shape=before.model, steps=lambda progress: 7,
+        corpus=SimpleNamespace(fingerprint=""),
+    )  # fmt: skip
+    facts = Job.facts(job, Progress())
+    assert (facts["world"], facts["given"]["layout"]) == (1, {"dp": 2})

@@ -118,7 +118,8 @@ def test_a_repetition_is_known_by_when_it_came_and_not_by_when_it_is_handled(
 
 
 def test_words_say_what_a_run_has_saved(tmp_path: Path) -> None:
-    steps = [{"kind": "train", "step": step} for step in range(1, 8)]
+    run = {"kind": "run", "step": 0, "given": {"name": "own"}}
+    steps = [run, *({"kind": "train", "step": step} for step in range(1, 8))]
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(step) + "\n" for step in steps) + '{"kind": "tr'
     )

@@ -26,19 +26,26 @@ def kept_recipe(
         )
     given = _given(resume)
     if not given:
+        why = (
+            "was not saved by weft train, or by an older one"
+            if given is None
+            else "does not keep its recipe, as addresses in it have parts that may be secret"
+        )
         raise UsageError(
-            f"{resume} does not keep its whole recipe, as addresses in it have secrets or it was not saved by weft "
-            f"train; name the recipe: weft train RECIPE --resume {resume}"
+            f"{resume} {why}; name the recipe: weft train RECIPE --resume {resume}"
         )
     return recipe_of_tree(given, resume, overrides, layout, origin, data)
 
 
-def _given(resume: str) -> dict[str, Any]:
-    """Return the settings that the newest readable checkpoint of ``resume`` keeps; empty if it keeps none."""
+def _given(resume: str) -> dict[str, Any] | None:
+    """Return the settings that the newest readable checkpoint of ``resume`` keeps: none if there may be secrets among
+    them, and None if it says nothing about them.
+    """
     problem: WeftError | None = None
     for place in candidates(resume):
         try:
-            return written_settings(open_checkpoint(place).meta.get("given", {}))
+            given = open_checkpoint(place).meta.get("given")
+            return None if given is None else written_settings(given)
         except WeftError as error:  # resuming takes the one before, too
             problem = problem or error
     assert problem is not None

@@ -74,7 +74,10 @@ def one_way_groups(group: dist.ProcessGroup) -> Sequence[dist.ProcessGroup]:
     # groups that outlive a view of a run keep their members, and lose those that were made here
     if known is None or known.world() is not world:
         ranks = dist.get_process_group_ranks(group)
-        groups = [new_group(ranks, f"messages of rank {rank}") for rank in ranks]
+        groups = []
+        for rank in ranks:
+            group_of_rank = new_group(ranks, f"messages of rank {rank}")
+            groups.append(group_of_rank)
         known = _one_way[group] = OneWayGroups(groups, ref(world))
     return known.groups
 

@@ -170,8 +170,15 @@ class RecordedRun:
 
 
 def resume_hint(run: Path) -> str:
-    """Return words for the user that say how the run in the folder ``run`` is continued."""
-    return f"continue with: weft train --resume {shlex.quote(str(run))}"
+    """Return words for the user that say how the run in the folder ``run`` is continued: with its recipe, if the run
+    does not keep it.
+    """
+    try:
+        kept = read_metrics(run).get("run", [{}])[-1].get("given")
+    except (WeftError, OSError):
+        kept = None
+    recipe = "" if kept else "RECIPE "
+    return f"continue with: weft train {recipe}--resume {shlex.quote(str(run))}"
 
 
 def read_metrics(run: Path) -> Records:

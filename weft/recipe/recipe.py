@@ -257,9 +257,10 @@ class Recipe(Section):
     def _length(self) -> Self:
         """Return where ``data.epochs`` alone says how long the run is, it has no other limit."""
         if self.data.epochs and "steps" not in self.train.model_fields_set:
-            object.__setattr__(
-                self, "train", self.train.model_copy(update={"steps": 0})
-            )
+            train = self.train.model_copy(update={"steps": 0})
+            # it was not given, and is not recorded as if it were
+            train.model_fields_set.discard("steps")
+            object.__setattr__(self, "train", train)
         if not (self.train.steps or self.data.epochs):
             raise ValueError(
                 "train.steps = 0 is as many as data.epochs need, and these are 0; set one of the two"

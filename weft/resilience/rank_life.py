@@ -269,7 +269,12 @@ class RankParty:
         if membership.why:
             raise PeerLost(membership.why)
         self.join_groups(world, self.device)
-        job = replace(self.job, recipe=recipe, speeds=guard.slow.speeds(present))
+        job = replace(
+            self.job,
+            recipe=recipe,
+            asked=self.job.recipe,
+            speeds=guard.slow.speeds(present),
+        )
         uneven = bool(job.batch_speeds(layout))
         mesh = Mesh.create(layout, own_device(self.device), uneven=uneven)
         try:
