@@ -78,7 +78,7 @@ def test_a_run_keeps_the_recipe_from_before_ranks_were_lost() -> None:
     before = recipe("a.jsonl")
     now = before.model_copy(update={"layout": Layout(dp=1)})
     job: Any = SimpleNamespace(
-        recipe=now, asked=before, shape=before.model, steps=lambda progress: 7,
+        recipe=now, given=before, shape=before.model, steps=lambda progress: 7,
         corpus=SimpleNamespace(fingerprint=""),
     )  # fmt: skip
     facts = Job.facts(job, Progress())

@@ -272,7 +272,7 @@ class RankParty:
         job = replace(
             self.job,
             recipe=recipe,
-            asked=self.job.recipe,
+            given=self.job.recipe,
             speeds=guard.slow.speeds(present),
         )
         uneven = bool(job.batch_speeds(layout))

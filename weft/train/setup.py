@@ -56,7 +56,7 @@ class Job:
         ``speeds``: relative speeds of all ranks; empty if all ranks are equally fast.
         ``files``: files that checkpoints hold beside the state, by name: the tokenizer, and files of the model to
             start from.
-        ``asked``: the recipe as it was given, where the run goes on with another one, because ranks were lost; else
+        ``given``: the recipe as it was given, where the run goes on with another one, because ranks were lost; else
             None.
     """
 
@@ -67,7 +67,7 @@ class Job:
     tasks: tuple[OpenTask, ...] = ()
     speeds: tuple[float, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    asked: Recipe | None = None
+    given: Recipe | None = None
 
     def loader(self, order: Order | RowList, mesh: Mesh) -> Loader:
         """Return this rank's loader of the samples in ``order``, the order of training or validation data."""
@@ -197,7 +197,7 @@ class Job:
         recipe = self.recipe.model_copy(update={"model": self.shape})
         facts = {
             "recipe": recipe.recorded(),
-            "given": (self.asked or self.recipe).recorded(given=True),
+            "given": (self.given or self.recipe).recorded(given=True),
             "layout": str(recipe.layout),
             "world": recipe.layout.world,
             "data": self.corpus.fingerprint,
