@@ -16,7 +16,11 @@ def check_new(folder: Path, option: str = "--out") -> None:
 
     Commands call it before the work whose result goes there.
     """
-    if folder.exists():
+    try:
+        exists = folder.exists()
+    except OSError as error:
+        raise _unwritten(error, f"{option} {folder}") from None
+    if exists:
         raise WeftError(f"{option} {folder} exists already; choose another folder")
     check_folder_writable(folder, option)
 
@@ -25,17 +29,18 @@ def check_folder_writable(folder: Path, option: str) -> None:
     """Raise :class:`WeftError` if no file can be written in ``folder``, which the command's ``option`` names, or if the
     folder is not there and cannot be made. It creates nothing.
     """
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
+    place = whole = folder.absolute()
     try:
+        while not place.exists():
+            place = place.parent
         if not place.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         tempfile.TemporaryFile(dir=place).close()
+        for name in whole.parts[len(place.parts) :]:
+            # raises for a name that is too long, which the missing folder above it has hidden
+            (place / name).exists()
     except OSError as error:
-        raise WeftError(
-            f"cannot write {option} {folder}: {why_unwritten(error, 'choose another folder')}"
-        ) from None
+        raise _unwritten(error, f"{option} {folder}") from None
 
 
 @contextmanager
@@ -45,7 +50,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
     Raises :class:`WeftError` if ``folder`` has files already, or cannot be written.
     """
     folder = folder.absolute()
-    if folder.is_dir() and any(folder.iterdir()):
+    try:
+        holds = folder.is_dir() and any(folder.iterdir())
+    except OSError as error:
+        raise _unwritten(error, str(folder)) from None
+    if holds:
         raise WeftError(f"{folder} exists already; choose another folder")
     draft = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
@@ -57,8 +66,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
                 os.fsync(stream.fileno())
         draft.rename(folder)
     except OSError as error:
-        raise WeftError(
-            f"cannot write {folder}: {why_unwritten(error, 'choose another folder')}"
-        ) from None
+        raise _unwritten(error, str(folder)) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _unwritten(error: OSError, named: str) -> WeftError:
+    """Return the error for a folder that cannot be written because of ``error``. ``named``: the folder in its line."""
+    return WeftError(
+        f"cannot write {named}: {why_unwritten(error, 'choose another folder')}"
+    )

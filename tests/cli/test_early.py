@@ -8,6 +8,9 @@ import pytest
 
 from tests.conftest import Command
 
+#: A name that no file system takes.
+LONG = "a" * 300
+
 
 def _no_work(*given: object, **named: object) -> None:
     raise AssertionError("this reads a model, or searches")
@@ -48,12 +51,20 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("data classify --positive a --negative b --out there", 1, "cannot write --out there: Is a directory; "),
     ("data split a.jsonl --out file", 1, "cannot write --out file: Not a directory; "),
     ("data autoencoder a --out file/x", 1, "cannot write --out file/x: Not a directory; "),
+    (f"peer get a --to {LONG}", 1, f"cannot write --to {LONG}: File name too long; choose another folder"),
+    (f"client --join a --out none/{LONG}", 1, f"cannot write --out none/{LONG}: File name too long; choose another"),
+    (f"export --from run --out {LONG}", 1, f"cannot write --out {LONG}: File name too long; choose another folder"),
+    (f"checkpoint convert run --out {LONG} --to hf", 1, f"{LONG}: File name too long; choose another folder"),
     ("peer get a --to file", 1, "cannot write --to file: Not a directory; "),
     ("client --join a --out file", 1, "cannot write --out file: Not a directory; "),
     ("train offload --set memory.weights=file --set memory.folder=file", 1, "memory.folder = 'file' cannot be used: "),
     ("experts finetune --out file --expert a", 1, "cannot write --out file: Not a directory; "),
     ("generate --from run --prompt a --keys-in file", 1, "--keys-in = 'file' cannot be used: it is a file; "),
     ("serve --port 0 --from run --keys-in file", 1, "--keys-in = 'file' cannot be used: it is a file; "),
+    ("engine --from run --join h:1 --joined-file there", 2, "--joined-file there is a folder or has content, and "),
+    ("engine --from run --join h:1 --joined-file file", 2, "--joined-file file is a folder or has content, and "),
+    ("engine --from run --join h:1 --joined-file a/b", 2, "--joined-file a/b cannot be written: there is no folder a"),
+    (f"engine --from run --join h:1 --joined-file {LONG}", 2, "File name too long; name another file"),
     ("serve --port 0 --from run --cache-folder file", 2, "the cache folder file cannot be made: File exists; "),
 ])  # fmt: skip
 def test_cheap_checks_come_first(

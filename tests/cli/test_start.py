@@ -63,6 +63,9 @@ def load(path: str, *overrides: str) -> Recipe:
 @pytest.mark.parametrize(("words", "code", "said"), [
     (["--out", "full"], 2, r"--out full already holds something; choose another folder or add --resume auto"),
     (["--out", "file"], 2, r"--out file is not a folder"),
+    (["--out", "a" * 300], 2, r"cannot write --out a*: File name too long; choose another folder"),
+    (["--out", "a" * 300, "--sweep", "train.steps=1,2"], 2, r"cannot write --out a*: File name too long; choose"),
+    (["--resume", "a" * 300], 1, r"a{300}.*: File name too long"),
     (["--out", "file/run"], 1, r"cannot write where it should: cannot make .*file/run: Not a directory; .*\(--out\)"),
     (["--resume", "nowhere"], 1, r"nowhere does not exist; give a run folder or a checkpoint"),
     (["--resume", "full"], 1, r"no checkpoint in full"),

@@ -24,7 +24,7 @@ from service_faults import export_tiny, free_port
 from tests.cluster.inprocess import Cluster
 from tests.test_tutorials import files_of, parse
 from weft.cli.app import app
-from weft.cli.cluster_engine import _mark
+from weft.cli.cluster_engine import _clear_mark, _mark
 from weft.cluster.cluster_settings import read_cluster
 from weft.errors import UsageError
 from weft.serve.engine_table import read_engines
@@ -152,6 +152,19 @@ def test_a_file_says_whether_an_engine_has_joined(tmp_path: Path) -> None:
     assert not file.exists()
     with pytest.raises(UsageError, match=r"--joined-file .* cannot be written"):
         _mark(tmp_path / "no/folder", True)
+
+
+def test_no_probe_sees_an_engine_that_has_not_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start of an engine removes the mark of the one before, and never makes its own to try the folder."""
+    file, opened = tmp_path / "joined", list[str]()
+    file.touch()
+    monkeypatch.setattr(Path, "touch", lambda path: opened.append(str(path)))
+    _clear_mark(file)
+    assert not file.exists() and not opened
+    _clear_mark(file)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.soak

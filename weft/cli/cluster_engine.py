@@ -121,8 +121,7 @@ def engine_command(
     options.check_moves()
     router = read_address(join, "--join")
     if joined_file is not None:
-        _mark(joined_file, True)
-        _mark(joined_file, False)
+        _clear_mark(joined_file)
     checkpoint = options.checkpoint
     if checkpoint == POLICY:
         return _write_rollouts(options, router, name, secret, redial)
@@ -321,6 +320,27 @@ def _write_rollouts(
         endpoint.close()
     warn(f"engine {called} ends")
     return 0
+
+
+def _clear_mark(file: Path) -> None:
+    """Remove the mark that a former engine may have left at ``file``, and check that one can be there later.
+
+    It never creates ``file``, as a probe would take this for a joined engine. Raises :class:`WeftError` if its folder
+    is missing or cannot be written, and :class:`UsageError` if something else than a mark is at ``file``.
+    """
+    from weft.new_folder import check_folder_writable
+
+    if os.path.isdir(file) or (os.path.isfile(file) and os.path.getsize(file)):
+        raise UsageError(
+            f"--joined-file {file} is a folder or has content, and the mark of an engine is an empty file; name "
+            "another file"
+        )
+    if not os.path.isdir(file.parent):
+        raise UsageError(
+            f"--joined-file {file} cannot be written: there is no folder {file.parent}; make it, or name another file"
+        )
+    check_folder_writable(file.parent, "--joined-file in")
+    _mark(file, False)
 
 
 def _mark(file: Path, joined: bool) -> None:

@@ -29,7 +29,13 @@ def new_command(
     path = find_recipe(source) if source else None
     if not out.name.removesuffix(".toml"):
         raise UsageError("the new recipe has no name; say: weft new NAME")
-    if out.exists():
+    try:
+        exists = out.exists()
+    except OSError as error:
+        raise WeftError(
+            f"cannot write {out}: {why_unwritten(error, 'choose another name')}"
+        ) from None
+    if exists:
         raise UsageError(f"{out} exists already; choose another name")
     if source and path is None:
         load_recipe(source)  # says which one may have been meant

@@ -134,6 +134,11 @@ def named_recipe(
     """Return the recipe ``recipe`` or, if it is None, the one that the run ``resume`` keeps, with the other options of
     ``weft train``.
     """
+    if resume == "":
+        raise UsageError(
+            "--resume is empty; give a run folder or a checkpoint, as in --resume runs/NAME, or auto for the newest "
+            "run of the recipe"
+        )
     if recipe is not None:
         from weft.recipe import load_recipe
 

@@ -19,7 +19,7 @@ from typing import Any
 from weft.api import start
 from weft.cache import digest
 from weft.checkpoint.store import committed_checkpoints
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError, WeftError, why_unwritten
 from weft.observe.chart_lines import RUNS as COLOURS
 from weft.observe.run_metrics import FILE as METRICS
 from weft.observe.run_metrics import read_metrics
@@ -160,7 +160,13 @@ def split_values(text: str) -> list[str]:
 
 def check_folder(folder: Path) -> None:
     """Raise :class:`UsageError` unless ``folder`` is missing, empty, or the folder of a sweep, which then continues."""
-    if folder.exists() and not folder.is_dir():
+    try:
+        misplaced = folder.exists() and not folder.is_dir()
+    except OSError as error:
+        raise UsageError(
+            f"cannot write --out {folder}: {why_unwritten(error, 'choose another folder')}"
+        ) from None
+    if misplaced:
         raise UsageError(f"--out {folder} is not a folder; choose another")
     if folder.is_dir() and not (folder / FILE).is_file() and any(folder.iterdir()):
         raise UsageError(

@@ -28,7 +28,7 @@ from weft.checkpoint.store import (
     open_checkpoint,
     step_of,
 )
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError, WeftError, why_unwritten
 from weft.layout.mesh import Mesh, from_all
 from weft.observe.run_metrics import FILE
 from weft.recipe import RUNS, Optimizer, Recipe
@@ -339,12 +339,18 @@ def _choose(
 ) -> tuple[Path, list[str]]:
     """Return the folder of a run, and the places from which it may resume; none for a new run."""
     folder = RUNS / recipe.name
-    if out is not None and out.exists() and not out.is_dir():
+    try:
+        misplaced = out is not None and out.exists() and not out.is_dir()
+    except OSError as error:
+        raise UsageError(
+            f"cannot write --out {out}: {why_unwritten(error, 'choose another folder')}"
+        ) from None
+    if misplaced:
         raise UsageError(f"--out {out} is not a folder; choose another")
-    if resume and resume != "auto":
+    if resume is not None and resume != "auto":
+        candidates(resume)  # before what would raise an error of the system
         if Path(resume).is_symlink():  # RUN/best, which goes on to mean others
             resume = str(Path(resume).resolve())
-        candidates(resume)
         path = Path(resume)
         own = next(
             (p for p in (path, *list(path.parents)[:2]) if (p / FILE).is_file()), None

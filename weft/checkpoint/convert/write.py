@@ -51,10 +51,10 @@ def convert(
     place = open_storage(out)
     if to != "weft" and not isinstance(place, LocalStorage):
         raise UsageError(f"--to {to} makes a folder on this machine; {out} is none")
-    if not is_new(place):
-        raise WeftError(f"--out {out} exists already; choose another folder")
     if isinstance(place, LocalStorage):
         check_folder_writable(place.root, "--out")
+    if not is_new(place):
+        raise WeftError(f"--out {out} exists already; choose another folder")
     foreign = open_foreign(source, kind, config)
     _check_kind(foreign, to, upcycle)
     if upcycle is not None:
