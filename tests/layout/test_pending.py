@@ -12,7 +12,13 @@ from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.flights import StartedCollective
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.layout.pending import Backlog, start_gather, start_scatter
+from weft.layout.pending import (
+    Backlog,
+    Pending,
+    start_gather,
+    start_scatter,
+    working_beside,
+)
 
 T = torch.Tensor
 
@@ -82,7 +88,15 @@ def test_over_a_single_rank_nothing_is_started() -> None:
 
 def test_what_nobody_waits_for_is_done_while_a_flight_lasts() -> None:
     backlog, ended = Backlog(2), list[int]()
-    backlog.calls.extend(partial(ended.append, number) for number in range(6))
+    # nothing travels yet beside which it could be done
+    backlog.add(partial(ended.append, 7))
+    assert ended == [7] and not backlog.calls
+    ended.clear()
+    with working_beside(backlog):
+        Pending(torch.ones(1), None, mock.Mock(), mock.Mock())
+    for number in range(6):
+        backlog.add(partial(ended.append, number))
+    assert not ended
     flight = mock.Mock(has_ended=mock.Mock(side_effect=[False, False, True]))
     backlog.work_beside(flight)
     assert ended == [0, 1]

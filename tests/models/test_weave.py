@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from itertools import islice, pairwise
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from tests.parallel.test_context import bounds, one_device, whole
+from weft.layout.mesh import Mesh
 from weft.layout.pending import Backlog
 from weft.layout.token_order import moves
 from weft.models import part_products
 from weft.models.fused import project
 from weft.models.part_attention import PartKeys
-from weft.models.part_products import PartProducts
+from weft.models.part_products import PartGradients, PartProducts
 from weft.models.token_parts import PassTokens, TokenPart, by_phase, even, weaving
+from weft.models.weave import WovenLayers
 from weft.models.widened import multiply
+from weft.parallel.build import connect, whole_model
+from weft.recipe import ModelShape
+from weft.techniques.overlaps.domino import Domino
 
 DOCUMENTS = [[24], [3, 13, 8]]
 
@@ -68,6 +74,7 @@ def test_weight_gradients_of_parts_are_those_of_the_whole() -> None:
     loss = sum(y.sin().sum() for y in expected)
     wanted = torch.autograd.grad(loss, [x, *leaves[:2]])
     backlog = Backlog(1)
+    backlog.travels = True
     products = PartProducts([leaves[0] * 2, *leaves[1:]], 3, backlog)
     parts = [products(part) for part in x.split([1, 3, 2], 1)]
     loss = sum(y.sin().sum() for part in parts for y in part)
@@ -77,6 +84,42 @@ def test_weight_gradients_of_parts_are_those_of_the_whole() -> None:
     # one for all parts of each weight that learns, which waited for a flight that never came
     assert product.call_count == 2 and len(backlog.calls) == 1
     assert products.gradients.totals == [None] * 3
+
+
+def test_where_nothing_travels_the_backlog_does_not_grow_with_depth() -> None:
+    """As with tp = 1 and experts on other ranks: no flight's backward would do what is left for later."""
+    shape = ModelShape(vocab=7, layers=5, embed=8, heads=2, kv_heads=1, ffn=9)
+    model = whole_model(shape, Mesh.single()).double().to_empty(device="cpu")
+    connect(model, model.mesh, "none")
+    torch.manual_seed(1)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.5)
+    weights, add = [*model.parameters()], PartGradients.add
+    tokens, positions = torch.randint(7, (2, 4)), torch.arange(4).expand(2, 4)
+
+    def gradients(layers: int) -> tuple[torch.Tensor | None, ...]:
+        ends = torch.tensor([0, 4, 8])
+        logits = model(tokens, positions, ends, route=range(layers))
+        return torch.autograd.grad(logits.sin().sum(), weights, allow_unused=True)
+
+    def most_held(layers: int) -> int:
+        """Largest number of groups of weights whose inputs and gradients are in memory at once."""
+        groups, most = set[PartGradients](), [0]
+
+        def added(group: PartGradients, *given: Any) -> None:
+            add(group, *given)
+            groups.add(group)
+            most.append(sum(len(each._inputs) > 0 for each in groups))
+
+        with mock.patch.object(PartGradients, "add", added):
+            woven = gradients(layers)
+        assert len(groups) == 4 * layers
+        torch.testing.assert_close(woven, plain[layers], rtol=0, atol=1e-10)
+        return max(most)
+
+    plain = {layers: gradients(layers) for layers in (2, 5)}
+    model.woven = WovenLayers(Domino(), 2, 0, False)
+    assert most_held(2) == most_held(5) <= part_products.LEFT
 
 
 @pytest.mark.parametrize("back", [False, True])

@@ -32,11 +32,19 @@ T = torch.Tensor
 class Backlog:
     """Work of a backward pass that nothing waits for, such as gradients of weights. It is done while this rank waits
     for other ranks. ``most``: number of calls that may be left for later, which keep tensors as large as activations.
+    The attribute ``travels`` says whether any :class:`Pending` has begun beside it, whose backward does the work.
     """
 
     def __init__(self, most: int) -> None:
-        self.most = most
+        self.most, self.travels = most, False
         self.calls: deque[Callable[[], None]] = deque()
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Leave ``call`` for later, or do it at once where no gradients travel: nothing would shorten the backlog."""
+        if self.travels:
+            self.calls.append(call)
+        else:
+            call()
 
     def shorten(self) -> None:
         """Do the oldest work until no more than ``most`` calls are left. Another flight has just started."""
@@ -115,6 +123,8 @@ class Pending:
         self.flight: Any = None
         self.back_flight: Any = None
         self.backlog = _backlog.get()
+        if self.backlog:
+            self.backlog.travels = True
         self._started: T | None = _Start.apply(x, self)
 
     def wait(self) -> T:

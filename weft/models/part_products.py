@@ -45,7 +45,7 @@ class PartGradients:
         self._inputs.append(x)
         self._grads.append(grads)
         if len(self._inputs) == self.parts:
-            self.backlog.calls.append(self.add_up)
+            self.backlog.add(self.add_up)
 
     def add_up(self) -> None:
         """Compute what the noted parts add, by one product for each weight."""
