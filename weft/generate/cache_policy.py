@@ -105,7 +105,7 @@ def cache_policy_of(word: str) -> CachePolicy | None:
         if policy is not None:
             policy.word = word
             return policy
-    raise wrong_word("--cache-policy", word, "cache-policy", (NONE,))
+    raise wrong_word("--cache-policy", word, "cache-policy", (NONE,), bare="")
 
 
 def share_of(argument: str) -> float | None:

@@ -8,13 +8,19 @@ from weft.registry import declared
 
 
 def wrong_word(
-    option: str, word: str, kind: str, plain: Sequence[str] = (), other: str = ""
+    option: str,
+    word: str,
+    kind: str,
+    plain: Sequence[str] = (),
+    other: str = "",
+    bare: str | None = None,
 ) -> UsageError:
     """Return the error for ``word``, a value of ``option`` that is not possible: its name or its argument is wrong.
 
     ``kind``: kind of the techniques that the option names. Their implementations have ``example``, an example of
     NAME:ARGUMENT or "", and ``argument``, words on the argument. ``plain``: names that the core handles itself.
-    ``other``: words on values that name no technique.
+    ``other``: words on values that name no technique. ``bare``: what implementations are given as the argument of a
+    name alone.
     """
     techniques: dict[str, Any] = {t.name: t.implementation for t in declared(kind)}
     name, _, _ = word.partition(":")
@@ -29,7 +35,7 @@ def wrong_word(
         )
     forms = [*plain]
     for alone, each in techniques.items():
-        if not each.example or each.of_argument(None) is not None:
+        if not each.example or each.of_argument(bare) is not None:
             forms.append(alone)
         if each.example:
             forms.append(each.example)
