@@ -127,6 +127,8 @@ class Workers:
     def start(self, places: list[int]) -> None:
         """Fork a process that begins with these tests."""
         ours, theirs = Pipe()
+        # once for all: whoever asks first removes what is there, and makes it
+        self.session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         if (pid := os.fork()) == 0:
