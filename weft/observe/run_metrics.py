@@ -169,16 +169,17 @@ class RecordedRun:
         return self.head.get("recipe") or {}
 
 
-def resume_hint(run: Path) -> str:
-    """Return words for the user that say how the run in the folder ``run`` is continued: with its recipe, if the run
-    does not keep it.
+def resume_hint(folder: Path, run: RecordedRun | None = None) -> str:
+    """Return words for the user that say how the run in ``folder`` is continued: with its recipe, if the run does not
+    keep it. ``run``: the run, if it has been read; None: read it.
     """
-    try:
-        kept = read_metrics(run).get("run", [{}])[-1].get("given")
-    except (WeftError, OSError):
-        kept = None
-    recipe = "" if kept else "RECIPE "
-    return f"continue with: weft train {recipe}--resume {shlex.quote(str(run))}"
+    if run is None:
+        try:
+            run = RecordedRun(folder.name, read_metrics(folder))
+        except (WeftError, OSError):
+            run = RecordedRun(folder.name, {})
+    recipe = "" if run.head.get("given") else "RECIPE "
+    return f"continue with: weft train {recipe}--resume {shlex.quote(str(folder))}"
 
 
 def read_metrics(run: Path) -> Records:

@@ -138,7 +138,7 @@ def unfinished_in_words(run: RecordedRun, folder: Path | None = None) -> str:
         return ""
     return (
         f"Step {done:,} of {planned:,}: this run was interrupted, ended early, or is still going"
-        + (f"; {resume_hint(folder)}" if folder else "")
+        + (f"; {resume_hint(folder, run)}" if folder else "")
     )
 
 

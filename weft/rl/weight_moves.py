@@ -85,7 +85,7 @@ class WeightMover:
         self.local = [move for move in plan if move.source == move.target == rank]
         most = max(2 * ALIGN, bucket // AT_ONCE)
         slot = min(most, SLOT) // ALIGN * ALIGN
-        self.slots = HostSlots(slot, group, device.type == "cpu")
+        self.slots = HostSlots(slot, group, world > 1 and device.type == "cpu")
         self.exchanges: list[_Exchange] = []
         for distance in range(1, world):
             target, source = (rank + distance) % world, (rank - distance) % world
