@@ -18,7 +18,7 @@ from tests.generate.test_phase_options import PLAIN
 from weft.checkpoint.convert.peft import read_adapter
 from weft.errors import UsageError
 from weft.generate.beam_search import Search
-from weft.generate.cache_policy import cache_policy_of
+from weft.generate.cache_policy import CachePolicy, cache_policy_of
 from weft.generate.engine import Engine
 from weft.generate.leader import follow_leader
 from weft.generate.lookup import Lookup
@@ -27,6 +27,7 @@ from weft.generate.sampling import GREEDY
 from weft.layout.layout import Layout
 from weft.models.spans import Span
 from weft.models.transformer import Transformer
+from weft.registry import register
 from weft.techniques.cache_policies.alisa import query_selector
 
 PROMPTS = [[(7 * i + 3 * j) % 31 for i in range(n)] for j, n in enumerate((5, 24, 40))]
@@ -302,6 +303,27 @@ def test_each_rank_selects_for_its_heads(pool: Any, layout: str) -> None:
 def test_words_that_cannot_be(word: str, line: str) -> None:
     with pytest.raises(UsageError, match=line):
         opened(word)
+
+
+@pytest.mark.usefixtures("no_plugins")
+def test_a_policy_without_an_argument_is_named_alone() -> None:
+    """As quotas and scheduling policies are: an argument that is missing is None for all of them."""
+
+    @register("cache-policy", "whole")
+    class Whole(CachePolicy):
+        pass
+
+    policy = cache_policy_of("whole")
+    assert isinstance(policy, Whole)
+    assert policy.word == "whole"
+    with pytest.raises(
+        UsageError, match="nothing comes behind whole; leave the rest out"
+    ):
+        cache_policy_of("whole:3")
+    with pytest.raises(
+        UsageError, match=r"give none, alisa:0\.25, blocks:0\.25, window:1024, whole$"
+    ):
+        cache_policy_of("x")
 
 
 @pytest.mark.parametrize(("mixer", "word", "line"), [

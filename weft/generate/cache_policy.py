@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from weft.errors import UsageError
-from weft.generate.option_word import wrong_word
-from weft.registry import find, names
+from weft.generate.option_word import chosen_technique, wrong_word
 
 if TYPE_CHECKING:
     from weft.generate.block_pool import BlockPool
@@ -57,11 +56,11 @@ class CachePolicy:
     windows: ClassVar[bool] = True
 
     @classmethod
-    def of_argument(cls, argument: str) -> Self | None:
-        """Build the policy from ``argument``, the text after the first colon. Return None if the argument is not
-        valid.
+    def of_argument(cls, argument: str | None) -> Self | None:
+        """Build the policy from ``argument``, the text after the first colon; None: there is no colon. Return None if
+        the argument is not valid.
         """
-        raise NotImplementedError
+        return cls() if argument is None else None
 
     def check_size(self, size: int) -> None:
         """Raise :class:`UsageError` if the policy's budget is less than a cache block of ``size`` tokens."""
@@ -98,22 +97,19 @@ def cache_policy_of(word: str) -> CachePolicy | None:
     """
     if word == NONE:
         return None
-    name, _, argument = word.partition(":")
-    if name in names("cache-policy"):
-        registered: Any = find("cache-policy", name).implementation
-        policy: CachePolicy | None = registered.of_argument(argument)
-        if policy is not None:
-            policy.word = word
-            return policy
-    raise wrong_word("--cache-policy", word, "cache-policy", (NONE,), bare="")
+    policy: CachePolicy | None = chosen_technique("cache-policy", word)
+    if policy is None:
+        raise wrong_word("--cache-policy", word, "cache-policy", (NONE,))
+    policy.word = word
+    return policy
 
 
-def share_of(argument: str) -> float | None:
-    """Return the fraction that the text ``argument`` states, such as 0.25 for "0.25"; None if the text is not a number
-    above 0 and at most 1. Cache policies parse their arguments with it.
+def share_of(argument: str | None) -> float | None:
+    """Return the fraction that the text ``argument`` states, such as 0.25 for "0.25"; None if there is no text, or if
+    it is not a number above 0 and at most 1. Cache policies parse their arguments with it.
     """
     try:
-        share = float(argument)
+        share = float(argument or "")
     except ValueError:
         return None
     return share if 0 < share <= 1 else None

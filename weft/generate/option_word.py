@@ -4,23 +4,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.errors import UsageError, nearest
-from weft.registry import declared
+from weft.registry import declared, find, names
+
+
+def chosen_technique(kind: str, word: str) -> Any | None:
+    """Return the technique of ``kind`` that ``word`` names, built from its argument; None if there is none of that
+    name, or if its argument is not valid.
+
+    Implementations have a class method ``of_argument``. It takes the text after the first colon, or None where there is
+    no colon, and returns None for an argument that is not valid.
+    """
+    name, colon, argument = word.partition(":")
+    if name not in names(kind):
+        return None
+    technique: Any = find(kind, name).implementation
+    return technique.of_argument(argument if colon else None)
 
 
 def wrong_word(
-    option: str,
-    word: str,
-    kind: str,
-    plain: Sequence[str] = (),
-    other: str = "",
-    bare: str | None = None,
+    option: str, word: str, kind: str, plain: Sequence[str] = (), other: str = ""
 ) -> UsageError:
     """Return the error for ``word``, a value of ``option`` that is not possible: its name or its argument is wrong.
 
     ``kind``: kind of the techniques that the option names. Their implementations have ``example``, an example of
     NAME:ARGUMENT or "", and ``argument``, words on the argument. ``plain``: names that the core handles itself.
-    ``other``: words on values that name no technique. ``bare``: what implementations are given as the argument of a
-    name alone.
+    ``other``: words on values that name no technique.
     """
     techniques: dict[str, Any] = {t.name: t.implementation for t in declared(kind)}
     name, _, _ = word.partition(":")
@@ -35,7 +43,7 @@ def wrong_word(
         )
     forms = [*plain]
     for alone, each in techniques.items():
-        if not each.example or each.of_argument(bare) is not None:
+        if not each.example or each.of_argument(None) is not None:
             forms.append(alone)
         if each.example:
             forms.append(each.example)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from weft.generate.option_word import wrong_word
-from weft.registry import declared, find, names
+from weft.generate.option_word import chosen_technique, wrong_word
+from weft.registry import declared
 
 if TYPE_CHECKING:
     from weft.generate.request import Request
@@ -77,15 +77,12 @@ def policy_of(word: str) -> Policy:
     """Return the policy that ``word`` names, such as ``exact-fill`` or ``chunked:64``. It is a function of the
     arguments and result of :func:`exact_fill`. Raises :class:`UsageError` for a word that names none.
     """
-    name, colon, argument = word.partition(":")
     if word == EXACT_FILL:
         return exact_fill
-    if name in names("policy"):
-        registered: Any = find("policy", name).implementation
-        policy: Policy | None = registered.of_argument(argument if colon else None)
-        if policy is not None:
-            return policy
-    raise wrong_word("--policy", word, "policy", (EXACT_FILL,))
+    policy: Policy | None = chosen_technique("policy", word)
+    if policy is None:
+        raise wrong_word("--policy", word, "policy", (EXACT_FILL,))
+    return policy
 
 
 def compared_policies() -> list[str]:

@@ -8,10 +8,9 @@ the quota anew as the load changes.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
 
-from weft.generate.option_word import wrong_word
-from weft.registry import find, names
+from weft.generate.option_word import chosen_technique, wrong_word
 
 if TYPE_CHECKING:
     from weft.generate.policies import Order, Policy
@@ -171,12 +170,9 @@ def quota_of(word: str) -> QuotaController:
     """Return the controller that ``word`` names: a number such as ``0.5`` for a fixed quota, or a technique such as
     ``semi-pd:0.5,0.05``. Raises :class:`UsageError` for a word that names none.
     """
-    name, colon, argument = word.partition(":")
-    if name in names("quota"):
-        registered: Any = find("quota", name).implementation
-        controller: QuotaController | None = registered.of_argument(argument if colon else None)  # fmt: skip
-        if controller is not None:
-            return controller
+    controller: QuotaController | None = chosen_technique("quota", word)
+    if controller is not None:
+        return controller
     fixed = as_quota(word)
     if fixed is not None:
         return FixedQuota(fixed)

@@ -67,8 +67,8 @@ class SparseWindow(CachePolicy):
         self.prompts, self.query = prompts, query
 
     @classmethod
-    def of_argument(cls, argument: str) -> Self | None:
-        first, *others = argument.split(":")
+    def of_argument(cls, argument: str | None) -> Self | None:
+        first, *others = (argument or "").split(":")
         share = share_of(first)
         flags = [word in others for word in cls.words]
         rooms = [word for word in others if word not in cls.words]

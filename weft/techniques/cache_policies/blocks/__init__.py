@@ -34,7 +34,7 @@ class TopBlocks(CachePolicy):
         self.share = share
 
     @classmethod
-    def of_argument(cls, argument: str) -> Self | None:
+    def of_argument(cls, argument: str | None) -> Self | None:
         share = share_of(argument)
         return None if share is None else cls(share)
 

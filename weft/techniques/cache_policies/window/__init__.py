@@ -35,8 +35,8 @@ class SinkWindow(CachePolicy):
         self.tokens = tokens
 
     @classmethod
-    def of_argument(cls, argument: str) -> Self | None:
-        tokens = int(argument) if argument.isdecimal() else 0
+    def of_argument(cls, argument: str | None) -> Self | None:
+        tokens = int(argument) if argument and argument.isdecimal() else 0
         return cls(tokens) if tokens else None
 
     def check_size(self, size: int) -> None:
