@@ -1,14 +1,13 @@
 """A folder that appears when it is complete, or not at all."""
 
-import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from weft.errors import WeftError, why_unwritten
+from weft.writable import check_writable
 
 
 def check_new(folder: Path, option: str = "--out") -> None:
@@ -16,31 +15,9 @@ def check_new(folder: Path, option: str = "--out") -> None:
 
     Commands call it before the work whose result goes there.
     """
-    try:
-        exists = folder.exists()
-    except OSError as error:
-        raise _unwritten(error, f"{option} {folder}") from None
-    if exists:
+    if os.path.exists(folder):  # false for a path that the system refuses
         raise WeftError(f"{option} {folder} exists already; choose another folder")
-    check_folder_writable(folder, option)
-
-
-def check_folder_writable(folder: Path, option: str) -> None:
-    """Raise :class:`WeftError` if no file can be written in ``folder``, which the command's ``option`` names, or if the
-    folder is not there and cannot be made. It creates nothing.
-    """
-    place = whole = folder.absolute()
-    try:
-        while not place.exists():
-            place = place.parent
-        if not place.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        tempfile.TemporaryFile(dir=place).close()
-        for name in whole.parts[len(place.parts) :]:
-            # raises for a name that is too long, which the missing folder above it has hidden
-            (place / name).exists()
-    except OSError as error:
-        raise _unwritten(error, f"{option} {folder}") from None
+    check_writable(folder, option, folder=True)
 
 
 @contextmanager

@@ -33,24 +33,6 @@ def render(template: str, **values: Any) -> str:
     return templates().get_template(template).render(values)
 
 
-def check_writable(path: Path, option: str) -> None:
-    """Raise :class:`WeftError` if the file ``path``, which the command's ``option`` names, cannot be written.
-
-    Commands call it before the work whose result goes into the file. It creates missing folders, and leaves no empty
-    file behind.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        there = path.exists()
-        path.open("a").close()
-        if not there:
-            path.unlink()
-    except OSError as error:
-        raise WeftError(
-            f"cannot write {option} {path}: {why_unwritten(error, 'name another file')}"
-        ) from None
-
-
 def write(path: Path, page: str | bytes, option: str) -> Path:
     """Write ``page``, a text or its bytes in UTF-8, to the file ``path``, create missing folders, and return the path.
 

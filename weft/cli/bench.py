@@ -218,7 +218,7 @@ def paths_command(
     from weft.checkpoint.pruned_model import read_calibration_text
     from weft.generate.path_study import study_paths, write_study
     from weft.observe.run_page import PLOTLY, write_plotly
-    from weft.pages import check_writable
+    from weft.writable import check_writable
 
     try:
         shares = [float(share) for share in budgets.split(",")]

@@ -27,11 +27,11 @@ def client_command(
     """Train as a client of a server, on data that never leave this machine. Run it again to go on after a stop."""
     from weft.cli.train import train_command
     from weft.federated.client_recipe import check_offer, default_name, prepare_place
-    from weft.new_folder import check_folder_writable
     from weft.recipe import load_recipe
+    from weft.writable import check_writable
 
     if out is not None:
-        check_folder_writable(out, "--out")
+        check_writable(out, "--out", folder=True)
     place = prepare_place(join, name or default_name(data), out)
     own = list(overrides or ())
     check_offer(load_recipe(place.recipe, own, layout, origin, data), place.offer, own)

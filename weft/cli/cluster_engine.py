@@ -328,7 +328,7 @@ def _clear_mark(file: Path) -> None:
     It never creates ``file``, as a probe would take this for a joined engine. Raises :class:`WeftError` if its folder
     is missing or cannot be written, and :class:`UsageError` if something else than a mark is at ``file``.
     """
-    from weft.new_folder import check_folder_writable
+    from weft.writable import check_writable
 
     if os.path.isdir(file) or (os.path.isfile(file) and os.path.getsize(file)):
         raise UsageError(
@@ -339,7 +339,7 @@ def _clear_mark(file: Path) -> None:
         raise UsageError(
             f"--joined-file {file} cannot be written: there is no folder {file.parent}; make it, or name another file"
         )
-    check_folder_writable(file.parent, "--joined-file in")
+    check_writable(file.parent, "--joined-file in", folder=True)
     _mark(file, False)
 
 

@@ -94,9 +94,10 @@ def preview_command(
 ) -> int:
     """Show the first conversations as their chat template writes them, with the learned text in colour."""
     from weft.data.chat.preview import format_sample, preview_page, preview_samples
-    from weft.pages import check_writable, write
+    from weft.pages import write
     from weft.recipe import load_recipe
     from weft.train.setup import recipe_tokenizer
+    from weft.writable import check_writable
 
     if html is not None:
         check_writable(html, "--html")
@@ -407,7 +408,7 @@ def classify_command(
     from weft.curation.hashed_ngrams import NgramSettings
     from weft.curation.ngram_classifier import report_file, save_classifier
     from weft.curation.train_classifier import train_classifier
-    from weft.pages import check_writable
+    from weft.writable import check_writable
 
     check_writable(out, "--out")
     settings = NgramSettings(words=words, characters=characters, bits=bits)

@@ -56,10 +56,10 @@ def experts_command(
     """
     import json
 
-    from weft.new_folder import check_folder_writable
     from weft.train.expert_set import write_expert_set
+    from weft.writable import check_writable
 
-    check_folder_writable(out, "--out")
+    check_writable(out, "--out", folder=True)
     divided = None
     if clusters is None:
         _refuse_without_clusters(expert, features, lost)

@@ -173,10 +173,10 @@ def get_command(
     given: Given = None,
 ) -> int:
     """Fetch shared files of peers, block by block and verified; blocks that are already there are not fetched again."""
-    from weft.new_folder import check_folder_writable
     from weft.peers.download import download
+    from weft.writable import check_writable
 
-    check_folder_writable(to, "--to")
+    check_writable(to, "--to", folder=True)
     with _visitor(given) as peer:
         peer.settle()
         fetched = download(peer, path.strip("/"), to)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from weft.cli.arguments import AsJson
 from weft.cli.console import grid, plain_console
-from weft.pages import check_writable
+from weft.writable import check_writable
 
 if TYPE_CHECKING:
     from weft.planner.finalists import Final

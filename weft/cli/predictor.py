@@ -37,7 +37,7 @@ def predictor_command(
     from weft.generate.predictor_training import train_predictors
     from weft.memory.neuron_predictor import gate_hashes, write_predictor
     from weft.new_folder import check_new
-    from weft.pages import check_writable
+    from weft.writable import check_writable
 
     check_new(out)
     check_writable(out, "--out")

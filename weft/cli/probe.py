@@ -10,8 +10,8 @@ from rich.console import Console
 
 from weft.cli.console import grid, plain_console
 from weft.errors import UsageError
-from weft.pages import check_writable
 from weft.run.rank_processes import in_ranks, threads_per_rank
+from weft.writable import check_writable
 
 
 def probe_command(

@@ -50,9 +50,9 @@ def profile_command(
 
         from weft.checkpoint.model import open_model
         from weft.generate.decoding_trace import trace_decoding
-        from weft.new_folder import check_folder_writable
+        from weft.writable import check_writable
 
-        check_folder_writable(out, "--out")
+        check_writable(out, "--out", folder=True)
         if not all(word.isdecimal() and int(word) for word in batches.split(",")):
             raise UsageError(f"--batches {batches}: give numbers, for instance 1,4,16")
         model, *_ = open_model(

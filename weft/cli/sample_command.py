@@ -81,8 +81,8 @@ def sample_command(
     from weft.diffusion.sampling_start import in_sampling_rank, launch_sampling
     from weft.layout.layout import Layout
     from weft.new_folder import check_new
-    from weft.pages import check_writable
     from weft.train.expert_set import read_expert_set, refuse_beside_experts
+    from weft.writable import check_writable
 
     spread = Layout.parse(layout or "")
     sides = whole_numbers("--size", size)

@@ -10,12 +10,13 @@ from rich.console import Console
 
 from weft.cli.console import print_table
 from weft.errors import UsageError
-from weft.pages import check_writable, write
+from weft.pages import write
 from weft.schedule import draw
 from weft.schedule.build import Times, build, builder_of, builders
 from weft.schedule.exchange import best_turns, with_exchanges
 from weft.schedule.lanes import text_timeline
 from weft.schedule.simulate import Simulation, simulate, uniform_costs
+from weft.writable import check_writable
 
 #: Options of the command that are times of a stage's work.
 TIMES = ("forward", "backward-input", "backward-weight", "comm")

@@ -12,7 +12,7 @@ import numpy as np
 from weft.errors import UsageError, WeftError
 from weft.federated.client_partition import Partition, PartitionKind, draw_partition
 from weft.federated.labelled_samples import read_labelled
-from weft.new_folder import check_folder_writable
+from weft.writable import check_writable
 
 #: The file beside the clients' files that says whose each sample is.
 PARTITION_FILE = "partition.json"
@@ -64,7 +64,7 @@ def split_data(
 
     Raises :class:`UsageError` or :class:`WeftError` if the data cannot be read or divided.
     """
-    check_folder_writable(out, "--out")
+    check_writable(out, "--out", folder=True)
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"--out {out} is not empty; name another folder")
     options = {"alpha": alpha, "classes": classes, "seed": seed}

@@ -25,10 +25,11 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Tensor, slices, whole_box
 from weft.layout.parts import NAMES, TORCH_DTYPES
 from weft.models.hugging_face import TYPICAL, as_hf, export, exported_dtype
-from weft.new_folder import check_folder_writable, new_folder
+from weft.new_folder import new_folder
 from weft.recipe import Recipe
 from weft.shapes.carried_files import CONFIG, as_json, carried_config, exported_config
 from weft.shapes.foreign_names import hf_names
+from weft.writable import check_writable
 
 #: Files of a Hugging Face export hold at least this much, if a tensor is not larger.
 FILE_BYTES = 128 << 20
@@ -52,7 +53,7 @@ def convert(
     if to != "weft" and not isinstance(place, LocalStorage):
         raise UsageError(f"--to {to} makes a folder on this machine; {out} is none")
     if isinstance(place, LocalStorage):
-        check_folder_writable(place.root, "--out")
+        check_writable(place.root, "--out", folder=True)
     if not is_new(place):
         raise WeftError(f"--out {out} exists already; choose another folder")
     foreign = open_foreign(source, kind, config)
