@@ -362,6 +362,10 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OperatorFailed, match="remove the file if it is damaged"):
         step(tmp_path, model="copy").map(documents("One."))
     assert set(prompts_of_styles([*STYLES], {})) == set(STYLES)
+    with pytest.raises(
+        UsageError, match=r"has no \{text\} where the passage goes, and is no file"
+    ):
+        prompts_of_styles(["long"], {"long": "Say it again, but in verse. " * 10})
 
 
 def test_texts_outlive_a_kill_and_processes_write_side_by_side(tmp_path: Path) -> None:

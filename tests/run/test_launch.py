@@ -434,6 +434,11 @@ def test_report_outside_of_launch_prints_the_line(
     )
     said = "weft: error: dark/model: Permission denied; give this user access to it, or name another\n"
     assert capsys.readouterr().err == said
+    with pytest.raises(OSError) as long:
+        Path("a" * 300).stat()
+    assert report_failure(long.value) == 1
+    said = f"weft: error: {'a' * 300}: File name too long; name another\n"
+    assert capsys.readouterr().err == said
     monkeypatch.setenv("WEFT_DEBUG", "1")
     assert report_failure(ZeroDivisionError()) == 1
     assert "weft: error: ZeroDivisionError (traceback in" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -71,7 +72,7 @@ def _prompt(style: str, given: str) -> str:
     if TEXT in given:
         return given
     path = Path(given).expanduser()
-    if "\n" in given or not path.is_file():
+    if "\n" in given or not os.path.isfile(path):
         raise UsageError(
             f"the prompt of style {style!r} has no {TEXT} where the passage goes, and is no file: {given[:80]!r}"
         )

@@ -1,5 +1,6 @@
 """The model to plan for, from a name, a recipe or a Hugging Face ``config.json``, trainable by Weft or not."""
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -76,7 +77,7 @@ def check_named(name: str) -> None:
     Models are built in, at an existing path, or have an id of the form that model hubs use.
     """
     if name not in SHAPES and not (
-        Path(name).exists() or re.fullmatch(r"[\w.-]+/[\w.@-]+", name) or ":" in name
+        os.path.exists(name) or re.fullmatch(r"[\w.-]+/[\w.@-]+", name) or ":" in name
     ):
         raise WeftError(
             f"model {name!r} is neither a file nor built in; {nearest(name, SHAPES)}"

@@ -36,9 +36,9 @@ def load_recipe(
     :class:`UsageError` with one line that names the nearest valid choice, and :class:`WeftError` if there is no such
     recipe.
     """
-    file = Path(path) if Path(path).is_file() else find_recipe(path)
+    file = Path(path) if os.path.isfile(path) else find_recipe(path)
     if file is None:
-        if Path(path).is_dir():
+        if os.path.isdir(path):
             raise UsageError(
                 f"{path} is a folder; give a recipe, which is a TOML file, or a name of 'weft recipes'"
             )

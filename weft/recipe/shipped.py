@@ -1,5 +1,6 @@
 """The recipes and the catalogue that come with Weft: beside the package in a checkout, inside it when installed."""
 
+import os
 from pathlib import Path
 
 from weft.errors import WeftError
@@ -25,7 +26,7 @@ def find_recipe(name: str | Path) -> Path | None:
     here = (
         path
         for path in (Path(name), Path(f"{name}.toml"))
-        if path.suffix == ".toml" and path.is_file()
+        if path.suffix == ".toml" and os.path.isfile(path)
     )
     return next(here, None) or shipped_recipes().get(str(name).removesuffix(".toml"))
 

@@ -4,6 +4,7 @@ A rank that fails leaves a record (:func:`report_failure`); the launcher picks t
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -27,6 +28,15 @@ _PEER_LOST = (
     r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|pair closure|"
     r"Connection (refused|closed)|ProcessGroup"
 )
+
+_ACCESS = "give this user access to it, or name another"
+#: What helps if the system refuses a path, by the error's number. Users name such paths, and Weft none.
+_REFUSED_PATHS = {
+    errno.EACCES: _ACCESS,
+    errno.EPERM: _ACCESS,
+    errno.ENAMETOOLONG: "name another",
+    errno.ELOOP: "name another",
+}
 
 
 class Grade(IntEnum):
@@ -91,13 +101,11 @@ def report_failure(error: BaseException) -> int:
     if not isinstance(cause, SystemExit) and is_secondary(cause):
         error = cause  # another rank is gone, which is not the plugin's doing
     # whoever opened it
-    if isinstance(error, PermissionError) and isinstance(
-        error.filename, str | os.PathLike
-    ):
-        refused = WeftError(
-            f"{error.filename}: {error.strerror}; give this user access to it, or name another"
-        )
-        refused.__cause__, error = error, refused
+    if isinstance(error, OSError) and isinstance(error.filename, str | os.PathLike):
+        remedy = _REFUSED_PATHS.get(error.errno or 0)
+        if remedy:
+            refused = WeftError(f"{error.filename}: {error.strerror}; {remedy}")
+            refused.__cause__, error = error, refused
     if isinstance(error, WeftError):
         message, code, grade = (
             str(error),
