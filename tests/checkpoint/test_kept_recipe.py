@@ -65,6 +65,12 @@ def test_what_a_run_does_not_keep_is_asked_for(
         assert resume_hint(tmp_path) == f"continue with: weft {words} --resume {tmp_path}"  # fmt: skip
 
 
+def test_a_public_query_is_kept(tmp_path: Path) -> None:
+    given = recipe("https://host/a.jsonl?download=true")
+    save(tmp_path, {"given": given.recorded(given=True)})
+    assert kept_recipe(str(tmp_path)) == given
+
+
 def test_steps_that_follow_from_epochs_are_not_kept() -> None:
     tree = {"data": {"path": "a.jsonl", "epochs": 2}, "train": {"batch": 4}}
     once = build_recipe(tree)

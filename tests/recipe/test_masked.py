@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.recipe.masked import (
+    has_secrets,
     masked_address,
     masked_text,
     masked_values,
@@ -49,6 +50,19 @@ def test_what_may_be_secret_is_not_shown(address: str, shown: str) -> None:
 ])  # fmt: skip
 def test_every_address_in_a_word_of_a_command_is_masked(word: str, shown: str) -> None:
     assert masked_text(word) == shown
+
+
+@pytest.mark.parametrize(("address", "secret"), [
+    ("https://host/a.txt", False), ("s3://bucket/a?page=1", False), ("folder/a.txt?c", False),
+    ("https://host/a.txt?download=true", False), ("https://host/a.txt?download", False),
+    ("https://host/a?format=csv&page=3&raw=1", False), ("https://host/a?ref=feature/x", False),
+    ("https://me:word@host/a.txt?download=true", True), ("s3://key:word@bucket/a?raw=1", True),
+    ("https://host/a.txt?download=f3a9", True), ("https://host/a.txt?sig=1", True),
+    ("https://host/a.txt?download=true&token=1", True), ("https://host/a.txt?download=true#part", True),
+    ("https://host/a.txt?", True), ("https://me:wo?raw=1@host/a", True), ("https://me:wo?raw@host/a", True),
+])  # fmt: skip
+def test_a_query_of_a_form_is_no_secret(address: str, secret: bool) -> None:
+    assert has_secrets({"sources": [{"path": "https://host/b"}, {"path": address}]}) == secret  # fmt: skip
 
 
 def test_a_record_gets_its_addresses_back() -> None:

@@ -18,6 +18,13 @@ _PLACES = re.compile(
     r"""\w[\w+.-]*://.*?(?=[\s,;|](?:[\w.-]+=)?["']?\w[\w+.-]*://|$)""",
     re.DOTALL,
 )
+#: Parts of a web address' query that say which form, version or part of a file is asked for, and are no secrets.
+_PUBLIC = re.compile(
+    r"(?:download|dl|inline|raw)(?:=(?:[01]|true|false|yes|no)?)?"
+    r"|(?:alt|export|format)=[a-z]{1,8}"
+    r"|(?:lang|limit|offset|page|part|shard|split|version|year)=[\w.-]{1,16}"
+    r"|(?:ref|rev|revision)=[\w./-]{1,40}"
+)
 
 
 def masked_address(address: str) -> str:
@@ -49,6 +56,22 @@ def masked_values(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [masked_values(item) for item in value]
     return value
+
+
+def has_secrets(value: Any) -> bool:
+    """Return whether an address in ``value``, JSON values such as a recipe's settings, has parts that may be secret.
+
+    A query that only asks for a form, version or part of a file, such as ``download=true``, has none.
+    """
+    return any(
+        masked_address(address) not in (address, _without_public_query(address))
+        for address in _addresses(value)
+    )
+
+
+def _without_public_query(address: str) -> str:
+    path, _, query = address.partition("?")
+    return path if all(map(_PUBLIC.fullmatch, query.split("&"))) else address
 
 
 def unmasked_values(value: Any, given: Any) -> Any:

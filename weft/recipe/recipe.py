@@ -351,10 +351,12 @@ class Recipe(Section):
         tree = self.model_dump(mode="json", exclude_unset=given)
         if "://" not in str(tree):
             return tree
-        from weft.recipe.masked import masked_values
+        from weft.recipe.masked import has_secrets, masked_values
 
+        if given:
+            return {} if has_secrets(tree) else tree
         masked: dict[str, Any] = masked_values(tree)
-        return {} if given and masked != tree else masked
+        return masked
 
     def batch_layout(self, layout: Layout) -> Layout:
         """Return ``layout`` with ``dp`` set to the number of parts into which ranks divide a batch.
