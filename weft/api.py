@@ -61,7 +61,7 @@ def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list
     Raises :class:`UsageError` if ``ranks`` is not the number of started ranks.
     """
     from weft.observe.measured import FILE
-    from weft.planner.choose import choose_layout
+    from weft.planner.choose import choose_layout, with_planned
     from weft.planner.engine_constants import ENGINES
     from weft.planner.machine import local_cluster
     from weft.planner.own import own_runs
@@ -77,7 +77,9 @@ def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list
         return recipe, []
     if recipe.trains_no_language_model:  # there is nothing to choose
         layout = recipe.layout.model_copy(update={"dp": world})
-        return recipe.model_copy(update={"layout": layout}), ["--layout", f"dp={world}"]
+        recipe, noted = with_planned(recipe, "layout")
+        words = ["--layout", f"dp={world}", *noted]
+        return recipe.model_copy(update={"layout": layout}), words
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if gpus:
         device, memory = (

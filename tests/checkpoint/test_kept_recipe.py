@@ -65,6 +65,31 @@ def test_what_a_run_does_not_keep_is_asked_for(
         assert resume_hint(tmp_path) == f"continue with: weft {words} --resume {tmp_path}"  # fmt: skip
 
 
+PLANNED = {
+    "train": {"steps": 7, "micro_batch": 2, "planned": ["layout", "train.micro_batch", "memory.moments"]},
+    "layout": {"dp": 4}, "memory": {"moments": "host"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "kept"), [
+    ({}, PLANNED),
+    ({"plans": True}, {"train": {"steps": 7}, "memory": {}}),
+    ({"plans": True, "overrides": ["train.micro_batch=4"]}, {"train": {"steps": 7, "micro_batch": 4}, "memory": {}}),
+    ({"overrides": ["layout.tp=2", "train.micro_batch=4"]}, {
+        "train": {"steps": 7, "micro_batch": 4, "planned": ["memory.moments"]},
+        "layout": {"dp": 4, "tp": 2}, "memory": {"moments": "host"},
+    }),
+])  # fmt: skip
+def test_what_the_planner_has_chosen_is_chosen_again(
+    tmp_path: Path, options: Any, kept: dict[str, Any]
+) -> None:
+    """If it is asked to. What the user names is no longer the planner's."""
+    save(tmp_path, {"given": build_recipe(PLANNED).recorded(given=True)})
+    now = kept_recipe(str(tmp_path), **options)
+    assert now.recorded(given=True) == build_recipe(kept).recorded(given=True)
+    assert ("layout" in now.model_fields_set) == ("layout" in kept)
+
+
 def test_a_public_query_is_kept(tmp_path: Path) -> None:
     given = recipe("https://host/a.jsonl?download=true")
     save(tmp_path, {"given": given.recorded(given=True)})

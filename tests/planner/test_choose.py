@@ -19,6 +19,7 @@ from weft.planner.job import read_job
 from weft.planner.layout_search import Pin
 from weft.planner.machine import Cluster, local_cluster
 from weft.recipe import Recipe, build_recipe, load_recipe
+from weft.recipe.read import recipe_of_tree
 
 RECIPE = """
 [model]
@@ -65,6 +66,12 @@ def test_the_choice_can_be_built_and_says_how_to_pin_it(world: int) -> None:
     assert choice == choose_layout(
         recipe, recipe.model, local_cluster("CPU", 4e9, world, world)
     ), "every rank must agree"
+    noted = choice.recipe.train.planned
+    assert {"layout", "train.micro_batch", "train.recompute"} <= {*noted}
+    tree = recipe.recorded(given=True)
+    overrides = [word for word in words if "=" in word and word != words[1]]
+    ranks = recipe_of_tree(tree, "recipe", overrides, words[1])
+    assert ranks.train == choice.recipe.train and ranks.memory == choice.recipe.memory
 
 
 def test_what_the_recipe_says_stays() -> None:
@@ -73,6 +80,8 @@ def test_what_the_recipe_says_stays() -> None:
     assert (
         choice.recipe.train.micro_batch == 2 and choice.recipe.train.recompute == "full"
     )
+    assert choice.recipe.train.planned[:1] == ("layout",)
+    assert not {"train.micro_batch", "train.recompute"} & {*choice.recipe.train.planned}
     assert choice.recipe.model == recipe.model and choice.recipe.data == recipe.data
     with pytest.raises(
         UsageError,
@@ -201,6 +210,13 @@ def test_train_plans_for_the_ranks_it_is_given(
     assert len(lines) == 1 and re.search(r"--layout \S+$", lines[0])
     assert Layout.parse(lines[0].rpartition("--layout ")[2]).world == 2
     assert '"world": 2' in written(tmp_path) or '"world":2' in written(tmp_path)
+    # it is the planner's still, and not as if the user had given it
+    resumed = ("train", "--resume", "run", "--set", "train.steps=2")
+    code, out, err = launched(*resumed, "--ranks", "4")
+    assert code == 0, err
+    assert re.search(r"(?m)^layout  .*that fit 4 ranks", out)
+    code, out, err = launched(*resumed)
+    assert code == 0 and "layout  " not in out, err
 
 
 @pytest.mark.slow

@@ -12,12 +12,13 @@ from weft.recipe.read import recipe_of_tree
 
 def kept_recipe(
     resume: str, overrides: Sequence[str] = (), layout: str | None = None, origin: str | None = None,
-    data: str | None = None,
+    data: str | None = None, plans: bool = False,
 ) -> Recipe:  # fmt: skip
     """Return the recipe of the run that is to be resumed, from its newest readable checkpoint.
 
-    ``resume``: the run or checkpoint. The other arguments are those of :func:`weft.recipe.read.load_recipe`. Raises
-    :class:`UsageError` if the checkpoint keeps no recipe, and :class:`WeftError` if there is no checkpoint.
+    ``resume``: the run or checkpoint. ``plans``: whether to leave out what the planner has chosen, so that it chooses
+    again. The other arguments are those of :func:`weft.recipe.read.load_recipe`. Raises :class:`UsageError` if the
+    checkpoint keeps no recipe, and :class:`WeftError` if there is no checkpoint.
     """
     if resume == "auto":
         raise UsageError(
@@ -34,7 +35,35 @@ def kept_recipe(
         raise UsageError(
             f"{resume} {why}; name the recipe: weft train RECIPE --resume {resume}"
         )
+    own = {word.partition("=")[0].strip() for word in overrides}
+    own |= {"layout"} if layout is not None else set()
+    _sort_out_planned(given, own, plans)
     return recipe_of_tree(given, resume, overrides, layout, origin, data)
+
+
+def _sort_out_planned(tree: dict[str, Any], own: set[str], plans: bool) -> None:
+    """Leave out of the settings ``tree``, which this changes, what the planner has chosen if it ``plans`` again.
+
+    ``own``: settings that the user names now, which are no longer the planner's.
+    """
+    planned = tree.get("train", {}).pop("planned", ())
+    left = [
+        setting
+        for setting in planned
+        if not any(f"{key}.".startswith(f"{setting}.") for key in own)
+    ]
+    if not plans and left:
+        tree["train"]["planned"] = left
+    for setting in left if plans else ():
+        _leave_out(tree, setting)
+
+
+def _leave_out(tree: dict[str, Any], setting: str) -> None:
+    """Remove ``setting``, such as ``layout`` or ``train.recompute``, from the settings ``tree``, which this changes."""
+    *sections, key = setting.split(".")
+    for section in sections:
+        tree = tree.get(section, {})
+    tree.pop(key, None)
 
 
 def _given(resume: str) -> dict[str, Any] | None:

@@ -65,8 +65,9 @@ def train_command(
     from weft.data.source_check import check_sources
 
     def load(more: list[str]) -> "Recipe":
+        plans = ranks is not None or cluster is not None
         return named_recipe(
-            recipe, resume, [*(overrides or []), *more], layout, origin, data
+            recipe, resume, [*(overrides or []), *more], layout, origin, data, plans
         )
 
     if sweep:
@@ -129,10 +130,10 @@ def train_command(
 
 def named_recipe(
     recipe: Path | None, resume: str | None, overrides: list[str], layout: str | None, origin: str | None,
-    data: str | None,
+    data: str | None, plans: bool,
 ) -> "Recipe":  # fmt: skip
     """Return the recipe ``recipe`` or, if it is None, the one that the run ``resume`` keeps, with the other options of
-    ``weft train``.
+    ``weft train``. ``plans``: whether the planner is to choose again what it has chosen for the run.
     """
     if resume == "":
         raise UsageError(
@@ -149,7 +150,7 @@ def named_recipe(
         )
     from weft.checkpoint.kept_recipe import kept_recipe
 
-    return kept_recipe(resume, overrides, layout, origin, data)
+    return kept_recipe(resume, overrides, layout, origin, data, plans)
 
 
 def sweep_command(

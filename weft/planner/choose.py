@@ -1,5 +1,6 @@
 """The planner's first choice for a recipe that names no layout."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,12 +145,28 @@ def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
     ), new
 
 
+def with_planned(recipe: Recipe, *settings: str) -> tuple[Recipe, tuple[str, ...]]:
+    """Return ``recipe`` with a note that the planner has chosen ``settings``, and the note as arguments of a command
+    line.
+    """
+    train = recipe.train.model_copy(update={"planned": settings})
+    words = "--set", f"train.planned={json.dumps(settings)}"
+    return recipe.model_copy(update={"train": train}), words
+
+
 def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> ChosenLayout:
     """Return ``recipe`` with the layout of ``finals[0]``, the fastest one.
 
     ``among``: words that say how many layouts were compared.
     """
     planned, new = recipe_under(recipe, finals[0])
+    chosen = [
+        f"{section}.{key}"
+        for section, change in new.items()
+        for key in change
+        if key not in getattr(recipe, section).model_fields_set
+    ]
+    planned, noted = with_planned(planned, "layout", *chosen)
     text = (
         ",".join(
             f"{k}={v}" for k, v in planned.layout if v != Layout.model_fields[k].default
@@ -165,6 +182,7 @@ def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> ChosenLayo
         "--layout",
         text,
         *(word for override in sets for word in ("--set", override)),
+        *noted,
     )
     line = f"layout  {title(finals[0])}: the planner's choice {among}"
     if len(finals) > 1:

@@ -93,6 +93,14 @@ class Train(Section):
         600,
         description="Seconds that a rank waits for other ranks before the run ends with an error.",
     )
+    planned: tuple[str, ...] = Field(
+        (),
+        description=(
+            "Settings that the planner has chosen because nobody has set them, such as 'layout' and "
+            "'train.recompute'. Weft writes this list for itself: 'weft train --resume RUN --ranks N' has them chosen "
+            "again."
+        ),
+    )
 
     @model_validator(mode="before")
     @classmethod
