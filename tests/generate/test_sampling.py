@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.detokenizer import TextDecoder, stream_text
+from weft.data.detokenizer import MOST_PENDING, TextDecoder, stream_text
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
 from weft.generate.guessed_tokens import choose_token, draw, odds
@@ -155,6 +155,25 @@ def test_text_ends_before_the_first_stop_string_whatever_tokens_it_is_cut_into(
         shown += writer.add(i)
         assert expected.startswith(shown)
     assert bool(writer.stopped) == bool(ends)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from([*"é😀a", *b"\x80\xc3\xf0\x9f\xff\xe2", 256]), max_size=60)
+)
+def test_bytes_that_are_no_text_are_given_out_as_they_come(parts: list[Any]) -> None:
+    tokenizer = load_tokenizer("bytes")
+    ids = [
+        i
+        for part in parts
+        for i in (part.encode() if isinstance(part, str) else [part])
+    ]
+    writer = TextDecoder(tokenizer)
+    pieces = []
+    for i in ids:
+        pieces.append(writer.add(i))
+        assert len(writer._fresh) < MOST_PENDING, "time goes with what is held"
+    assert "".join(pieces) + writer.end() == tokenizer.decode(ids)
 
 
 def test_no_token_is_asked_for_behind_a_stop_string() -> None:

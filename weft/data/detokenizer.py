@@ -4,6 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from weft.data.tokenizer import Tokenizer
 
+#: Ids that an incomplete character has at most, as its last byte is missing; and ids of which some must be more than
+#: one.
+MOST_PARTS, MOST_PENDING = 3, 8
+
 
 class TextDecoder:
     """Decodes token ids one by one, up to the first of the stop strings ``stops``.
@@ -31,9 +35,18 @@ class TextDecoder:
             self.tokenizer.decode(self._shown + self._fresh),
         )
         # U+FFFD at the end: some bytes of the last character are still to come.
-        if len(text) <= len(before) or text.endswith("\ufffd"):
+        if len(text) > len(before) and not text.endswith("\ufffd"):
+            self._shown, self._fresh = self._fresh, []
+            return self._checked(text[len(before) :])
+        if len(self._fresh) < MOST_PENDING:
             return ""
-        self._shown, self._fresh = self._fresh, []
+        # So many begin no character: the first ones are no text, or bytes that are none. Held for ever, each id would
+        # take as long as all before it.
+        certain, self._fresh = self._fresh[:-MOST_PARTS], self._fresh[-MOST_PARTS:]
+        text = self.tokenizer.decode(self._shown + certain)
+        if len(text) <= len(before):
+            return ""
+        self._shown = certain
         return self._checked(text[len(before) :])
 
     def end(self) -> str:
