@@ -127,9 +127,14 @@ class Tokenizer:
             [x for part in parts for x in ([self.closing], part)][1:], dtype=np.int64
         )
 
-    def prompt_ids(self, text: str) -> list[int]:
-        """Return the ids of a prompt: :attr:`opening` and the text, or ``eos`` alone if both are empty."""
-        return self.opening + [int(i) for i in self.encode(text)] or [self.closing]
+    def prompt_ids(
+        self, text: str, special: bool = False, opened: bool = True
+    ) -> list[int]:
+        """Return the ids of a prompt: :attr:`opening`, unless ``opened`` is false, and the text; ``eos`` alone if there
+        are none. With ``special``, names of special tokens in ``text`` become these tokens.
+        """
+        opening = self.opening if opened else []
+        return opening + [int(i) for i in self.encode(text, special)] or [self.closing]
 
     @cached_property
     def opening(self) -> list[int]:

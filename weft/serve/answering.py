@@ -23,6 +23,9 @@ from weft.serve.server_metrics import AnswerTimer
 
 T = TypeVar("T")
 
+#: Characters that some clients take for ends of lines (httpx' ``iter_lines``), and JSON's escapes of them.
+LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+
 #: Code of the refusal of a request that no engine can answer at the moment.
 NO_ENGINE = "no_engine"
 
@@ -209,6 +212,8 @@ class Answering:
     async def _stream(self, answers: AnswerEvents) -> AsyncIterator[str]:
         began: set[int] = set()
         written = 0
+        options = self.asked.stream_options
+        counts = options.include_usage and options.continuous_usage_stats
         # events whose text cannot be shown yet, by answer
         held: dict[int, list[TokenEvent]] = {}
         try:
@@ -222,6 +227,9 @@ class Answering:
                 if new.text or new.thought or new.calls or new.echo or new.finish:
                     new = new._replace(events=held.pop(index))
                     for event in self.replies.chunks(index, new, index not in began):
+                        if counts and "choices" in event:
+                            thinking = sum(reader.thinking for reader in readers)
+                            event["usage"] = self._usage(answers, written, thinking)
                         yield event_text(event)
                     began.add(index)
             for event in self.replies.ended(
@@ -329,4 +337,5 @@ async def left(request: Request) -> None:
 def event_text(what: dict[str, Any]) -> str:
     """Format the JSON object ``what`` as one server-sent event."""
     name = f"event: {what['type']}\n" if "type" in what else ""
-    return f"{name}data: {json.dumps(what, ensure_ascii=False)}\n\n"
+    data = json.dumps(what, ensure_ascii=False).translate(LINE_ENDS)
+    return f"{name}data: {data}\n\n"

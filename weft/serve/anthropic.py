@@ -6,8 +6,16 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from weft.serve.json_values import as_strict_json
 from weft.serve.messages import arguments_of, content_text
-from weft.serve.protocol import ChatRequest, Refusal, Schema, object_in, shown_json
+from weft.serve.protocol import (
+    ChatRequest,
+    Refusal,
+    Schema,
+    object_in,
+    rest_of,
+    shown_json,
+)
 from weft.serve.replies import Answer, Usage, call_fields
 
 #: Kinds of errors by status; others are the client's own.
@@ -60,17 +68,18 @@ def messages_as_chat(asked: Schema) -> Schema:
     """Convert the body ``asked`` of ``/v1/messages`` to the fields of an OpenAI chat request. Raises ValueError for a
     wrong value, with the field's name before a colon.
     """
-    chat = {
-        key: value
-        for key, value in asked.items()
-        if key not in (*_MOVED, "cache_control", "inference_geo")
-    }
+    chat = {key: value for key, value in asked.items() if key not in _MOVED}
     messages = list(_messages(asked))
     chat |= {"messages": messages, "max_completion_tokens": asked.get("max_tokens")}
     chat |= {
         "stop": asked.get("stop_sequences"),
         "tools": [_tool(tool) for tool in _list(asked, "tools")],
     }
+    for tool in _list(asked, "tools"):
+        own = ("type", "name", "description", "strict", "input_schema")
+        chat |= rest_of({"tools": tool}, "tools", own)
+    if _keeps_all(chat.get("context_management")):
+        del chat["context_management"]
     last = messages[-1]
     chat["continue_final_message"] = last["role"] == "assistant" and not last.get(
         "tool_calls"
@@ -82,14 +91,22 @@ def messages_as_chat(asked: Schema) -> Schema:
             raise ValueError(
                 f"tool_choice: give auto, any, tool or none as its type, not {shown_json(kind)}"
             )
+        chat |= rest_of(
+            asked, "tool_choice", ("type", "name", "disable_parallel_tool_use")
+        )
         named = {"type": "function", "name": choice.get("name")}
         chat["tool_choice"] = named if kind == "tool" else _MODES[kind]
     if thinking := object_in(asked, "thinking"):
-        chat["chat_template_kwargs"] = {
-            "enable_thinking": thinking.get("type") != "disabled"
-        }
+        kind = thinking.get("type")
+        if kind not in ("enabled", "adaptive", "disabled"):
+            raise ValueError(
+                f"thinking: give enabled, adaptive or disabled as its type, not {shown_json(kind)}"
+            )
+        chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
+        chat |= rest_of(asked, "thinking", ("type",))
     if config := object_in(asked, "output_config"):
         chat["reasoning_effort"] = config.get("effort")
+        chat |= rest_of(asked, "output_config", ("effort", "format"))
         form = object_in(config, "format", "output_config.format")
         if form and (
             form.get("type") != "json_schema"
@@ -105,6 +122,17 @@ def messages_as_chat(asked: Schema) -> Schema:
                 "json_schema": named_schema,
             }
     return chat
+
+
+def _keeps_all(management: Any) -> bool:
+    """Return whether the edits of a conversation that a client asks for, as Claude Code does, leave all of it."""
+    edits = management.get("edits") if isinstance(management, dict) else None
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict)
+        and str(edit.get("type")).startswith("clear_thinking_")
+        and edit.get("keep") == "all"
+        for edit in edits
+    )
 
 
 def _list(given: Schema, name: str) -> list[Any]:
@@ -167,11 +195,13 @@ def _spoken(role: str, blocks: Sequence[Schema], name: str) -> Iterator[Schema]:
         if kind == "tool_result":
             results += 1
             said = content_text(block.get("content"), name)
-            yield {
+            result = {
                 "role": "tool",
                 "tool_call_id": block.get("tool_use_id"),
                 "content": said,
             }
+            # for templates that read it; the log says where one does not
+            yield result | ({"is_error": True} if block.get("is_error") else {})
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append(
@@ -196,6 +226,18 @@ def error_of(refusal: Refusal) -> Schema:
         "type": "error",
         "error": {"type": kind, "message": refusal.body["error"]["message"]},
     }
+
+
+def _as_input(written: str) -> Schema:
+    """Return the arguments of a call, as the model has ``written`` them, as an object. Arguments that are no object, or
+    that have numbers which JSON cannot say, become its only text.
+    """
+    given = arguments_of(written)
+    try:
+        strict = as_strict_json(given)
+    except ValueError:
+        strict = written
+    return strict if isinstance(strict, dict) else {"arguments": strict}
 
 
 class MessageReplies:
@@ -264,8 +306,7 @@ class MessageReplies:
             return
         block = self.content[-1]
         if block["type"] == "tool_use":
-            given = arguments_of(block["input"])
-            block["input"] = given if isinstance(given, dict) else {"arguments": given}
+            block["input"] = _as_input(block["input"])
         yield self._of_block("stop")
 
     def _delta(self, kind: str, key: str, text: str) -> Schema:

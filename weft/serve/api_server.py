@@ -247,6 +247,12 @@ class ApiServer:
                 415,
                 "send the question as JSON, with the header Content-Type: application/json",
             )
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.strip().lower() not in ("", "identity"):
+            raise Refusal(
+                415,
+                f"send the question as it is, not with Content-Encoding: {coding[:40]}",
+            )
         try:
             async with asyncio.timeout(PATIENCE):
                 body = await self._body(request)

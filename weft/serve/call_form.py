@@ -12,12 +12,16 @@ from typing import Any, NamedTuple, TypeAlias
 from weft.data.chat.chat_template import ChatTemplate, TemplateError
 from weft.data.chat.edges import common_length
 from weft.data.chat.reasoning import thoughts_of
+from weft.encodable import encodable
 from weft.generate.grammar import BLANKS
+from weft.serve.json_values import json_text, read_json, read_json_at
 from weft.serve.protocol import Language
 
 #: An example of a call, whose words no template has itself.
 _NAME, _ARGUMENTS = "weft_example", {"weft_key": "weft_value"}
 _WRITTEN = re.compile(r'\{\s*"weft_key"\s*:\s*"weft_value"\s*\}')
+#: What Lark's notation writes otherwise, with the pairs that a backslash begins.
+_IN_LARK = re.compile(r"\\?\n|\\.|/", re.DOTALL)
 _TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _TOOL = {
     "type": "function",
@@ -128,7 +132,9 @@ class ObjectCalls(_Written):
         given = value.get(self.arguments, {})
         # as confused models write objects
         is_text = isinstance(given, str) and isinstance(json_or_none(given), dict)
-        arguments = given if is_text else json.dumps(given, ensure_ascii=False)
+        arguments = given if is_text else json_text(given)
+        if encodable(arguments) != arguments:
+            arguments = json_text(json_or_none(arguments))
         return WrittenCall(value.get(self.name), so_far, arguments, end)
 
     @cached_property
@@ -243,28 +249,32 @@ def _quoted(text: str) -> str:
 def _as_lark(form: str | dict[str, Any]) -> str:
     """Return a regular expression or a JSON schema in Lark's notation."""
     if isinstance(form, str):
-        return (
-            "/"
-            + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", form).replace("\n", "\\n")
-            + "/"
-        )
+        return f"/{_IN_LARK.sub(_lark_piece, form)}/"
     return f"%json {json.dumps(form | {'x-guidance': {'whitespace_pattern': BLANKS}})}"
 
 
+def _lark_piece(match: re.Match[str]) -> str:
+    """Return a piece of a regular expression, matched by ``_IN_LARK``, as it stands between slashes in one line."""
+    piece = match[0]
+    if piece.endswith("\n"):
+        return "\\n"
+    return "\\/" if piece == "/" else piece
+
+
 def json_or_none(text: str) -> Any:
-    """Parse ``text`` as JSON and return the value; None if the text is not valid JSON."""
+    """Parse ``text`` as JSON and return the value; None if the text is not valid JSON, or too deeply nested."""
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError:
         return None
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at ``start``, and where it ends; None, and the text's end, if it is
-    incomplete.
+    """Return the JSON value that begins at ``start``, and where it ends; None, and the text's end, if it is incomplete
+    or too deeply nested.
     """
     try:
-        return json.JSONDecoder().raw_decode(text, start)
+        return read_json_at(text, start)
     except ValueError:
         return None, len(text)
 

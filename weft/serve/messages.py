@@ -4,14 +4,15 @@ Records to learn from are judged more strictly (:mod:`weft.data.chat.conversatio
 nothing, but an answer can be empty.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from hashlib import blake2b
 from typing import Any
 
 from weft.data.chat.conversation import ROLES, Message
 from weft.data.chat.marks import without_marks
 from weft.errors import UsageError, nearest
+from weft.serve.json_values import read_json
 from weft.serve.protocol import shown_json
 
 #: Names of a message's reasoning; templates read the first two.
@@ -74,6 +75,31 @@ def _message(message: Any, number: int) -> Message:
     return read if not reasoning else read | dict.fromkeys(REASONING[:2], reasoning)
 
 
+def with_short_ids(talk: Sequence[Message]) -> list[Message]:
+    """Return the conversation ``talk`` with tool calls whose ids are nine letters and digits, which is all that some
+    templates of Mistral's take. Other ids are replaced, equal ones by equal ones.
+    """
+    read = []
+    for message in talk:
+        read.append(dict(message))
+        if isinstance(name := message.get("tool_call_id"), str):
+            read[-1]["tool_call_id"] = _short_id(name)
+        if calls := message.get("tool_calls"):
+            read[-1]["tool_calls"] = [
+                call | {"id": _short_id(call["id"])}
+                if isinstance(call.get("id"), str)
+                else call
+                for call in calls
+            ]
+    return read
+
+
+def _short_id(name: str) -> str:
+    if len(name) == 9 and name.isascii() and name.isalnum():
+        return name
+    return blake2b(name.encode()).hexdigest()[:9]
+
+
 def content_text(content: Any, name: str) -> str:
     """Return the text of ``content``, the content of a chat message: a text, or a list of parts with texts. Raises
     :class:`UsageError` for other content; ``name`` is the content's name in the error.
@@ -119,7 +145,8 @@ def _calls(calls: Any, name: str) -> list[Message]:
             for key, value in call.items()
             if value is not None and key not in ("name", "arguments")
         }
-        arguments = arguments_of(function.get("arguments"))
+        # marks and lone surrogates may stand in its escapes
+        arguments = without_marks(arguments_of(function.get("arguments")))
         read.append(
             {"type": "function"}
             | about
@@ -140,7 +167,7 @@ def arguments_of(given: Any) -> Any:
         if not value.strip():
             return {}
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except ValueError:
             break
     if value is None:

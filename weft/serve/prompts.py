@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 
-from weft.data.chat.chat_template import ChatTemplate
+from weft.data.chat.chat_template import ChatTemplate, TemplateError
 from weft.data.chat.conversation import Message
 from weft.data.chat.encode import ChatEncoder, own_encoder
 from weft.data.chat.marks import Marked, mark_words, without_marks
@@ -27,10 +27,18 @@ from weft.errors import UsageError
 from weft.generate.grammar import Grammar, Grammars
 from weft.serve.call_form import CallForm, call_form, shows_tools
 from weft.serve.lengths import PIECE, TextLengths, TokenLimit, TooManyTokens
-from weft.serve.messages import read_live
+from weft.serve.messages import REASONING, read_live, with_short_ids
 from weft.serve.protocol import Conversing, Language, Texts
 
 R = TypeVar("R")
+
+#: Fields of messages that are read, or that say how the others belong together.
+READ_KEYS = {
+    "role", "content", "tool_calls", "tool_call_id", "id", "type", "status", *REASONING
+}  # fmt: skip
+
+#: So many fields of one request that no template reads are named.
+MOST_UNREAD = 8
 
 #: Characters of a schema or grammar, of which some stay compiled.
 LARGEST_FORM = 2**18
@@ -80,13 +88,16 @@ class PromptEncoder:
         """How the chat template writes tool calls; None if that is not known."""
         return call_form(self.chat.template)
 
-    def text(self, text: str, limit: TokenLimit | None) -> list[int]:
-        """Return the ids of the prompt ``text``. Raises :class:`TooManyTokens` if there are more than ``limit`` allows;
-        None: any number.
+    def text(
+        self, text: str, limit: TokenLimit | None, special: bool, opened: bool
+    ) -> list[int]:
+        """Return the ids of the prompt ``text``, read as ``special`` and ``opened`` say to
+        :meth:`Tokenizer.prompt_ids`. Raises :class:`TooManyTokens` if there are more than ``limit`` allows; None: any
+        number.
         """
         if limit is not None:
             self.lengths.check(text, limit)
-        ids = self.tokenizer.prompt_ids(text)
+        ids = self.tokenizer.prompt_ids(text, special, opened)
         if limit is not None and len(ids) > limit.tokens:
             raise TooManyTokens(len(ids), limit)
         return ids
@@ -110,10 +121,19 @@ class Prompts:
         )
 
     async def texts(
-        self, texts: Texts, limit: TokenLimit | None = None
+        self,
+        texts: Texts,
+        limit: TokenLimit | None = None,
+        special: bool = False,
+        opened: bool = True,
     ) -> list[list[int]]:
         """Return a list of token ids for each of ``texts``. A prompt that already is a list of ids is returned
-        unchanged. Raises :class:`TooManyTokens` for a text with more tokens than ``limit`` allows.
+        unchanged.
+
+        ``limit``: largest number of tokens of a text; None: no limit. ``special``: whether names of special tokens in a
+        text become these tokens. ``opened``: whether ids begin with those that the tokenizer writes before a text.
+
+        Raises :class:`TooManyTokens` for a text with more tokens than ``limit`` allows.
         """
         if not any(isinstance(text, str) for text in texts):
             return list(texts)  # type: ignore[arg-type]
@@ -121,7 +141,9 @@ class Prompts:
 
         def encode() -> list[list[int]]:
             return [
-                encoder.text(text, limit) if isinstance(text, str) else text
+                encoder.text(text, limit, special, opened)
+                if isinstance(text, str)
+                else text
                 for text in texts
             ]
 
@@ -173,14 +195,18 @@ class Prompts:
                 m | {"role": "system"} if m["role"] == "developer" else m for m in talk
             ]
         variables = self._variables(asked, template.source)
-        if asked.continue_final_message:
-            shown = continued(template, talk, tools, variables)
-        else:
-            shown = template.render(talk, tools or None, asked.opens, variables)
+        try:
+            shown = self._shown(template, asked, talk, tools, variables)
+        except TemplateError as error:
+            try:
+                short = with_short_ids(talk)
+                shown = self._shown(template, asked, short, tools, variables)
+            except TemplateError:
+                raise error from None
         if limit is not None:
             encoder.lengths.check(shown.text, limit)
         thoughts = thoughts_of(template.source)
-        closed = thoughts and asked.opens and asked.thinks is False
+        closed = thoughts and asked.opens and (asked.formed or asked.thinks is False)
         if thoughts and closed:
             text = without_reasoning(thoughts, template.source, shown.text)
             shown = replace(shown, text=text)
@@ -190,6 +216,7 @@ class Prompts:
                 begun=begins_thinking(thoughts, shown.text, words)
             )
         idle = [name for name in variables if name not in template.source]
+        idle += _unread_keys(talk, template.source)
         if closed:
             heeded = ("reasoning_effort", "enable_thinking")
             idle = [name for name in idle if name not in heeded]
@@ -197,13 +224,26 @@ class Prompts:
             [int(i) for i in encoder.chat.tokens.encode(shown)[0]], thoughts, idle
         )
 
+    def _shown(
+        self,
+        template: ChatTemplate,
+        asked: Conversing,
+        talk: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> Marked:
+        """Return the conversation ``talk`` as ``template`` writes it, up to where the answer begins."""
+        if asked.continue_final_message:
+            return continued(template, talk, tools, variables)
+        return template.render(talk, tools or None, asked.opens, variables)
+
     def _variables(self, asked: Conversing, source: str) -> dict[str, Any]:
         """Return the variables of the request for the template, beside the conversation."""
         effort = asked.reasoning_effort
         variables: dict[str, Any] = (
             {} if effort is None else {"reasoning_effort": effort}
         )
-        if effort == "none" and "enable_thinking" in source:
+        if (effort == "none" or asked.formed) and "enable_thinking" in source:
             variables["enable_thinking"] = False
         return variables | without_marks(asked.chat_template_kwargs)
 
@@ -240,6 +280,15 @@ class Prompts:
 
 async def _run(encoder: PromptEncoder, action: Callable[[], R]) -> R:
     return await asyncio.get_running_loop().run_in_executor(encoder.thread, action)
+
+
+def _unread_keys(talk: Sequence[Message], source: str) -> list[str]:
+    """Return the names of fields of messages that a chat template with this ``source`` does not read, such as
+    ``messages[].prefix``; at most a few. Fields without a value are left out.
+    """
+    given = {key for message in talk for key, value in message.items() if value}
+    unread = [key for key in given - READ_KEYS if key not in source]
+    return [f"messages[].{key}" for key in sorted(unread)[:MOST_UNREAD]]
 
 
 def copied(tokenizer: Tokenizer) -> Tokenizer:

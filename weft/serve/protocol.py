@@ -2,15 +2,24 @@
 
 import json
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
-from pydantic import AfterValidator, Field, PlainValidator, StrictInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    StrictInt,
+    model_validator,
+)
 
 from weft.data.chat.conversation import OWN_VARIABLES
 from weft.generate.sampling import Sampling
 from weft.generate.workflow import Workflow
+from weft.serve.json_values import read_json
 from weft.serve.request_fields import RequestFields
 
 Schema: TypeAlias = dict[str, Any]
@@ -18,6 +27,12 @@ Texts: TypeAlias = Sequence[str | list[int]]
 
 #: At most so many stop strings, characters of each, and texts of a request.
 MOST_STOPS, LONGEST_STOP, MOST_TEXTS = 16, 256, 2048
+
+#: What stands for a ``top_p`` of 0.
+LEAST_TOP_P = 1e-9
+
+#: Characters of a text that a regular expression writes with a backslash.
+_IN_REGEX = re.compile(r"[\\.^$|?*+()\[\]{}]")
 
 #: Most milliseconds until the deadline of a workflow: a week.
 LONGEST_JOB = 7 * 86_400_000
@@ -103,6 +118,17 @@ def object_in(given: Schema, name: str, path: str = "") -> Schema:
     return value or {}
 
 
+def rest_of(given: Schema, name: str, known: Collection[str]) -> Schema:
+    """Return the fields of the object ``name`` of ``given`` that are not among ``known``, under their whole names, such
+    as ``reasoning.summary``. The reader of requests refuses them, or names them in the log.
+    """
+    return {
+        f"{name}.{key}": value
+        for key, value in object_in(given, name).items()
+        if key not in known
+    }
+
+
 def shown_json(value: Any) -> str:
     """Return the JSON text of ``value`` for an error line, cut to 40 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
@@ -111,13 +137,14 @@ def shown_json(value: Any) -> str:
 
 class StreamOptions(RequestFields):
     """Options of a streamed response. ``include_usage``: whether the stream ends with the numbers of tokens of prompt
-    and answer. ``include_obfuscation``: accepted without effect. ``continuous_usage_stats``: must be false.
+    and answer. ``include_obfuscation``: accepted without effect. ``continuous_usage_stats``: with ``include_usage``,
+    whether every chunk has these numbers as they are by then.
     """
 
     include_usage: bool = False
     # padding against those who count bytes; a server of one's own needs none
     include_obfuscation: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False
 
 
 class NamedSchema(RequestFields):
@@ -149,22 +176,46 @@ class ResponseFormat(RequestFields):
         return self
 
 
+def read_schema(given: Any) -> Any:
+    """Return the JSON schema in ``given``, which may be its text. Raises ValueError for a text that is no object."""
+    value = read_json(given) if isinstance(given, str) else given
+    if isinstance(given, str) and not isinstance(value, dict):
+        raise ValueError(f"give a schema, which is an object, not {shown_json(value)}")
+    return value
+
+
 class StructuredOutputs(RequestFields):
     """vLLM's field for constrained generation. Exactly one of the constraints may be set.
 
-    ``json_``: JSON schema of the answer; clients call the field ``json``. ``regex``: regular expression that the answer
-    matches. ``grammar``: grammar in Lark's notation.
+    ``json_``: JSON schema of the answer, or its text; clients call the field ``json``. ``regex``: regular expression
+    that the answer matches. ``choice``: texts, one of which is the answer. ``grammar``: grammar in Lark's notation.
     """
 
-    json_: Schema | None = Field(None, alias="json")
+    json_: Annotated[Schema | None, BeforeValidator(read_schema)] = Field(
+        None, alias="json"
+    )
     regex: str | None = None
+    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
     grammar: str | None = None  # in Lark's notation
 
     @model_validator(mode="after")
     def _has_one(self) -> "StructuredOutputs":
-        if sum(way is not None for way in (self.json_, self.regex, self.grammar)) != 1:
-            raise ValueError("give one of json, regex and grammar")
+        ways = (self.json_, self.regex, self.choice, self.grammar)
+        if sum(way is not None for way in ways) != 1:
+            raise ValueError("give one of json, regex, choice and grammar")
         return self
+
+    @property
+    def language(self) -> "Language":
+        """The constraint that is set."""
+        if self.json_ is not None:
+            return Language("json", self.json_)
+        if self.choice is not None:
+            words = (_IN_REGEX.sub(r"\\\g<0>", word) for word in self.choice)
+            return Language("regex", "|".join(words))
+        if self.regex is not None:
+            return Language("regex", self.regex)
+        return Language("lark", self.grammar or "")
 
 
 class Language(NamedTuple):
@@ -231,7 +282,10 @@ class SamplingRequest(Modelled):
     """
 
     temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    # 0 leaves the likeliest token
+    top_p: Annotated[
+        float, Field(ge=0, le=1), AfterValidator(partial(max, LEAST_TOP_P))
+    ] = 1.0
     # as others, -1 stands for all tokens
     top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(partial(max, 0))] = 0
     min_p: float = Field(0.0, ge=0, le=1)
@@ -258,6 +312,20 @@ class SamplingRequest(Modelled):
     user: Any = None
 
     @model_validator(mode="after")
+    def _agrees(self) -> "SamplingRequest":
+        """Of two fields that say different things about the same, none is left out silently."""
+        form = self.response_format
+        if self.structured_outputs and form and form.type != "text":
+            raise ValueError(
+                "structured_outputs: response_format gives the text another form; leave out one of both"
+            )
+        if self.most is not None and self.min_tokens > self.most:
+            raise ValueError(
+                f"min_tokens: the answer has at most {self.most} tokens, not {self.min_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_end(self) -> "SamplingRequest":
         if self.language and self.ignore_eos:
             raise ValueError(
@@ -268,14 +336,8 @@ class SamplingRequest(Modelled):
     @property
     def language(self) -> Language | None:
         """The constraint that the text must meet, such as a JSON schema; None if there is none."""
-        if said := self.structured_outputs:
-            if said.json_ is not None:
-                return Language("json", said.json_)
-            return (
-                Language("regex", said.regex)
-                if said.regex is not None
-                else Language("lark", said.grammar or "")
-            )
+        if self.structured_outputs:
+            return self.structured_outputs.language
         if self.response_format is None or self.response_format.type == "text":
             return None
         asked = self.response_format.json_schema
@@ -318,7 +380,7 @@ class SamplingRequest(Modelled):
 #: Fields that a beam search heeds, or that change nothing of it.
 _OF_SEARCHES = frozenset({
     "model", "prompt", "n", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "use_beam_search", "length_penalty",
-    "prune", "temperature", "seed", "workflow",
+    "prune", "temperature", "seed", "workflow", "user", "prompt_cache_key", "add_special_tokens",
 })  # fmt: skip
 
 
@@ -326,13 +388,14 @@ class CompletionRequest(SamplingRequest):
     """``POST /v1/completions``. With a null ``prompt``, generation starts from an empty text. Names and meanings are
     OpenAI's and vLLM's.
 
+    In a text, the names of special tokens are these tokens, as the text is all that the model reads.
+    ``add_special_tokens``: whether the tokens that the tokenizer writes before a text stand before it.
     ``prune`` is Weft's own: by how much a beam's score may be below the best one in a beam search; 0: beams are not
     pruned.
     """
 
-    IDLE: ClassVar[dict[str, Any]] = {"add_special_tokens": True}
-
     prompt: Annotated[Texts, PlainValidator(read_texts)]
+    add_special_tokens: bool = True
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1, le=128)
@@ -340,6 +403,16 @@ class CompletionRequest(SamplingRequest):
     use_beam_search: bool = False
     length_penalty: float | None = Field(None, ge=0, le=10)
     prune: float = Field(0.0, ge=0, le=1000)
+
+    @model_validator(mode="after")
+    def _chooses(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of: {self.n} answers are not the best of fewer")
+        if self.stream and self.best_of is not None and self.best_of > self.n:
+            raise ValueError(
+                "best_of: best_of cannot be streamed; leave out one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _searches_alone(self) -> "CompletionRequest":
@@ -367,7 +440,15 @@ class CompletionRequest(SamplingRequest):
 
     @classmethod
     def prepared(cls, given: Schema) -> Schema:
-        return given | {"prompt": ""} if given.get("prompt", ...) is None else given
+        changed: Schema = {"prompt": ""} if given.get("prompt", ...) is None else {}
+        # as chats say that they want none; they would count as the numbers 0 and 1
+        if isinstance(given.get("logprobs"), bool):
+            if given["logprobs"]:
+                raise ValueError(
+                    "logprobs: give the number of likeliest tokens, not true"
+                )
+            changed["logprobs"] = None
+        return given | changed
 
     @property
     def top(self) -> int | None:
@@ -467,6 +548,11 @@ class Conversing(Modelled):
         return self
 
     @property
+    def formed(self) -> bool:
+        """Whether the answer must have a form, which leaves no room for reasoning."""
+        return False
+
+    @property
     def thinks(self) -> bool | None:
         """Whether the answer may begin with reasoning; None if the request does not say."""
         given = self.chat_template_kwargs.get("enable_thinking")
@@ -510,6 +596,10 @@ class ChatRequest(SamplingRequest, Conversing):
             raise ValueError(
                 "structured_outputs: a grammar stands alone; leave out tools or structured_outputs"
             )
+        if self.max_tokens not in (None, self.most):
+            raise ValueError(
+                f"max_tokens: the answer has at most {self.most} tokens by another field; leave out one of both"
+            )
         if self.top_logprobs and not self.logprobs:
             raise ValueError(
                 "top_logprobs: they stand beside log-probabilities; set logprobs to true"
@@ -530,6 +620,10 @@ class ChatRequest(SamplingRequest, Conversing):
     def forced(self) -> bool:
         """Whether the answer must call one of the offered tools."""
         return self.tool_choice.mode == "required"
+
+    @property
+    def formed(self) -> bool:
+        return self.forced or self.language is not None
 
     @property
     def top(self) -> int | None:
@@ -565,15 +659,22 @@ class ScoreRequest(Modelled):
 
 
 class Untokenized(Conversing):
-    """``POST /tokenize``: the text ``prompt`` or the conversation ``messages``, to be converted to token ids."""
+    """``POST /tokenize``: the text ``prompt`` or the conversation ``messages``, to be converted to token ids as
+    completions and chats are. ``add_special_tokens``: as in completions; a conversation's template writes its own.
+    """
 
     prompt: str | None = None
+    add_special_tokens: bool | None = None
     messages: Annotated[list[Any], Field(min_length=1)] = Field([])
 
     @model_validator(mode="after")
     def _has_one(self) -> "Untokenized":
         if (self.prompt is None) == (not self.messages):
             raise ValueError("prompt: give prompt or messages")
+        if self.messages and self.add_special_tokens:
+            raise ValueError(
+                "add_special_tokens: the template writes those of a conversation; leave it out"
+            )
         return self
 
 

@@ -9,9 +9,11 @@ from pydantic_core import ErrorDetails
 
 #: Fields of OpenAI's and vLLM's that change no answer here, whatever they say.
 HARMLESS = frozenset({
-    "client_metadata", "max_tool_calls", "metadata", "prediction", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store",
-    "user",
+    "cache_control", "client_metadata", "include", "inference_geo", "max_tool_calls", "metadata", "prediction",
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning.generate_summary",
+    "reasoning.summary", "request_id", "safety_identifier", "service_tier", "store", "thinking.budget_tokens",
+    "thinking.display", "tools.allowed_callers", "tools.cache_control", "tools.defer_loading",
+    "tools.eager_input_streaming", "tools.input_examples", "user",
 })  # fmt: skip
 
 _UNKEPT = "nothing is kept here; leave it out, and send the whole conversation"
@@ -124,9 +126,9 @@ def explained(
         # a check of several fields names the one that is to change
         path, why = [*path, field], rest
     if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(
-            path[-1], declared if len(path) == 1 else (), 1
-        )
+        # of a field with a dot, the declared names are none of its neighbours
+        outer = len(path) == 1 and "." not in path[-1]
+        close = difflib.get_close_matches(path[-1], declared if outer else (), 1)
         why = (
             f"there is no such field{f'; did you mean {close[0]!r}?' if close else ''}"
         )

@@ -12,6 +12,9 @@ from weft.serve.request_fields import explained, take_idle
 
 Q = TypeVar("Q", bound=Modelled)
 
+#: So many names of fields without effect are logged; clients choose some of them.
+MOST_LOGGED = 512
+
 log = logging.getLogger("weft.serve")
 
 
@@ -45,12 +48,18 @@ class RequestReader:
 
     def note(self, names: list[str]) -> None:
         """Log each field of ``names`` as a field without effect, unless it has been logged before."""
-        fresh = sorted(set(names) - self.logged)
+        fresh = sorted({shown_name(name) for name in names} - self.logged)
+        fresh = fresh[: max(0, MOST_LOGGED - len(self.logged))]
         self.logged.update(fresh)
         if fresh:
             log.warning(
                 "requests have fields that change nothing here: %s", ", ".join(fresh)
             )
+
+
+def shown_name(name: str) -> str:
+    """Return the name of a field, which a client may have chosen, as a short word of one line of the log."""
+    return name[:64] if name.isprintable() else repr(name[:64])
 
 
 def _named(kind: type[Modelled], where: str, why: str) -> Refusal:

@@ -12,11 +12,23 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from weft.serve.messages import content_text
-from weft.serve.protocol import ChatRequest, Refusal, Schema, object_in, shown_json
+from weft.serve.protocol import (
+    ChatRequest,
+    Refusal,
+    Schema,
+    object_in,
+    rest_of,
+    shown_json,
+)
 from weft.serve.replies import Answer, Usage, call_fields
 
 #: What may be included in an answer, beside what would come from tools that are not here.
 _LOGS = "message.output_text.logprobs"
+INCLUDED = (
+    _LOGS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results",
+    "web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+)  # fmt: skip
 
 
 class ResponsesRequest(ChatRequest):
@@ -57,7 +69,10 @@ def responses_as_chat(asked: Schema) -> Schema:
     chat |= {
         "verbosity": text.get("verbosity"),
         "reasoning_effort": object_in(asked, "reasoning").get("effort"),
+        "include": _included(asked) or None,
     }
+    chat |= rest_of(asked, "text", ("format", "verbosity"))
+    chat |= rest_of(asked, "reasoning", ("effort",))
     if form := dict(object_in(text, "format", "text.format")):
         kind = form.pop("type", "text")
         chat["response_format"] = {"type": kind} | (
@@ -75,6 +90,9 @@ def _included(asked: Schema) -> list[Any]:
     include = asked.get("include") or []
     if not isinstance(include, list):
         raise ValueError(f"include: give a list, not {shown_json(include)}")
+    for name in include:
+        if name not in INCLUDED:
+            raise ValueError(f"include: there is no {shown_json(name)} to include")
     return include
 
 

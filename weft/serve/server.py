@@ -107,12 +107,10 @@ class Server(ApiServer):
 
     async def completions(self, request: Request) -> Response:
         asked = await self._question(request, CompletionRequest)
-        if asked.stream and asked.best_of is not None:
-            raise refused_for(
-                asked, "best_of", "best_of cannot be streamed; leave out one of them"
-            )
         n = max(asked.n, asked.best_of or 0)
-        prompts = await self._texts("prompt", asked.prompt, self.limit)
+        prompts = await self._texts(
+            "prompt", asked.prompt, self.limit, True, asked.add_special_tokens
+        )
         if asked.use_beam_search:
             return await self._search(request, asked, prompts)
         return await self._answer(
@@ -219,10 +217,15 @@ class Server(ApiServer):
         return prompt
 
     async def _texts(
-        self, field: str, texts: Texts, limit: TokenLimit | None
+        self,
+        field: str,
+        texts: Texts,
+        limit: TokenLimit | None,
+        special: bool = False,
+        opened: bool = True,
     ) -> list[list[int]]:
         try:
-            return await self.prompts.texts(texts, limit)
+            return await self.prompts.texts(texts, limit, special, opened)
         except TooManyTokens as error:
             raise error.refusal(field) from None
 
@@ -244,13 +247,15 @@ class Server(ApiServer):
         """
         limit = self.limit
         room = limit.tokens - len(ids)
-        if asked.most is None and room > 0:
+        default = max(default, asked.min_tokens)
+        if asked.most is None and room > 0 and room >= asked.min_tokens:
             return min(default, room)
-        # a prompt is read together with the next token
-        most = max(1, default if asked.most is None else asked.most)
+        most = default if asked.most is None else asked.most
         if most > room:
-            raise TooManyTokens(len(ids), limit, f" and {most:,} more").refusal(field)
-        return most
+            more = f" and {most:,} more" if most else ""
+            raise TooManyTokens(len(ids), limit, more).refusal(field)
+        # a prompt is read together with the next token, which needs no room until it is read
+        return max(1, most)
 
     async def embeddings(self, request: Request) -> Response:
         """Answer a request for embeddings. Each text is computed in a pass of its own, so that the engine's steps for
@@ -332,7 +337,8 @@ class Server(ApiServer):
         if asked.messages:
             ids = (await self._conversation(request, asked)).ids
         else:
-            (ids,) = await self.prompts.texts([asked.prompt or ""])
+            opened = asked.add_special_tokens is not False
+            (ids,) = await self.prompts.texts([asked.prompt or ""], None, True, opened)
         return JSONResponse({"tokens": ids, "count": len(ids)})
 
     async def detokenize(self, request: Request) -> Response:
