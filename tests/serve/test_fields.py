@@ -10,7 +10,9 @@ import pytest
 
 from tests.serve.inprocess import InProcess, serving
 from tests.serve.test_call_finder import ASKED, HERMES
+from weft.serve.anthropic import messages_as_chat
 from weft.serve.request_reader import MOST_LOGGED, RequestReader
+from weft.serve.responses import responses_as_chat
 
 TEXT = {"prompt": "x", "max_tokens": 2}
 TALK = {"messages": ASKED, "max_tokens": 2}
@@ -45,6 +47,13 @@ def post(served: InProcess, path: str, body: Any, **more: Any) -> Any:
     ("responses", INPUT, {"reasoning": {"efort": "low"}}, "reasoning.efort: there is no such field"),
     ("responses", INPUT, {"text": {"fromat": {}}}, "text.fromat: there is no such field"),
     ("responses", INPUT, {"include": ["more"]}, 'include: there is no "more" to include'),
+    ("responses", INPUT, {"logprobs": True}, "logprobs: "),
+    ("responses", INPUT, {"messages": []}, "input: another field says otherwise"),
+    ("responses", INPUT, {"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning.effort: another"),
+    ("messages", MESSAGES, {"n": 2}, "n: "), ("messages", MESSAGES, {"logprobs": True}, "logprobs: "),
+    ("messages", MESSAGES, {"stop": ["a"], "stop_sequences": ["b"]}, "stop_sequences: another field says otherwise"),
+    ("messages", MESSAGES, {"max_completion_tokens": 9}, "max_tokens: another field says otherwise"),
+    ("messages", MESSAGES, {"continue_final_message": True}, "continue_final_message: another field says otherwise"),
     ("messages", MESSAGES, {"thinking": {"type": "on"}}, "thinking: give enabled, adaptive or disabled as its type"),
     ("messages", MESSAGES, {"thinking": {"type": "enabled", "budget": 3}}, "thinking.budget: there is no such field"),
     ("messages", MESSAGES, {"output_config": {"efort": "low"}}, "output_config.efort: there is no such field"),
@@ -84,6 +93,15 @@ def test_fields_inside_of_fields_are_named_in_the_log(
     ):  # fmt: skip
         assert name in logged, logged
     assert "context" not in logged and "refusal" not in logged
+
+
+def test_fields_of_chats_count_where_no_other_says_otherwise() -> None:
+    chat = messages_as_chat(MESSAGES | {"stop": ["a"], "stop_sequences": None})
+    assert chat["stop"] == ["a"] and chat["max_completion_tokens"] == 2
+    assert (
+        responses_as_chat(INPUT | {"reasoning_effort": "low"})["reasoning_effort"]
+        == "low"
+    )
 
 
 def test_names_that_clients_choose_fill_no_log(

@@ -329,6 +329,29 @@ def test_what_comes_behind_a_stop_string_is_not_shown(tokenizer: Tokenizer) -> N
     assert Given.cancelled == [0] and chunks[-1] == "data: [DONE]\n\n"
 
 
+def test_a_stream_that_ends_in_a_fault_says_so(tokenizer: Tokenizer) -> None:
+    asked = CompletionRequest.model_validate({"prompt": "x", "stream": True})
+
+    class Broken:
+        generations = (SimpleNamespace(hits=0),)
+
+        async def next(self) -> TokenEvent:
+            raise RecursionError("too deep")
+
+    watch = SimpleNamespace(record=lambda event, generation: None)
+    answering = Answering(asked, tokenizer, "tiny", 1, PLAIN, watch)  # type: ignore[arg-type]
+    chunks = list[str]()
+
+    async def read() -> None:
+        async for chunk in answering._stream(Broken()):  # type: ignore[arg-type]
+            chunks.append(chunk)
+
+    with pytest.raises(RecursionError):
+        asyncio.run(read())
+    assert "too deep" in chunks[0] and '"server_error"' in chunks[0]
+    assert chunks[1:] == ["data: [DONE]\n\n"]
+
+
 async def collected(stream: AsyncIterator[str]) -> list[str]:
     return [chunk async for chunk in stream]
 

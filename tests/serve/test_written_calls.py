@@ -13,7 +13,7 @@ from tests.serve.test_call_finder import ASKED, HERMES, MISTRAL, form_of
 from tests.serve.test_conversations import THINKING
 from weft.serve.anthropic import MessageReplies
 from weft.serve.call_finder import CallFinder, CallPiece
-from weft.serve.json_values import MOST_LEVELS, json_text, read_json
+from weft.serve.json_values import MOST_LEVELS, encodable_json, parse_json
 from weft.serve.messages import read_live, with_short_ids
 from weft.serve.replies import Answer, usage_of
 
@@ -87,14 +87,14 @@ def test_numbers_and_characters_stay_where_they_can() -> None:
     assert block('{"a": NaN}') == {"arguments": '{"a": NaN}'}
     assert block('{"a": "é", "b": [1.5]}') == {"a": "é", "b": [1.5]}
     for value in ({"a": "é"}, {"a": "\ud83d é"}):
-        text = json_text(value)
+        text = encodable_json(value)
         assert json.loads(text.encode()) == value
-    assert json_text({"a": "é"}) == '{"a": "é"}'
+    assert encodable_json({"a": "é"}) == '{"a": "é"}'
     nested = "[" * MOST_LEVELS + "]" * MOST_LEVELS
-    assert isinstance(read_json(f" {nested}\n"), list)
+    assert isinstance(parse_json(f" {nested}\n"), list)
     for text in (f"[{nested}]", "[1] 2", "", "[" * 100_000):
         with pytest.raises(ValueError):
-            read_json(text)
+            parse_json(text)
 
 
 #: As Mistral's own template, which writes ids and takes those of nine letters and digits only.

@@ -240,6 +240,11 @@ class Answering:
                 yield event_text(event)
         except WeftError as error:
             yield event_text(self.replies.failed(refusal_of(error)))
+        except Exception as error:
+            # Nobody has foreseen it: the client is told before the connection ends with a traceback in the log.
+            yield event_text(self.replies.failed(refusal_of(error)))
+            yield self.replies.last
+            raise
         yield self.replies.last
 
 

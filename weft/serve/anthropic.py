@@ -4,7 +4,7 @@ content blocks (text, thinking or a tool call).
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from weft.serve.json_values import as_strict_json
 from weft.serve.messages import arguments_of, content_text
@@ -12,6 +12,7 @@ from weft.serve.protocol import (
     ChatRequest,
     Refusal,
     Schema,
+    merged_fields,
     object_in,
     rest_of,
     shown_json,
@@ -49,6 +50,11 @@ class MessagesRequest(ChatRequest):
     }  # fmt: skip
     IDLE: ClassVar[dict[str, Any]] = {"mcp_servers": [], "fallbacks": []}
 
+    # a message is one answer, and has no place for log-probabilities
+    n: Literal[1] = 1
+    logprobs: Literal[False] = False
+    top_logprobs: Literal[0] = 0
+
     @classmethod
     def prepared(cls, given: Schema) -> Schema:
         if given.get("max_tokens") is None:
@@ -68,18 +74,19 @@ def messages_as_chat(asked: Schema) -> Schema:
     """Convert the body ``asked`` of ``/v1/messages`` to the fields of an OpenAI chat request. Raises ValueError for a
     wrong value, with the field's name before a colon.
     """
-    chat = {key: value for key, value in asked.items() if key not in _MOVED}
+    rest = {key: value for key, value in asked.items() if key not in _MOVED}
+    if _keeps_all(rest.get("context_management")):
+        del rest["context_management"]
     messages = list(_messages(asked))
-    chat |= {"messages": messages, "max_completion_tokens": asked.get("max_tokens")}
-    chat |= {
+    chat: Schema = {
+        "messages": messages,
+        "max_completion_tokens": asked.get("max_tokens"),
         "stop": asked.get("stop_sequences"),
         "tools": [_tool(tool) for tool in _list(asked, "tools")],
     }
     for tool in _list(asked, "tools"):
         own = ("type", "name", "description", "strict", "input_schema")
         chat |= rest_of({"tools": tool}, "tools", own)
-    if _keeps_all(chat.get("context_management")):
-        del chat["context_management"]
     last = messages[-1]
     chat["continue_final_message"] = last["role"] == "assistant" and not last.get(
         "tool_calls"
@@ -121,7 +128,7 @@ def messages_as_chat(asked: Schema) -> Schema:
                 "type": "json_schema",
                 "json_schema": named_schema,
             }
-    return chat
+    return merged_fields(rest, chat)
 
 
 def _keeps_all(management: Any) -> bool:

@@ -14,7 +14,7 @@ from weft.data.chat.edges import common_length
 from weft.data.chat.reasoning import thoughts_of
 from weft.encodable import encodable
 from weft.generate.grammar import BLANKS
-from weft.serve.json_values import json_text, read_json, read_json_at
+from weft.serve.json_values import encodable_json, parse_json, parse_json_at
 from weft.serve.protocol import Language
 
 #: An example of a call, whose words no template has itself.
@@ -132,9 +132,9 @@ class ObjectCalls(_Written):
         given = value.get(self.arguments, {})
         # as confused models write objects
         is_text = isinstance(given, str) and isinstance(json_or_none(given), dict)
-        arguments = given if is_text else json_text(given)
+        arguments = given if is_text else encodable_json(given)
         if encodable(arguments) != arguments:
-            arguments = json_text(json_or_none(arguments))
+            arguments = encodable_json(json_or_none(arguments))
         return WrittenCall(value.get(self.name), so_far, arguments, end)
 
     @cached_property
@@ -264,7 +264,7 @@ def _lark_piece(match: re.Match[str]) -> str:
 def json_or_none(text: str) -> Any:
     """Parse ``text`` as JSON and return the value; None if the text is not valid JSON, or too deeply nested."""
     try:
-        return read_json(text)
+        return parse_json(text)
     except ValueError:
         return None
 
@@ -274,7 +274,7 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
     or too deeply nested.
     """
     try:
-        return read_json_at(text, start)
+        return parse_json_at(text, start)
     except ValueError:
         return None, len(text)
 

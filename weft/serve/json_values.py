@@ -10,17 +10,17 @@ from weft.encodable import encodable
 MOST_LEVELS = 128
 
 
-def read_json(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Parse ``text`` and return the value. Raises ValueError for a text that is no JSON, or that has more than
     :data:`MOST_LEVELS` levels of lists and objects.
     """
-    value, end = read_json_at(text, len(text) - len(text.lstrip()))
+    value, end = parse_json_at(text, len(text) - len(text.lstrip()))
     if text[end:].strip():
         raise ValueError("text follows the JSON value")
     return value
 
 
-def read_json_at(text: str, start: int) -> tuple[Any, int]:
+def parse_json_at(text: str, start: int) -> tuple[Any, int]:
     """Return the JSON value that begins at index ``start`` of ``text``, and the index behind it. Raises ValueError if
     the value is incomplete or has more than :data:`MOST_LEVELS` levels of lists and objects.
     """
@@ -42,7 +42,7 @@ def _branches(value: list[Any] | dict[str, Any]) -> list[Any]:
     return [item for item in items if isinstance(item, (list, dict))]
 
 
-def json_text(value: Any) -> str:
+def encodable_json(value: Any) -> str:
     """Return ``value`` as JSON that UTF-8 can encode: with plain characters, or with escapes if a text in it has a lone
     surrogate, which stays as it is.
     """

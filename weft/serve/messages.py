@@ -12,7 +12,7 @@ from typing import Any
 from weft.data.chat.conversation import ROLES, Message
 from weft.data.chat.marks import without_marks
 from weft.errors import UsageError, nearest
-from weft.serve.json_values import read_json
+from weft.serve.json_values import parse_json
 from weft.serve.protocol import shown_json
 
 #: Names of a message's reasoning; templates read the first two.
@@ -167,7 +167,7 @@ def arguments_of(given: Any) -> Any:
         if not value.strip():
             return {}
         try:
-            value = read_json(value)
+            value = parse_json(value)
         except ValueError:
             break
     if value is None:

@@ -19,7 +19,7 @@ from pydantic import (
 from weft.data.chat.conversation import OWN_VARIABLES
 from weft.generate.sampling import Sampling
 from weft.generate.workflow import Workflow
-from weft.serve.json_values import read_json
+from weft.serve.json_values import parse_json
 from weft.serve.request_fields import RequestFields
 
 Schema: TypeAlias = dict[str, Any]
@@ -129,6 +129,19 @@ def rest_of(given: Schema, name: str, known: Collection[str]) -> Schema:
     }
 
 
+def merged_fields(given: Schema, converted: Schema) -> Schema:
+    """Return the fields ``given`` by a client together with those into which its other fields were ``converted``.
+    Raises ValueError for a field that both have with different values, as one of them would be lost.
+    """
+    said = {name: value for name, value in converted.items() if value is not None}
+    for name, value in said.items():
+        if given.get(name) not in (None, value):
+            raise ValueError(
+                f"{name}: another field says otherwise; leave out one of both"
+            )
+    return given | said
+
+
 def shown_json(value: Any) -> str:
     """Return the JSON text of ``value`` for an error line, cut to 40 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
@@ -178,7 +191,7 @@ class ResponseFormat(RequestFields):
 
 def read_schema(given: Any) -> Any:
     """Return the JSON schema in ``given``, which may be its text. Raises ValueError for a text that is no object."""
-    value = read_json(given) if isinstance(given, str) else given
+    value = parse_json(given) if isinstance(given, str) else given
     if isinstance(given, str) and not isinstance(value, dict):
         raise ValueError(f"give a schema, which is an object, not {shown_json(value)}")
     return value

@@ -16,6 +16,7 @@ from weft.serve.protocol import (
     ChatRequest,
     Refusal,
     Schema,
+    merged_fields,
     object_in,
     rest_of,
     shown_json,
@@ -40,6 +41,7 @@ class ResponsesRequest(ChatRequest):
     }  # fmt: skip
 
     n: Literal[1] = 1
+    logprobs: Literal[False] = False
     instructions: str | None = None
     metadata: dict[str, str] = Field({})
 
@@ -58,15 +60,15 @@ def responses_as_chat(asked: Schema) -> Schema:
         "reasoning",
         "include",
         "max_output_tokens",
+        "tools",
         "top_logprobs",
     )
-    chat = {key: value for key, value in asked.items() if key not in moved}
-    chat |= {
+    rest = {key: value for key, value in asked.items() if key not in moved}
+    text, tools = object_in(asked, "text"), asked.get("tools")
+    chat: Schema = {
         "messages": messages_of_input(asked),
         "max_completion_tokens": asked.get("max_output_tokens"),
-    }
-    text = object_in(asked, "text")
-    chat |= {
+        "tools": list(map(nested, tools)) if isinstance(tools, list) else tools,
         "verbosity": text.get("verbosity"),
         "reasoning_effort": object_in(asked, "reasoning").get("effort"),
         "include": _included(asked) or None,
@@ -81,9 +83,7 @@ def responses_as_chat(asked: Schema) -> Schema:
     if asked.get("top_logprobs") or _LOGS in _included(asked):
         name = "top_logprobs" if asked.get("top_logprobs") else "include"
         raise ValueError(f"{name}: log-probabilities are those of /v1/chat/completions")
-    if isinstance(tools := asked.get("tools"), list):
-        chat["tools"] = [nested(tool) for tool in tools]
-    return chat
+    return merged_fields(rest, chat)
 
 
 def _included(asked: Schema) -> list[Any]:
