@@ -77,6 +77,7 @@ def test_forms_become_messages() -> None:
     assert said({"messages": [USER, ASSISTANT]}) == pair
     assert said({"chosen": [USER, ASSISTANT]}, field="chosen") == pair
     assert said({"prompt": "q", "completion": "a"}) == pair
+    assert said({"instruction": "", "input": "q", "output": "a"}) == pair
     asked = [USER, ASSISTANT, USER]
     half = read_record({"prompt": asked, "completion": [ASSISTANT]})
     assert half.learned("assistant") == (0, 0, 0, 1)
@@ -515,6 +516,21 @@ def test_truncation_is_as_asked_and_said(folder: Path) -> None:
     )
     with pytest.raises(WeftError, match="no conversation has anything to learn"):
         open_data(data(folder, talks[1:], seq_len=size, chat={"truncation": "drop"}))
+
+
+@pytest.mark.parametrize("learn", ["assistant", "last", ["tool"]])
+def test_conversations_of_which_nothing_is_learned_are_left_out(
+    folder: Path, learn: Any
+) -> None:
+    """By a mask of each turn, as OpenAI's weights, or since nobody in it has a role that is learned."""
+    tool = [{"role": "tool", "content": "t"}] if learn == ["tool"] else []
+    (question, answer) = chats.turns("q", "yes")
+    hidden = [question, answer | {"weight": 0}]
+    talks = [{"messages": hidden}, {"messages": [question, *tool, answer]}]
+    opened = open_data(data(folder, talks, validation=0, chat={"learn": learn}))
+    assert "1 left out" in opened.description
+    with pytest.raises(WeftError, match="no conversation has anything to learn"):
+        open_data(data(folder, talks[:1], validation=0, chat={"learn": learn}))
 
 
 def test_what_changes_the_data_changes_its_fingerprint(folder: Path) -> None:

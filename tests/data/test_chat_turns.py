@@ -430,6 +430,54 @@ def test_turns_without_words_or_headers_are_found(
     )
 
 
+#: As Gemma 4's: answers of tools stand in the turn that calls them, each with the name of its tool again.
+ANSWERED = """\
+{%- for m in messages %}
+    {%- if m.tool_calls %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if m.reasoning and loop.index0 > messages | length - 4 %}{{- m.reasoning + '\n' }}{%- endif %}
+        {%- for call in m.tool_calls %}{{- call.function.name + call.function.arguments | tojson + '\n' }}{%- endfor %}
+        {{- '<|im_end|>' }}
+        {%- set at = loop.index0 %}
+        {%- for call in m.tool_calls %}
+            {%- set answer = messages[at + loop.index] %}
+            {%- if answer %}{{- '<|tool|>' + call.function.name + ': ' + answer.content }}{%- endif %}
+        {%- endfor %}
+    {%- elif m.role != 'tool' %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+
+@pytest.mark.parametrize("later", [0, 1])
+@pytest.mark.parametrize("reasoning", [{}, {"reasoning": "so: yes"}])
+@pytest.mark.parametrize("arguments", [({"n": "2"}, {}), ({}, {"n": "2"}), ({}, {})])
+def test_names_of_tools_that_answers_repeat_are_not_learned(
+    base: Tokenizer, arguments: tuple[Message, Message], reasoning: Message, later: int
+) -> None:
+    """Case ``later``: with turns behind it, for which the template leaves out the reasoning."""
+    tokenizer = replace(base, ends=(base.specials["<|im_end|>"],))
+    calls = [
+        {"function": {"name": name, "arguments": each}}
+        for name, each in zip(("sky", "sea"), arguments, strict=True)
+    ]
+    question = {"role": "user", "content": "q"}
+    answers = [{"role": "tool", "content": text} for text in ("dry", "wet")]
+    talk = [question, {"role": "assistant", "tool_calls": calls} | reasoning, *answers]
+    talk += [question, {"role": "assistant", "content": "bye"}] * later
+    encoded = ChatEncoder(ChatTemplate(ANSWERED, tokenizer)).encode(conversation(talk))
+    shown = "so: yes\n" if reasoning and not later else ""
+    called = "".join(
+        f"{name}{json.dumps(each)}\n"
+        for name, each in zip(("sky", "sea"), arguments, strict=True)
+    )
+    right = [f"{shown}{called}<|im_end|>", *["bye<|im_end|>"] * later]
+    assert learned_runs(encoded) == right
+    left_out = {part for _, part in encoded.followed.left_out()}
+    assert left_out == ({"reasoning"} if reasoning and later else set())
+
+
 _TURN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
 _ASKED = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 #: ChatML of which a prompt does not agree with what turns begin with.

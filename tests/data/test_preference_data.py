@@ -70,6 +70,12 @@ def texts(corpus: Corpus, row: int = 0) -> list[tuple[str, str]]:
 
 FORMS: dict[str, dict[str, Any]] = {
     "texts": {"prompt": "why is it so?", "chosen": "so", "rejected": "no"},
+    "an input without an instruction": {
+        "instruction": "",
+        "input": "why is it so?",
+        "chosen": "so",
+        "rejected": "no",
+    },
     "messages": {
         "prompt": [SAID],
         "chosen": [answer("so")],

@@ -25,7 +25,13 @@ def row(one: Equivalent) -> str:
     """A line of the page's table."""
     cells = [
         ", ".join(f"`{word}`" for word in words)
-        for words in (one.trl, one.llama_factory, one.axolotl, one.torchtitan)
+        for words in (
+            one.trl,
+            one.llama_factory,
+            one.axolotl,
+            one.torchtitan,
+            one.megatron,
+        )
     ]
     weft_word = (
         one.weft if "." in one.weft or one.weft.startswith("-") else f"[{one.weft}]"
@@ -77,6 +83,10 @@ def test_the_page_has_the_table() -> None:
     ({"training": {"steps": 8}}, "unknown key 'training'; in Weft it is [train]"),
     ({"train": {"per_device_train_batch_size": 8}}, "in Weft it is train.micro_batch (sequences per rank and pass; "),
     ({"data": {"cutoff_len": 8}}, "in Weft it is data.seq_len"),
+    ({"zero_optimization": {"stage": 3}}, "in Weft it is layout.zero (1, 2 or 3: what is cut"),
+    ({"zero_optimization.stage": 3}, "in Weft it is layout.zero"), ({"stage": "dpo"}, "in Weft it is loss.kind"),
+    ({"min_lr": 3e-5}, "in Weft it is optimizer.min_lr (a share of lr)"),
+    ({"hidden_size": 64}, "in Weft it is model.embed"), ({"tensor-model-parallel-size": 2}, "in Weft it is layout.tp"),
     ({"train": {"lr": 1e-4}}, "unknown key 'train.lr'; did you mean 'optimizer.lr'?"),
     ({"seed": 1}, "unknown key 'seed'; did you mean 'data.seed' or 'train.seed' or 'federated.seed'?"),
     ({"metrics": {"log_freq": 1}}, "unknown key 'metrics.log_freq'; in Weft it is observe.every"),

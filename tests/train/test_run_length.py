@@ -22,6 +22,7 @@ from weft.layout.mesh import Mesh
 from weft.observe.run_metrics import read_metrics
 from weft.recipe import Optimizer, Recipe, build_recipe
 from weft.train.rule_optimizer import (
+    floor_note,
     learning_rate,
     rate_jump,
     warmup_note,
@@ -222,6 +223,29 @@ def test_a_long_warmup_is_said_before_the_first_step(
     run(short(sixteen, train__steps=4, optimizer__warmup=None), tmp_path / "other")
     assert "longer than the run" not in capsys.readouterr().out
     assert rates(tmp_path / "other")[0] == pytest.approx(3e-4)
+
+
+@pytest.mark.parametrize(("lr", "floor", "schedule", "said"), [
+    (3e-4, 3e-5, "cosine", "falls to 9e-09; to end at a rate of 3e-05, set it to 0.1"),
+    (2e-5, 2e-6, "linear", "falls to 4e-11; to end at a rate of 2e-06, set it to 0.1"),
+    (3e-4, 3e-5, "constant", ""), (3e-4, 0.0, "cosine", ""), (3e-4, 0.01, "wsd", ""), (1e-5, 1e-4, "wsd", ""),
+])  # fmt: skip
+def test_a_rate_in_the_place_of_a_share_is_said(
+    lr: float, floor: float, schedule: Any, said: str
+) -> None:
+    note = floor_note(Optimizer(lr=lr, min_lr=floor, schedule=schedule))
+    assert said in note and bool(note) == bool(said)
+
+
+def test_a_rate_in_the_place_of_a_share_is_said_before_the_first_step(
+    sixteen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(short(sixteen, train__steps=2, optimizer__min_lr=3e-5), tmp_path / "run")
+    out = capsys.readouterr().out
+    said = out.index(
+        "optimizer.min_lr = 3e-05 is a share of lr: the learning rate falls"
+    )
+    assert said < out.index("step 1/2")
 
 
 def test_a_jump_of_the_rate_on_resume_is_said(

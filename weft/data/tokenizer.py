@@ -14,6 +14,7 @@ import tokenizers
 
 from weft.cache import build_once, cache_root, digest
 from weft.data.corpora import read_documents, source_fingerprint
+from weft.data.tokenizer_config import named_tokens, with_configured_tokens
 from weft.encodable import encodable
 from weft.errors import UsageError, WeftError
 from weft.recipe.named_templates import (
@@ -53,6 +54,7 @@ class Tokenizer:
             one.
         ``ends``: ids at which generation ends, as ``generation_config.json`` gives them.
         ``named_templates``: other chat templates by name, of which ``tool_use`` is for conversations with tools.
+        ``named``: names of special tokens as chat templates know them, such as ``unk_token``.
     """
 
     vocab: int
@@ -66,6 +68,7 @@ class Tokenizer:
     named_templates: Mapping[str, str] = field(
         default_factory=dict, repr=False, compare=False
     )
+    named: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -100,6 +103,16 @@ class Tokenizer:
         if self.model is not None:
             return None if token is None else self.model.id_to_token(token)
         return _EOS[0] if token == self.eos else None
+
+    @property
+    def template_tokens(self) -> dict[str, str]:
+        """Names of special tokens by what chat templates call them, such as ``eos_token``."""
+        own = {
+            f"{kind}_token": self.name_of(getattr(self, kind))
+            for kind in ("eos", "bos", "pad")
+        }
+        given = {key: name for key, name in own.items() if name is not None}
+        return given | {k: name for k, name in self.named.items() if k not in own}
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         """Return the int64 ids of ``text``, without ``eos``.
@@ -183,10 +196,6 @@ class Tokenizer:
         if self.model is None:
             config_file = {CONFIG_FILE: as_json(several)} if several else {}
             return {"tokenizer.json": b'{"kind": "bytes"}\n'} | config_file | template
-        named = {
-            f"{kind}_token": self.name_of(getattr(self, kind))
-            for kind in ("eos", "bos", "pad")
-        }
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -198,9 +207,7 @@ class Tokenizer:
         }
         return {
             "tokenizer.json": self.model.to_str().encode(),
-            CONFIG_FILE: as_json(
-                config | {k: name for k, name in named.items() if name} | several
-            ),
+            CONFIG_FILE: as_json(config | self.template_tokens | several),
             GENERATION: as_json(
                 {key: value for key, value in tokens.items() if value is not None}
             ),
@@ -270,7 +277,8 @@ def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
             kind: _name(settings.get(f"{kind}_token")) for kind in ("eos", "bos", "pad")
         }
         templates = templates_of(settings, files.get(TEMPLATE_FILE))
-        template, named_templates = templates.pop(DEFAULT, None), templates
+        named_templates = {k: templates[k] for k in templates if k != DEFAULT}
+        template = templates.get(DEFAULT)
         text = files["tokenizer.json"].decode()
         if json.loads(text) == {"kind": "bytes"}:
             return replace(
@@ -278,7 +286,9 @@ def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
                 chat_template=template,
                 named_templates=named_templates,
             )
-        model = tokenizers.Tokenizer.from_str(text)
+        model = with_configured_tokens(
+            tokenizers.Tokenizer.from_str(text), settings, templates.values()
+        )
         given = json.loads(files.get(GENERATION, b"{}")).get("eos_token_id")
     except Exception as error:  # the library raises nothing narrower
         raise WeftError(
@@ -310,6 +320,7 @@ def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
         template,
         ends,
         named_templates,
+        named_tokens(model, settings),
     )
 
 

@@ -20,6 +20,7 @@ class Equivalent:
         ``llama_factory``: the names in LLaMA-Factory.
         ``axolotl``: the names in Axolotl.
         ``torchtitan``: the names in TorchTitan.
+        ``megatron``: the names in Megatron-LM and DeepSpeed.
         ``note``: how Weft's setting differs.
     """
 
@@ -28,6 +29,7 @@ class Equivalent:
     llama_factory: Sequence[str] = ()
     axolotl: Sequence[str] = ()
     torchtitan: Sequence[str] = ()
+    megatron: Sequence[str] = ()
     note: str = ""
 
     @property

@@ -165,6 +165,24 @@ def warmup_note(settings: Optimizer, steps: int) -> str:
     )
 
 
+#: Below it a share of the learning rate is as good as none, and is rather meant as a rate.
+LEAST_SHARE = 1e-3
+
+
+def floor_note(settings: Optimizer) -> str:
+    """Return a line for the user if ``optimizer.min_lr`` looks like a learning rate, else an empty string.
+
+    Megatron's ``min_lr`` is a rate, Weft's is a share of ``lr``. ``settings``: the recipe's section ``[optimizer]``.
+    """
+    share, lr = settings.min_lr, settings.lr
+    if settings.schedule == "constant" or not 0 < share < min(lr, LEAST_SHARE):
+        return ""
+    return (
+        f"optimizer.min_lr = {share:.3g} is a share of lr: the learning rate falls to {share * lr:.2g}; to end at a "
+        f"rate of {share:.3g}, set it to {share / lr:.3g}"
+    )
+
+
 #: Settings that the learning rate of a step follows from.
 RATE = ("lr", "schedule", "warmup", "decay", "min_lr")
 

@@ -26,7 +26,7 @@ from weft.train.guard import Guard
 from weft.train.loop import Loop
 from weft.train.lowest_loss import lowest_of_run
 from weft.train.recorder import Recorder
-from weft.train.rule_optimizer import warmup_note
+from weft.train.rule_optimizer import floor_note, warmup_note
 from weft.train.runs import checkpoint_size, open_for_island
 from weft.train.setup import Job, build_for_training
 from weft.train.step import StepContext
@@ -157,6 +157,7 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
         state.tiers.note,
         widened_note(recipe.train.dtype, mesh.device),
         warmup_note(recipe.optimizer, job.steps(progress)),
+        floor_note(recipe.optimizer),
     )
     checkpoints = stack.enter_context(Checkpoints(
         run.levels, state, progress, job.facts(progress), job.files, job.shape, mesh, recorder, run.folder,

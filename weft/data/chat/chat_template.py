@@ -138,13 +138,7 @@ class ChatTemplate:
         control: bool = False,
         tool_use: str | None = None,
     ) -> None:
-        named = {
-            f"{kind}_token": tokenizer.name_of(getattr(tokenizer, kind))
-            for kind in ("bos", "eos", "pad")
-        }
-        self.variables = {
-            key: name for key, name in named.items() if name is not None
-        } | dict(variables or {})
+        self.variables = tokenizer.template_tokens | dict(variables or {})
         self.now = now
         self.environment = template_environment(now)
         self.tokenizer, self.source = tokenizer, text

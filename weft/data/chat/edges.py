@@ -40,8 +40,16 @@ class Edges:
         if not words or not self.followed.talk.messages[i].get("tool_calls"):
             return words
         alone = self.followed.up_to(i + 1)
-        groups = alone.groups(i) if alone is not None else []
-        return words[: len(groups[-1])] if groups else words
+        runs = alone.runs(i) if alone is not None else []
+        if not runs:
+            return words
+        # A later turn may repeat a name among words of its own. Reasoning may be left out where other turns follow.
+        said = sum(mark.part != "reasoning" for mark in runs[-1])
+        for run in reversed(self.followed.shown.runs(i)):
+            others = [at for at, mark in enumerate(run) if mark.part != "reasoning"]
+            if len(others) >= said > 0:
+                return [mark.at for mark in run[: others[said - 1] + 1]]
+        return words[: len(runs[-1])]
 
     def start(self, i: int, words: list[int]) -> int | None:
         """Return the position where the assistant's message ``i`` begins, or None if it cannot be found with certainty.

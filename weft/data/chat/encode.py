@@ -98,7 +98,7 @@ class ChatEncoder:
 
     def encode(self, talk: Conversation) -> Encoded:
         """Return the conversation ``talk`` as token ids with their loss weights. Raises :class:`TemplateError` if the
-        template refuses it or nothing is learned.
+        template refuses it, or leaves out all that is learned.
         """
         find = spans_with_reasoning if self.reasoning == "keep" else learned_spans
         template = self.template.of(talk.tools)
@@ -117,7 +117,8 @@ class ChatEncoder:
         weights = np.zeros(len(ids), np.float32)
         for span in spans:
             weights[(starts < span.end) & (ends > span.start)] = span.weight
-        if talk.weight and not weights.any():
+        # of data that learn nothing of it, no template is to blame
+        if any(talk.learned(self.learn)) and not weights.any():
             raise TemplateError(
                 f"the chat template writes nothing of what is learned (data.chat.learn = {self.learn!r})"
             )

@@ -61,12 +61,12 @@ def _prompt(
 def _alpaca(fields: Fields) -> Conversation:
     """``instruction``, perhaps ``input``, and ``output``; ``history`` are pairs of what was said before."""
     further = fields.take("input")
-    asked = [fields.needed("instruction", "alpaca"), *([further] if further else [])]
+    asked = [fields.needed("instruction", "alpaca"), further or ""]
     answer = fields.needed("output", "alpaca")
     if not all(isinstance(text, str) for text in asked):
         raise ConversationError("'instruction' and 'input' are texts")
     turn = [
-        {"role": "user", "content": "\n".join(asked)},
+        {"role": "user", "content": "\n".join(filter(None, asked))},
         {"role": "assistant", "content": answer},
     ]
     return build_conversation(fields, _earlier(fields) + turn)

@@ -5,6 +5,7 @@ A template may mark them with generation tags. Otherwise the words of every mess
 that closes it (:mod:`weft.data.chat.edges`). Of other turns, the words and the closing token are learned.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -99,23 +100,47 @@ def _turn(edges: Edges, i: int, last: int) -> tuple[int, int] | None:
 
 def _tagged(followed: Followed, learned: Sequence[float]) -> list[WeightedSpan]:
     """Return the spans between generation tags, each with the weight of the message whose it is."""
-    talk, tagged = followed.talk, followed.shown.generations
+    talk, shown = followed.talk, followed.shown
+    tagged = [(start, end) for start, end in shown.generations if start < end]
     turns = [i for i in range(len(talk.messages)) if _is_assistant(talk, i)]
     weights = {learned[i] for i in turns}
     spans = []
     for number, (start, end) in enumerate(tagged):
-        inside = [
-            i for i in turns if any(start <= at <= end for at in followed.words(i))
-        ]
-        if not inside and len(tagged) == len(turns):
-            inside = [turns[number]]
-        if not inside and len(weights) > 1:
+        inside = Counter(
+            word.message
+            for word in shown.words
+            if start <= word.at <= end and word.message in turns
+        )
+        owner = inside.most_common(1)[0][0] if inside else None
+        if owner is None and len(tagged) == len(turns):
+            owner = turns[number]
+        if owner is None:
+            owner = _spoken_before(followed, start)
+        if owner is None and len(weights) > 1:
             raise TemplateError(
                 "which message stands between the generation tags of the chat template is not certain"
             )
-        owner = inside[0] if inside else turns[min(number, len(turns) - 1)]
+        if owner is None:
+            owner = turns[min(number, len(turns) - 1)]
         spans.append(WeightedSpan(start, end, learned[owner], owner))
     return spans
+
+
+def _spoken_before(followed: Followed, place: int) -> int | None:
+    """Return the assistant's message that ends before ``place``, where no words are, such as an end of turn by itself.
+
+    None if that is uncertain, as another turn of the assistant's without words may stand there.
+    """
+    talk, words = followed.talk, followed.shown.words
+    before = max(((w.at, w.message) for w in words if w.at <= place), default=None)
+    after = min(((w.at, w.message) for w in words if w.at > place), default=None)
+    if before is None:
+        return None
+    number = before[1]
+    following = range(number + 1, len(talk.messages) if after is None else after[1])
+    if any(_is_assistant(talk, i) for i in following):
+        return None
+    return number if _is_assistant(talk, number) else None
 
 
 def _is_assistant(talk: Conversation, i: int) -> bool:

@@ -21,11 +21,12 @@ _MESSAGE, _END, _ZERO = "\ufdd3", "\ufdd4", 0xFDE0
 _MARK = re.compile(f"{_MESSAGE}([\ufde0-\ufdef]+){_END}|[\ufdd0-\ufdef]")
 #: The parts of a message that hold words: its content, its reasoning, and arguments and names of the tools it calls.
 PARTS = ("content", "reasoning", "arguments", "name")
-#: Where a message has its words. ``thinking`` and ``reasoning_content`` are two names of one thing.
+#: Where a message has its words. Those of reasoning are names of one thing.
 _WORDS = {
     "content": "content",
     "reasoning_content": "reasoning",
     "thinking": "reasoning",
+    "reasoning": "reasoning",
 }
 
 
@@ -123,7 +124,9 @@ def mark_words(
     for key, part in _WORDS.items():
         if isinstance(content := message.get(key), list):
             marked[key] = [
-                item | {"text": around(item["text"], part)} if "text" in item else item
+                item | {"text": around(item["text"], part)}
+                if isinstance(item, dict) and "text" in item
+                else item
                 for item in content
             ]
         elif key in message:
@@ -177,9 +180,9 @@ def parts_with_words(message: dict[str, Any]) -> list[str]:
 
 def _texts(content: Any) -> Any:
     """Return the texts of a content that may be a list of parts."""
-    return (
-        [part.get("text") for part in content] if isinstance(content, list) else content
-    )
+    if not isinstance(content, list):
+        return content
+    return [part.get("text") for part in content if isinstance(part, dict)]
 
 
 @dataclass(frozen=True)
@@ -196,13 +199,14 @@ class Marked:
     generations: list[tuple[int, int]]
     plain: frozenset[int]
 
-    def groups(self, number: int) -> list[list[int]]:
-        """Return the positions where words of message ``number`` begin or end, as a list of lists.
-
-        Each inner list is one run of marks of this message, without marks of another message between them.
-        """
+    def runs(self, number: int) -> list[list[WordMark]]:
+        """Return the marks of message ``number`` as runs that no mark of another message interrupts."""
         runs = groupby(self.words, key=lambda word: word.message)
-        return [[word.at for word in run] for message, run in runs if message == number]
+        return [list(run) for message, run in runs if message == number]
+
+    def groups(self, number: int) -> list[list[int]]:
+        """Return the positions where words of message ``number`` begin or end, a list for each of its :meth:`runs`."""
+        return [[word.at for word in run] for run in self.runs(number)]
 
     def own_text(self, names: re.Pattern[str]) -> str:
         """Return the text with names of special tokens blanked out where they are plain words of a message.

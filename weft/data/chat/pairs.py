@@ -119,7 +119,7 @@ def question_of(fields: Fields) -> tuple[str, Any]:
         and isinstance(further := fields.take("input"), str)
         and further
     ):
-        asked = f"{asked}\n{further}"
+        asked = f"{asked}\n{further}" if asked else further
     return name, asked
 
 
