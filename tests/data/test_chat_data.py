@@ -779,6 +779,40 @@ def test_reasoning_is_kept_in_one_sample(
     assert roles == {"assistant"}
 
 
+@pytest.mark.parametrize("calling", [True, False])
+def test_reasoning_that_some_turns_of_an_answer_show_is_learned(
+    tmp_path: Path, calling: bool
+) -> None:
+    """As with Gemma 4, which writes that of turns which call tools, and gpt-oss, which writes that of the last turn."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+    asks = {"role": "assistant", "reasoning_content": "look", "tool_calls": [call]}
+    question, answer, *rest = reasoned(("so", "one"), ("", "two"))
+    talk = [question, asks, {"role": "tool", "content": "x"}, answer, *rest]
+    shows = "m.tool_calls" if calling else "not m.tool_calls"
+    template = (
+        "{% set last = messages | selectattr('role', 'equalto', 'user') | list | last %}"
+        "{% set ns = namespace(late=false) %}"
+        "{% for m in messages %}{% if m == last %}{% set ns.late = true %}{% endif %}"
+        "{{ '<|im_start|>' + m.role + '\n' }}"
+        f"{{% if m.reasoning_content and ns.late and {shows} %}}"
+        "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content or '' }}"
+        "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    family = chats.TEMPLATES["qwen3"]._replace(template=template)
+    tokenizer = load_tokenizer(str(chats.save_tokenizer(tmp_path, family)))
+    called = '{"name": "f", "arguments": {"a": "b"}}<|im_end|>'
+    first, last = f"{'<think>look</think>' * calling}{called}", "one<|im_end|>"
+    last = last if calling else f"<think>so</think>{last}"
+    for reasoning in ("split", "keep"):
+        encoder = ChatEncoder(ChatTemplate(template, tokenizer), reasoning=reasoning)
+        samples = [encoder.encode(s) for s in encoder.samples(conversation(talk))]
+        assert len(samples) == (2 if reasoning == "split" else 1)
+        learned = [each.text[s.start : s.end] for each in samples for s in each.spans]
+        assert learned == [first, last, "two<|im_end|>"]
+        assert all(each.facts.left_out for each in samples[:1])
+
+
 def test_reasoning_that_no_turn_shows_stays_left_out(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(
         str(chats.save_tokenizer(tmp_path, chats.TEMPLATES["qwen2.5"]))

@@ -21,8 +21,8 @@ def split_at_questions(
 
     Chat templates drop the reasoning of turns before the last question. Therefore, each answer whose learned turns
     would lose reasoning gets a sample of its own: the conversation up to this answer, in which only this answer is
-    learned. All other learned turns are learned in one last sample, the whole conversation; so are turns whose
-    reasoning the template never writes. A conversation stays whole if no learned turn would lose its reasoning.
+    learned. All other learned turns are learned in one last sample, the whole conversation; so are answers of which the
+    template never writes any reasoning. A conversation stays whole if no learned turn would lose its reasoning.
     ``learned``: loss weight of every message, 0 if it is not learned.
     """
     lost = {i for i in reasoning_left_out(template, talk) if learned[i]}
@@ -35,7 +35,8 @@ def split_at_questions(
         if not inside & lost:
             continue
         sample = _learning(talk, inside, end)
-        if not reasoning_left_out(template, sample) & inside & lost:
+        # some templates write it in turns that call tools alone, others only in those that do not
+        if inside & lost - reasoning_left_out(template, sample):
             samples.append(sample)
             cut |= inside
     rest = set(range(len(talk.messages))) - cut

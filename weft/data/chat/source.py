@@ -58,7 +58,7 @@ def open_chats(
     ]
     date = settings.date or str(datetime.now().date()) if template.writes_date else ""
     key = digest(
-        4, source_fingerprint(source), source.form, tokenizer.fingerprint, written, date
+        5, source_fingerprint(source), source.form, tokenizer.fingerprint, written, date
     )
     return read_tokens(build_once(cache_root(cache) / f"chats-{key}", build))
 
