@@ -151,3 +151,22 @@ def test_a_token_without_a_place_is_refused(tmp_path: Path) -> None:
     where = folder(tmp_path, {"added_tokens_decoder": entry})
     with pytest.raises(WeftError, match=r"gives '<\|far\|>' the id 999, and the next"):
         load_tokenizer(str(where))
+
+
+def test_names_of_tokens_are_those_before_normalization(tmp_path: Path) -> None:
+    """As of LLaMA's early tokenizers: a word mark is put before a text, and before names of normalized tokens."""
+    where = folder(tmp_path, {}, flags={"normalized": True})
+    tree = json.loads((where / "tokenizer.json").read_text())
+    tree["normalizer"] = {"type": "Prepend", "prepend": "_"}
+    (where / "tokenizer.json").write_text(json.dumps(tree))
+    tokenizer = load_tokenizer(str(where))
+    assert [tokenizer.name_of(tokenizer.bos), tokenizer.name_of(tokenizer.eos)] == [
+        *SPECIALS[:2]
+    ]
+    tokenizer.save(tmp_path / "saved")
+    again = load_tokenizer(str(tmp_path / "saved"))
+    assert again == tokenizer and again.template_tokens == tokenizer.template_tokens
+    template = template_of(tokenizer)
+    assert template is not None
+    written = ChatEncoder(template).encode(conversation(TALK)).text
+    assert "_" not in written.replace("im_", "")

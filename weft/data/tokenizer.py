@@ -100,9 +100,18 @@ class Tokenizer:
 
     def name_of(self, token: int | None) -> str | None:
         """Return the name of token id ``token``, such as ``<|im_end|>``, or None if the id has no name."""
-        if self.model is not None:
-            return None if token is None else self.model.id_to_token(token)
-        return _EOS[0] if token == self.eos else None
+        if self.model is None:
+            return _EOS[0] if token == self.eos else None
+        # the library's own answer is the name after normalization, such as "\u2581<s>"
+        added = self._added.get(-1 if token is None else token)
+        return added or (None if token is None else self.model.id_to_token(token))
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        """Names of the added tokens by id."""
+        if self.model is None:
+            return {}
+        return {i: t.content for i, t in self.model.get_added_tokens_decoder().items()}
 
     @property
     def template_tokens(self) -> dict[str, str]:
