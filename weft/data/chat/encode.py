@@ -61,7 +61,10 @@ class Encoded(NamedTuple):
             if whole
             else {span.number for span in self.spans}
         )
-        return facts_of(self.followed, self.ids[self.weights > 0], numbers)
+        last = 0 if whole else max((span.start for span in self.spans), default=0)
+        learned = self.weights > 0
+        ending = self.ids[learned & (self.ends > last)]
+        return facts_of(self.followed, self.ids[learned], ending, numbers)
 
 
 class ChatEncoder:

@@ -19,10 +19,12 @@ _LEFT_OUT = {
     "name": "leaves out calls of tools",
 }
 _NO_TOOLS = "does not show the model its tools"
+_NO_END = "writes no stop id behind the last learned turn, whose end is not learned"
 
 #: What to do about it, where there is something else than another template.
 _REMEDIES = {
-    "leaves out reasoning": "; data.chat.reasoning = 'split' or 'keep' learns it if the last question's turns have it"
+    "leaves out reasoning": "; data.chat.reasoning = 'split' or 'keep' learns it if the last question's turns have it",
+    _NO_END: "; a data.chat.template that ends conversations with one teaches it",
 }
 
 
@@ -38,12 +40,16 @@ class Facts(NamedTuple):
 
 
 def facts_of(
-    followed: Followed, learned: np.ndarray, numbers: Collection[int]
+    followed: Followed,
+    learned: np.ndarray,
+    ending: np.ndarray,
+    numbers: Collection[int],
 ) -> Facts:
     """Return the facts about a rendered conversation that are reported to the user.
 
-    ``followed``: the rendered text. ``learned``: int64, the ids of its learned tokens. ``numbers``: the numbers of its
-    learned messages. Reasoning that the template leaves out is reported only for learned messages.
+    ``followed``: the rendered text. ``learned``: int64, the ids of its learned tokens; ``ending``: those of its last
+    learned turn. ``numbers``: the numbers of its learned messages. Reasoning that the template leaves out is reported
+    only for learned messages.
     """
     kinds = set()
     for number, part in followed.left_out():
@@ -60,10 +66,10 @@ def facts_of(
         for name in followed.talk.variables
         if name not in followed.template.source
     }
-    return Facts(
-        frozenset(kinds),
-        bool(np.isin(learned, followed.template.tokenizer.stops).any()),
-    )
+    stops = followed.template.tokenizer.stops
+    if len(ending) and not np.isin(ending, stops).any():
+        kinds.add(_NO_END)
+    return Facts(frozenset(kinds), bool(np.isin(learned, stops).any()))
 
 
 @dataclass
@@ -99,6 +105,7 @@ class Notes:
         said = [
             f"the chat template {kind} ({_records(count)}){_remedy(kind)}"
             for kind, count in sorted(self.counts.items())
+            if self.learned or kind != _NO_END
         ]
         if not self.learned:
             names = _listed(self.stops)
