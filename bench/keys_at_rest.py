@@ -91,6 +91,7 @@ class Writer:
         """
         if self.text is not None:
             self.engine.cancel(self.text)
+            self.engine.settle()  # its keys leave the files, which have room for one text
         vocab = self.engine.model.shape.vocab
         ids = [(7919 * i + i * i) % (vocab - 64) + 32 for i in range(tokens)]
         begun = perf_counter()
