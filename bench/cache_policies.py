@@ -4,7 +4,8 @@
 
 ``alisa`` reads prompts whole and chooses keys for what is written, as its paper does: perplexity is then that of the
 second half as a continuation of the first, and a needle's digits continue the question. ``alisa-query`` is
-``alisa:SHARE:query``, ``alisa-prompts`` chooses for all tokens of the text, as the other policies do.
+``alisa:SHARE:query``, ``alisa-drawn`` is ``alisa:SHARE:drawn``, ``alisa-prompts`` chooses for all tokens of the text,
+as the other policies do.
 
 Two models: SmolLM2-135M in ``--model`` (a Hugging Face folder), and a small one that Weft trains here on files of the
 standard library (recipes/quickstart.toml on one rank, kept in ``--work``). Perplexity is that of the second half of
@@ -49,6 +50,7 @@ COLOURS = {
     "blocks": "#2563eb",
     "alisa": "#dc2626",
     "alisa-query": "#a21caf",
+    "alisa-drawn": "#0891b2",
     "alisa-prompts": "#f59e0b",
     "attended": "#16a34a",
 }
@@ -72,6 +74,7 @@ def policies(length: int, shares: Sequence[float]) -> dict[str, str]:
         words[f"blocks {share}"] = f"blocks:{share}"
         words[f"alisa {share}"] = f"alisa:{share}"
         words[f"alisa-query {share}"] = f"alisa:{share}:query"
+        words[f"alisa-drawn {share}"] = f"alisa:{share}:drawn"
     words["alisa-prompts 0.25"] = "alisa:0.25:prompts"
     words["alisa-int8 0.25"] = "alisa:0.25:int8"
     words["attended 0.25"] = "attended"
@@ -84,6 +87,7 @@ LONG = {
     "window 0.25": "window",
     "alisa 0.25": "alisa:0.25",
     "alisa-query 0.25": "alisa:0.25:query",
+    "alisa-drawn 0.25": "alisa:0.25:drawn",
     "attended 0.25": "attended",
 }
 

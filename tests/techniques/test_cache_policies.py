@@ -28,7 +28,7 @@ from weft.layout.layout import Layout
 from weft.models.spans import Span
 from weft.models.transformer import Transformer
 from weft.registry import register
-from weft.techniques.cache_policies.alisa import query_selector
+from weft.techniques.cache_policies.alisa import alisa_selector, query_selector
 
 PROMPTS = [[(7 * i + 3 * j) % 31 for i in range(n)] for j, n in enumerate((5, 24, 40))]
 NEW = 14
@@ -39,6 +39,8 @@ SPARSE = (
     "alisa:0.2",
     "alisa:0.2:host=48:int8:prompts",
     "alisa:0.5:query",
+    "alisa:0.125:query",
+    "alisa:0.4:drawn",
 )
 #: Settings that may change nothing, and whether they move blocks or take them from requests.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -200,21 +202,92 @@ def test_the_query_finds_the_tokens_with_most_weight(
     selector = query_selector.QuerySelector(0.9, size, False)
     selector.sums = torch.zeros(2, 12, size, heads)
     monkeypatch.setattr(selector, "elements", 1.0)
-    seen = selector._choose(span, store, q)
-    # of 36 tokens before its block 32; half of them for the elements
-    assert selector._looked(span, store) == 18 and seen.shape == (heads, 14 + 2)
+    seen, drawn_ones = selector._choose(span, store, q)
+    # of 36 tokens before its block 32; half of them for the elements, and half of a sample of 3
+    assert selector._looked(span, store) == 20 and seen.shape == (heads, 12 + 2)
+    assert drawn_ones is not None and drawn_ones.first == 7
     keys = store[0, table].flatten(0, 1)[:37]
     weights = torch.einsum("hgw,khw->hgk", q[0].unflatten(0, (heads, -1)), keys[:36])
-    weights = (weights * width**-0.5).softmax(-1).sum(1)
+    weights = (weights * width**-0.5).softmax(-1).sum(1)[:, : 36 - 3]
     for head, places in enumerate(seen.tolist()):
-        far = [place for place in places if place < 36 - 4]
-        best = weights[head, : 36 - 4].topk(10).indices
-        assert sorted(far) == sorted(best.tolist())
+        best = weights[head].topk(7).indices.tolist()
+        assert sorted(places[:7]) == sorted(best) and places[9:] == [*range(33, 38)]
+        assert not {*places[7:9]} & {*best, *places[9:]}
+        rest = weights[head].sqrt()
+        rest[best] = 0
+        expected = rest.sum() / (2 * rest[places[7:9]])
+        torch.testing.assert_close(drawn_ones.counts[head].exp(), expected)
     pages: Any = SimpleNamespace(store=store)
     selector._move(pages, [(5, -1), (9, -2)])
     store[:, [5, 9]] = 0
     table[2], table[5] = -1, -2
-    assert torch.equal(selector._choose(span, store, q).sort(1).values, seen.sort(1).values)  # fmt: skip
+    again = selector._choose(span, store, q)
+    assert torch.equal(again.places, seen) and again.drawn is not None
+    torch.testing.assert_close(again.drawn.counts, drawn_ones.counts)
+
+
+def sparse_and_whole(
+    store: torch.Tensor, q: torch.Tensor, past: int, **changed: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one token by a :class:`QuerySelector` that sees half, and that to all keys."""
+    size, heads, width = store.shape[2:]
+    table = [*range(store.shape[1])]
+    selector = query_selector.QuerySelector(0.5, size, False, evenly=True)
+    for name, value in changed.items():
+        setattr(selector, name, value)
+    reading = SimpleNamespace(spans=[Span(0, 1, past, table)], slots=torch.tensor([past]), prepared={})  # fmt: skip
+    pages: Any = SimpleNamespace(store=store, reading=reading)
+    selector.written(pages)
+    out = torch.empty_like(q)
+    selector.attend(pages, q, out, 0)
+    assert selector.reads.chosen <= 0.5 * selector.reads.all
+    # [2, heads, tokens, width]
+    every = store.flatten(1, 2)[:, : past + 1].transpose(1, 2)
+    keys, values = every.repeat_interleave(q.shape[1] // heads, 1)
+    weights = (keys @ q[0, ..., None] * width**-0.5).softmax(1)
+    return out, (weights.transpose(1, 2) @ values)[None, :, 0]
+
+
+def test_tokens_that_are_drawn_stand_for_the_others() -> None:
+    """Attention is that to all keys where those that are left out are like those that are drawn."""
+    size, heads, width, past = 4, 2, 8, 203
+    drawn = torch.Generator().manual_seed(1)
+    store = torch.randn(2, 51, size, heads, width, dtype=torch.double, generator=drawn)
+    q = torch.randn(1, 3 * heads, width, dtype=torch.double, generator=drawn)
+    texts = store.flatten(1, 2)
+    # the far tokens, but for five with much weight
+    texts[:, : past - 11] = texts[:, :1].clone()
+    towards = q[0].unflatten(0, (heads, -1)).sum(1)
+    texts[0, 7:100:20] = 3 * towards / towards.norm(dim=-1, keepdim=True)
+    texts[1, 7:100:20] += 1
+    out, whole = sparse_and_whole(store, q, past)
+    assert (sparse_and_whole(store, q, past, drawn=0.0)[0] - whole).abs().max() > 0.1
+    torch.testing.assert_close(out, whole, rtol=0, atol=1e-12)
+
+
+def test_draws_have_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over many draws is attention to all keys, where the tokens with most weight alone are another text."""
+    drawn = torch.Generator().manual_seed(2)
+    store = torch.randn(2, 51, 4, 2, 8, dtype=torch.double, generator=drawn)
+    store[1] += store[0]  # what is looked at says what is seen
+    q = torch.randn(1, 6, 8, dtype=torch.double, generator=drawn)
+    total = torch.zeros_like(q)
+    for turn in range(64):
+        monkeypatch.setattr(query_selector, "GOLDEN", (turn + 0.5) / 64 / 203)
+        out, whole = sparse_and_whole(store, q, 203)
+        total += out
+    best = sparse_and_whole(store, q, 203, drawn=0.0)[0]
+    assert (total / 64 - whole).norm() < 0.1 * (best - whole).norm()
+
+
+def test_a_drawn_token_with_much_weight_counts_once() -> None:
+    """Elements have not shown it: it stands for no others, and neither do those that fit the query as little."""
+    scores = torch.tensor([4.0, 2.0, 3.0, 9.0, 2.5, 1.0, 0.0], dtype=torch.double)
+    counts = torch.tensor([[3.0, 3.0, 3.0, -torch.inf]], dtype=torch.double)
+    for level, expected in ((0.5, [9.0, 5.5, 4.0]), (None, [12.0, 5.5, 4.0])):
+        row = scores[None, None, None].clone()
+        alisa_selector._count_drawn(row, alisa_selector.DrawnTokens(3, counts, level))
+        assert row.flatten().tolist() == [4, 2, 3, *expected, -torch.inf]
 
 
 def test_beams_see_what_texts_see() -> None:

@@ -48,6 +48,27 @@ class HostTokens(NamedTuple):
     sums: T
 
 
+class DrawnTokens(NamedTuple):
+    """Tokens that a selector has drawn from those that are left out. ``first``: index of the first among the places
+    that are seen; all before it have been chosen for their weight. ``counts``: logarithm of the number of tokens that
+    each stands for, ``[kv_heads, drawn]``. ``level``: quantile of the scores of the chosen ones above which the score
+    of a token counts once only; None: it counts as often as any.
+    """
+
+    first: int
+    counts: T
+    level: float | None
+
+
+class SeenTokens(NamedTuple):
+    """Which tokens the new tokens of a piece see. ``places``: their positions, ``[kv_heads, keys]``. ``drawn``: those
+    of them that stand for others, too; None: each stands for itself alone.
+    """
+
+    places: T
+    drawn: DrawnTokens | None = None
+
+
 class _Round(NamedTuple):
     """Pieces of texts that attend in one call, each within a block. ``rows``: their tokens in the packed row,
     ``[texts, tokens]``; ``tables``: their blocks, ``[texts, blocks]``; ``at``: positions of the tokens, like ``rows``.
@@ -211,7 +232,8 @@ class WeightSumSelector(BlockSelector):
     def _attend_round(self, store: T, q: T, out: T, texts: _Round) -> int:
         """Attend in one call, and add to the sums. Return how many keys tokens attend to."""
         heads, tokens = store.shape[3], texts.rows.shape[1]
-        chosen = [self._choose(span, store, q) for span in texts.pieces]
+        choices = [self._choose(span, store, q) for span in texts.pieces]
+        chosen = [each.places for each in choices]
         most = max(each.shape[1] for each in chosen)
         # [texts, kv_heads, keys], positions in the texts; behind the last one where a text has fewer
         places = torch.stack(
@@ -229,7 +251,11 @@ class WeightSumSelector(BlockSelector):
         scores = (scores * q.shape[-1] ** -0.5).unflatten(2, (-1, tokens))
         # [texts, kv_heads, 1, tokens, keys]
         seen = known[:, :, None] & (places[:, :, None] <= texts.at[:, None, :, None])
-        weights = scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
+        for row, each in zip(scores, choices, strict=True):
+            if each.drawn is not None:
+                _count_drawn(row, each.drawn)
+        weights = scores.softmax(-1)
         attended = weights @ values[:, :, None]
         out[texts.rows] = attended.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out.dtype)
         if self.share < 1 and self.sums_weights:
@@ -242,15 +268,16 @@ class WeightSumSelector(BlockSelector):
         read = tokens * sum(each.shape[1] for each in chosen) - own
         return heads * (read + sum(self._looked(p, store) for p in texts.pieces))
 
-    def _choose(self, span: Span, store: T, q: T) -> T:
-        """Return the positions of the tokens that the new tokens of a piece see: ``[kv_heads, keys]``. ``store``: keys
-        and values of the layer; ``q``: queries of all new tokens of the pass.
+    def _choose(self, span: Span, store: T, q: T) -> SeenTokens:
+        """Return which tokens the new tokens of a piece see. ``store``: keys and values of the layer; ``q``: queries of
+        all new tokens of the pass.
         """
         assert self.sums is not None
         size, heads = self.size, self.sums.shape[-1]
         if span.past < self.dense_until(span):
             end = span.past + span.last - span.first
-            return torch.arange(end, device=self.sums.device).expand(heads, -1)
+            every = torch.arange(end, device=self.sums.device)
+            return SeenTokens(every.expand(heads, -1))
         before = span.past // size * size
         count = self._budget(before) - self._looked(span, store)
         others = int(count * (1 - self.near))
@@ -258,10 +285,10 @@ class WeightSumSelector(BlockSelector):
         near = torch.arange(before - last, span.past + span.last - span.first, device=self.sums.device)  # fmt: skip
         near = near.expand(heads, -1)
         if last == before:
-            return near
+            return SeenTokens(near)
         blocks = torch.tensor(span.table[: before // size], device=self.sums.device)
-        standing = self._standing(span, store, q, blocks)[:, : before - last]
-        return torch.cat([standing.topk(others, -1).indices, near], 1)
+        far = self._choose_far(span, store, q, blocks, before - last, others)
+        return far._replace(places=torch.cat([far.places, near], 1))
 
     def _budget(self, before: int) -> int:
         """Return how many of the ``before`` tokens in the blocks before its own a token sees, or looks at."""
@@ -272,11 +299,14 @@ class WeightSumSelector(BlockSelector):
         """Return as how many keys counts what a token of a piece reads to choose. ``store``: the layer's cache."""
         return 0
 
-    def _standing(self, span: Span, store: T, q: T, blocks: T) -> T:
-        """Return by what the tokens of ``blocks`` are chosen: ``[kv_heads, tokens]``. ``span``: the piece that chooses;
-        ``store``: the layer's cache; ``q``: queries of all new tokens of the pass.
+    def _choose_far(
+        self, span: Span, store: T, q: T, blocks: T, far: int, count: int
+    ) -> SeenTokens:
+        """Return which ``count`` of the first ``far`` tokens a piece sees. ``blocks``: all blocks before the piece's
+        own; ``store``: the layer's cache; ``q``: queries of all new tokens of the pass.
         """
-        return self._sums_of(blocks).flatten(0, 1).T
+        standing = self._sums_of(blocks).flatten(0, 1).T[:, :far]
+        return SeenTokens(standing.topk(count, -1).indices)
 
     def _sums_of(self, blocks: T) -> T:
         """Return the sums of blocks on the device and on the host: ``[blocks, size, kv_heads]``."""
@@ -287,21 +317,22 @@ class WeightSumSelector(BlockSelector):
             sums[away] = self.host.sums[0, (-1 - blocks[away]).cpu()].to(sums.device)
         return sums
 
-    def _fetch(self, store: T, blocks: T, places: T) -> tuple[T, T]:
-        """Return keys and values of single tokens, ``[texts, kv_heads, keys, width]`` each.
+    def _fetch(self, store: T, blocks: T, places: T, parts: int = 2) -> T:
+        """Return keys and values of single tokens, or keys alone: ``[parts, texts, kv_heads, keys, width]``.
 
         ``blocks``: blocks of the tokens, ``[texts, kv_heads, keys]``; ``places``: places in the blocks, likewise.
         """
         heads = torch.arange(store.shape[3], device=store.device)[:, None]
-        chosen = store[:, blocks.clamp(min=0), places, heads].to(wide(store.dtype))
+        chosen = store[:parts, blocks.clamp(min=0), places, heads]
+        chosen = chosen.to(wide(store.dtype))
         away = blocks < 0
         if self.host is not None and away.any():
             at = (-1 - blocks[away]).cpu(), places[away].cpu(), heads.expand_as(blocks)[away].cpu()  # fmt: skip
-            moved = self.host.kept[:, *at].to(chosen.dtype)
+            moved = self.host.kept[:parts, *at].to(chosen.dtype)
             if self.host.scales is not None:
-                moved = moved * self.host.scales[:, *at].to(chosen.dtype)
+                moved = moved * self.host.scales[:parts, *at].to(chosen.dtype)
             chosen[:, away] = moved.to(chosen.device)
-        return chosen[0], chosen[1]
+        return chosen
 
     def _add(self, blocks: T, places: T, weights: T) -> None:
         """Add attention weights to the sums of the present block of queries. All are ``[texts, kv_heads, keys]``."""
@@ -325,3 +356,17 @@ class WeightSumSelector(BlockSelector):
             if sums is not None and blocks:
                 sums[0, blocks] = FADING * sums[0, blocks] + sums[1, blocks]
                 sums[1, blocks] = 0
+
+
+def _count_drawn(scores: T, drawn: DrawnTokens) -> None:
+    """Let each of the drawn tokens weigh as all that it stands for. ``scores``: those of the places that are seen,
+    ``[kv_heads, group, tokens, keys]``, changed in place.
+    """
+    first, counts = drawn.first, drawn.counts[:, None, None]
+    own = scores[..., first : first + counts.shape[-1]]
+    together = own + counts
+    if drawn.level is not None and first:
+        level = scores[..., :first].quantile(drawn.level, -1, keepdim=True)
+        once = (own > level) & counts.isfinite()
+        together = torch.where(once, torch.maximum(own, level + counts), together)
+    own.copy_(together)

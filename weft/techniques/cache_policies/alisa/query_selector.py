@@ -8,7 +8,11 @@ import torch
 
 from weft.models.numbers import wide
 from weft.models.spans import Span
-from weft.techniques.cache_policies.alisa.alisa_selector import WeightSumSelector
+from weft.techniques.cache_policies.alisa.alisa_selector import (
+    DrawnTokens,
+    SeenTokens,
+    WeightSumSelector,
+)
 
 T = torch.Tensor
 
@@ -18,21 +22,54 @@ ELEMENTS = 1 / 8
 #: The share of the seen tokens that are the last ones: a query finds near tokens as well.
 NEAR = 0.25
 
+#: The share of the other seen tokens that are drawn; and this share where a head looks at everything a little.
+DRAWN, DRAWN_EVENLY = 0.25, 0.5
+
+#: The quantile of the scores of the chosen tokens above which a drawn one counts once only. Elements have not shown its
+#: weight, so that it stands for no others, and would count for all of a head that looks at few.
+LEVEL = 0.25
+
+#: The power of their expected weight by which tokens are drawn: as that weight is not exact, a token with little of it
+#: should not be rare, since it would count for very many if it is drawn.
+POWER = 0.5
+
+#: The most keys that are read whole to choose, at equal distances, and the tokens for each of them at least.
+SAMPLES, APART = 16, 16
+
+#: Draws begin at multiples of the golden ratio, so that tokens after one another draw others.
+GOLDEN = 0.6180339887498949
+
 
 class QuerySelector(WeightSumSelector):
-    """Chooses the tokens beside the last ones by the query of each new token in place of sums over earlier queries. The
-    elements that are largest in the queries of a key head's group are read of all keys, and say nearly which keys get
-    most weight (SparQ, 2312.04985). They count in the share.
+    """Chooses the tokens beside the last ones by the query of each new token in place of sums over earlier queries.
+
+    A few elements of all keys are read, and say nearly which keys get most weight (SparQ, 2312.04985). They are those
+    for which the queries times the standard deviation over keys is largest: an element that hardly differs between keys
+    adds nearly the same to all scores, however large it is. A sample of keys shows the standard deviations.
+
+    A part of the tokens are those with most weight. The others are drawn from all that are left, by about their weight,
+    and each counts for as many as it stands for (MagicPIG, 2410.16179). Where a head looks at everything a little, the
+    tokens with most weight alone would be another text than the whole. ``evenly``: more are drawn, and each counts for
+    as many, whatever its weight is.
+
+    Elements and the sample count in the share.
     """
 
     sums_weights = False
-    elements, near = ELEMENTS, NEAR
+    elements, near, samples, power = ELEMENTS, NEAR, SAMPLES, POWER
 
     def __init__(
-        self, share: float, size: int, in_bytes: bool, prompts: bool = False
+        self,
+        share: float,
+        size: int,
+        in_bytes: bool,
+        prompts: bool = False,
+        evenly: bool = False,
     ) -> None:
         super().__init__(share, size, in_bytes, prompts)
         self.together = 1
+        self.drawn = DRAWN_EVENLY if evenly else DRAWN
+        self.level = None if evenly else LEVEL
 
     def _counted_from(self, span: Span) -> int:
         return self.dense_until(span)
@@ -41,23 +78,50 @@ class QuerySelector(WeightSumSelector):
         before = span.past // self.size * self.size
         if span.past < self.dense_until(span) or self._budget(before) >= before:
             return 0
-        return ceil(before * self.elements / 2)
+        return ceil((before * self.elements + len(self._sampled(before))) / 2)
+
+    def _sampled(self, before: int) -> range:
+        """Return which of the first ``before`` tokens are the sample."""
+        return range(0, before, max(APART, ceil(before / self.samples)))
+
+    def _choose_far(
+        self, span: Span, store: T, q: T, blocks: T, far: int, count: int
+    ) -> SeenTokens:
+        # [kv_heads, far]
+        standing = self._standing(span, store, q, blocks)[:, :far]
+        drawn = int(count * self.drawn)
+        best = standing.topk(count - drawn, -1).indices
+        weights = standing.pow(self.power).scatter(1, best, 0)
+        sums = weights.cumsum(-1)
+        begin = span.past * GOLDEN % 1
+        ticks = (torch.arange(drawn, device=q.device) + begin) / drawn * sums[:, -1:]
+        places = torch.searchsorted(sums, ticks, right=True).clamp(max=far - 1)
+        each = weights.gather(1, places)
+        counts = (sums[:, -1:] / (each * drawn)).log()
+        # where the best ones have all weight there is nothing to draw
+        counts = counts.masked_fill(each == 0, -torch.inf)
+        drawn_ones = DrawnTokens(best.shape[1], counts, self.level)
+        return SeenTokens(torch.cat([best, places], 1), drawn_ones)
 
     def _standing(self, span: Span, store: T, q: T, blocks: T) -> T:
+        """Return nearly the weight of each token of ``blocks``, summed over the queries of each group: ``[kv_heads,
+        tokens]``.
+        """
         heads, width = store.shape[3:]
         # [kv_heads, group, width]
         queries = q[span.first].unflatten(0, (heads, -1)).to(wide(store.dtype))
-        sizes = queries.abs()
+        at = torch.tensor([*self._sampled(len(blocks) * self.size)], device=q.device)
+        at = at.expand(1, heads, -1)
+        # [kv_heads, samples, width]
+        sample = self._fetch(store, blocks[at // self.size], at % self.size, 1)[0, 0]
+        differing = queries.square().sum(1).sqrt() * sample.std(1, unbiased=False)
         # [kv_heads, elements]
-        best = sizes.sum(1).topk(ceil(self.elements * width), -1).indices
+        best = differing.topk(ceil(self.elements * width), -1).indices
         keys = self._elements(store, blocks, best).to(queries.dtype)
         part = queries.gather(2, best[:, None].expand(-1, queries.shape[1], -1))
-        # as if the other elements were like these
-        share = part.abs().sum(-1, keepdim=True) / sizes.sum(-1, keepdim=True)
-        part = part / (width * share.clamp(min=1e-30)).sqrt()
         # [kv_heads, group, tokens]
         scores = part @ keys.flatten(0, 1).permute(1, 2, 0)
-        return scores.softmax(-1).sum(1)
+        return (scores * width**-0.5).softmax(-1).sum(1)
 
     def _elements(self, store: T, blocks: T, best: T) -> T:
         """Return elements of the keys of ``blocks``: ``[blocks, size, kv_heads, elements]``. ``best``: their numbers,
