@@ -161,6 +161,15 @@ def test_blocks_behind_a_window_are_not_there_for_others_after_a_move() -> None:
     assert later.hits == 4 and not target.scheduler.pool.owners
 
 
+def test_blocks_that_arrive_between_passes_are_taken_note_of() -> None:
+    """As a connection's thread does it, which is not in inference mode, for selectors that have seen passes."""
+    for word in SPARSE:
+        engine = opened(word)
+        write_all(engine)
+        for pages in engine.reader.pages:
+            pages.loaded([0, 1])
+
+
 def test_blocks_read_their_share() -> None:
     engine = opened("blocks:0.25")
     engine.submit([3] * 4, 1, GREEDY)

@@ -321,6 +321,8 @@ class KeyValuePages(Pages):
         if own:
             self.loaded([new for _, new in own])
 
+    # a connection's thread calls it between passes, and selectors keep what passes have made in inference mode
+    @torch.inference_mode()
     def loaded(self, blocks: Sequence[int]) -> None:
         if self.selector is not None:
             self.selector.loaded(self, blocks)
