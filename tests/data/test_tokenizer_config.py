@@ -146,11 +146,22 @@ def test_a_name_that_nobody_writes_gets_no_id(tmp_path: Path) -> None:
     assert (named.vocab, named.pad, named == plain) == (plain.vocab, None, True)
 
 
-def test_a_token_without_a_place_is_refused(tmp_path: Path) -> None:
+def test_a_token_without_a_place_is_refused_if_anything_uses_it(tmp_path: Path) -> None:
     entry = {"999": {"content": "<|far|>", "special": True}}
-    where = folder(tmp_path, {"added_tokens_decoder": entry})
+    where = folder(tmp_path / "used", {"added_tokens_decoder": entry, "pad_token": "<|far|>"})  # fmt: skip
     with pytest.raises(WeftError, match=r"gives '<\|far\|>' the id 999, and the next"):
         load_tokenizer(str(where))
+    unused = load_tokenizer(str(folder(tmp_path / "not", {"added_tokens_decoder": entry})))  # fmt: skip
+    assert unused == load_tokenizer(str(folder(tmp_path / "plain", {})))
+
+
+def test_an_added_token_that_is_not_special_stays_in_what_is_written(tmp_path: Path) -> None:  # fmt: skip
+    """Also where the configuration lists it among special tokens: as transformers has it, ``<think>`` is shown."""
+    config = {"additional_special_tokens": ["<|im_start|>"]}
+    tokenizer = load_tokenizer(str(folder(tmp_path, config, flags={"special": False})))
+    ids = [int(i) for i in tokenizer.encode("<|im_start|>", special=True)]
+    assert [tokenizer.name_of(i) for i in ids] == ["<|im_start|>"] and tokenizer.model
+    assert tokenizer.model.decode(ids) == "<|im_start|>"
 
 
 def test_names_of_tokens_are_those_before_normalization(tmp_path: Path) -> None:

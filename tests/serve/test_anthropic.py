@@ -175,6 +175,16 @@ def test_a_question_becomes_a_chat() -> None:
     assert chat["response_format"]["json_schema"]["schema"] == SHAPE
 
 
+def test_words_of_the_template_go_with_thinking() -> None:
+    asked = {"messages": TALK, "thinking": {"type": "enabled", "budget_tokens": 99}}
+    for own in ({"mood": "calm"}, {"mood": "calm", "enable_thinking": True}):
+        chat = messages_as_chat(asked | {"chat_template_kwargs": own})
+        assert chat["chat_template_kwargs"] == {"mood": "calm", "enable_thinking": True}
+    words = {"chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(ValueError, match="thinking: chat_template_kwargs"):
+        messages_as_chat(asked | words)
+
+
 def test_reasoning_is_a_block() -> None:
     with serving(THINKING) as served:
         answer = ask(served, temperature=0)

@@ -14,7 +14,6 @@ import tokenizers
 
 from weft.cache import build_once, cache_root, digest
 from weft.data.corpora import read_documents, source_fingerprint
-from weft.data.tokenizer_config import named_tokens, with_configured_tokens
 from weft.encodable import encodable
 from weft.errors import UsageError, WeftError
 from weft.recipe.named_templates import (
@@ -280,6 +279,9 @@ def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
         raise WeftError(
             f"{origin} has no tokenizer.json ({said}); name a tokenizer that is the model's own"
         )
+    # tokenizers that a run trains or that read bytes need nothing of it
+    from weft.data.tokenizer_config import named_tokens, with_configured_tokens
+
     try:
         settings = json.loads(files.get(CONFIG_FILE, b"{}"))
         named = {

@@ -40,23 +40,29 @@ def with_configured_tokens(
     A special token that neither file gives an id gets one only if a chat template writes it. Otherwise an unused name,
     such as that of a padding token, would make the vocabulary larger than the model's. An id in
     ``tokenizer.json`` counts more than one in the configuration. Raises :class:`WeftError` for a token that is in the
-    configuration alone, and cannot have the id that stands there.
+    configuration alone and in use, and cannot have the id that stands there.
 
     ``settings``: content of ``tokenizer_config.json``. ``templates``: texts of the chat templates.
     """
-    known = model.get_added_tokens_decoder()
+    known, written = model.get_added_tokens_decoder(), "".join(templates)
     stated = settings.get("added_tokens_decoder") or {}
     tokens = {int(number): _token(given) for number, given in stated.items()}
     changed = {i: t for i, t in tokens.items() if repr(known.get(i)) != repr(t)}
+    named = {token.content for key, token in _special_tokens(settings) if key}
     new = [i for i, t in changed.items() if model.token_to_id(t.content) is None]
-    model.add_tokens([token for _, token in sorted(changed.items())])
+    free = max(model.get_vocab().values(), default=-1) + 1 if new else 0
     for number in sorted(new):
         name = changed[number].content
-        if (free := model.token_to_id(name)) != number:
+        if number == free:
+            free += 1
+        elif name in written or name in named:
             raise WeftError(
                 f"tokenizer_config.json gives {name!r} the id {number}, and the next free one is {free}"
             )
-    missing = _missing(model, settings, "".join(templates))
+        else:  # nothing uses it
+            del changed[number]
+    model.add_tokens([token for _, token in sorted(changed.items())])
+    missing = _missing(model, settings, written)
     model.add_tokens(missing)
     # read anew, as a token whose flags have changed would count as before, too
     return Tokenizer.from_str(model.to_str()) if changed or missing else model
@@ -65,19 +71,16 @@ def with_configured_tokens(
 def _missing(
     model: Tokenizer, settings: Mapping[str, Any], written: str
 ) -> list[AddedToken]:
-    """Return the special tokens of ``settings`` that ``model`` lacks, or has as others, and that it can have.
+    """Return the special tokens of ``settings`` that ``model`` lacks, and that it can have.
 
     ``written``: text of the chat templates.
     """
-    added = {t.content: t for t in model.get_added_tokens_decoder().values()}
+    added = {token.content for token in model.get_added_tokens_decoder().values()}
     missing: dict[str, AddedToken] = {}
     for key, token in _special_tokens(settings):
         name = token.content
-        if name in added:
-            flags = {flag: getattr(added[name], flag) for flag in _FLAGS}
-            if not flags["special"]:
-                missing[name] = _token({"content": name, **flags, "special": True})
-        elif (
+        # an added token keeps its own flags: one that is not special is part of what is written, such as <think>
+        if name not in added and (
             model.token_to_id(name) is not None
             or name in written
             or (key and key in written)

@@ -23,7 +23,7 @@ _PUBLIC = re.compile(
     r"(?:download|dl|inline|raw)(?:=(?:[01]|true|false|yes|no)?)?"
     r"|(?:alt|export|format)=[a-z]{1,8}"
     r"|(?:lang|limit|offset|page|part|shard|split|version|year)=[\w.-]{1,16}"
-    r"|(?:ref|rev|revision)=[\w./-]{1,40}"
+    r"|(?:ref|rev|revision)=(?:[0-9a-f]{7,40}|[\w./-]{1,24})"
 )
 
 

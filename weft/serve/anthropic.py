@@ -109,7 +109,13 @@ def messages_as_chat(asked: Schema) -> Schema:
             raise ValueError(
                 f"thinking: give enabled, adaptive or disabled as its type, not {shown_json(kind)}"
             )
-        chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
+        thinks, words = kind != "disabled", object_in(asked, "chat_template_kwargs")
+        if words.get("enable_thinking", thinks) != thinks:
+            raise ValueError(
+                "thinking: chat_template_kwargs.enable_thinking says otherwise; leave out one of both"
+            )
+        chat["chat_template_kwargs"] = words | {"enable_thinking": thinks}
+        rest.pop("chat_template_kwargs", None)
         chat |= rest_of(asked, "thinking", ("type",))
     if config := object_in(asked, "output_config"):
         chat["reasoning_effort"] = config.get("effort")
