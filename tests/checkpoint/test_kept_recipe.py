@@ -75,6 +75,11 @@ PLANNED = {
     ({}, PLANNED),
     ({"plans": True}, {"train": {"steps": 7}, "memory": {}}),
     ({"plans": True, "overrides": ["train.micro_batch=4"]}, {"train": {"steps": 7, "micro_batch": 4}, "memory": {}}),
+    # the planner does not plan beside a layout that is given, and what it chose before stays
+    ({"plans": True, "overrides": ["layout.tp=2"]}, {
+        "train": {"steps": 7, "micro_batch": 2, "planned": ["train.micro_batch", "memory.moments"]},
+        "layout": {"dp": 4, "tp": 2}, "memory": {"moments": "host"},
+    }),
     ({"overrides": ["layout.tp=2", "train.micro_batch=4"]}, {
         "train": {"steps": 7, "micro_batch": 4, "planned": ["memory.moments"]},
         "layout": {"dp": 4, "tp": 2}, "memory": {"moments": "host"},

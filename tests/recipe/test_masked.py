@@ -59,7 +59,8 @@ def test_every_address_in_a_word_of_a_command_is_masked(word: str, shown: str) -
     ("https://me:word@host/a.txt?download=true", True), ("s3://key:word@bucket/a?raw=1", True),
     ("https://host/a.txt?download=f3a9", True), ("https://host/a.txt?sig=1", True),
     ("https://host/a.txt?download=true&token=1", True), ("https://host/a.txt?download=true#part", True),
-    ("https://host/a?rev=ghp_abcdefghijklmnopqrstuvwxyz0123456789", True), ("https://host/a?rev=0123456789abcdef", False),
+    ("https://host/a?rev=ghp_abcdefghijklmnopqrstuvwxyz0123456789", True),
+    ("https://host/a?rev=0123456789abcdef", False),
     ("https://host/a.txt?", True), ("https://me:wo?raw=1@host/a", True), ("https://me:wo?raw@host/a", True),
 ])  # fmt: skip
 def test_a_query_of_a_form_is_no_secret(address: str, secret: bool) -> None:

@@ -297,6 +297,11 @@ def test_a_drawn_token_with_much_weight_counts_once() -> None:
         row = scores[None, None, None].clone()
         alisa_selector._count_drawn(row, alisa_selector.DrawnTokens(3, counts, level))
         assert row.flatten().tolist() == [4, 2, 3, *expected, -torch.inf]
+    # drawn three times it counts three times a third
+    row = torch.tensor([0.0, 0.0, 2.0, 2.0, 2.0], dtype=torch.double)[None, None, None]
+    third = torch.full((1, 3), 1 / 3, dtype=torch.double).log()
+    alisa_selector._count_drawn(row, alisa_selector.DrawnTokens(2, third, 0.25))
+    torch.testing.assert_close(row[..., 2:].exp().sum().log().item(), 2.0)
 
 
 def test_beams_see_what_texts_see() -> None:
@@ -379,7 +384,8 @@ def test_each_rank_selects_for_its_heads(pool: Any, layout: str) -> None:
     ("alisa:0.2:int4", "cannot be"), ("alisa:0.2:int8:int8", "cannot be"),
     ("alisa:0.2:host=x", "cannot be"), ("none:3", "nothing comes behind none"),
     ("window:3", "is less than a cache block of 4 tokens; give window:4 or more"),
-    ("alisa:0.5:query:query", "cannot be"), ("alisa:0.1:query", "give a share of 0.125 or more, or leave query out"),
+    ("alisa:0.5:query:query", "cannot be"),
+    ("alisa:0.1:query", "give a share of 0.125 or more, or leave query and drawn out"),
     ("alisa:0.5:host=3", "room on the host for less than a cache block of 4 tokens; give host=4 or more"),
 ])  # fmt: skip
 def test_words_that_cannot_be(word: str, line: str) -> None:

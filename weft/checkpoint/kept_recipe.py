@@ -52,6 +52,8 @@ def _sort_out_planned(tree: dict[str, Any], own: set[str], plans: bool) -> None:
         for setting in planned
         if not any(f"{key}.".startswith(f"{setting}.") for key in own)
     ]
+    # the planner chooses nothing beside a layout that is given; on ranks, its choice has come along
+    plans = plans and ("layout" in left or "train.planned" in own)
     if not plans and left:
         tree["train"]["planned"] = left
     for setting in left if plans else ():

@@ -93,7 +93,7 @@ class SparseWindow(CachePolicy):
         if self.query and self.share < QUERY_LEAST:
             raise UsageError(
                 f"--cache-policy {self.word} leaves too few tokens beside what queries look at; give a share of "
-                f"{QUERY_LEAST:g} or more, or leave query out"
+                f"{QUERY_LEAST:g} or more, or leave query and drawn out"
             )
 
     def selector(self, size: int) -> BlockSelector:

@@ -367,6 +367,6 @@ def _count_drawn(scores: T, drawn: DrawnTokens) -> None:
     together = own + counts
     if drawn.level is not None and first:
         level = scores[..., :first].quantile(drawn.level, -1, keepdim=True)
-        once = (own > level) & counts.isfinite()
-        together = torch.where(once, torch.maximum(own, level + counts), together)
+        # a token that is drawn several times counts for less than one each time
+        together = torch.minimum(together, torch.maximum(own, level + counts))
     own.copy_(together)

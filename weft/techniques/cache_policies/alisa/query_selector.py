@@ -110,7 +110,8 @@ class QuerySelector(WeightSumSelector):
         heads, width = store.shape[3:]
         # [kv_heads, group, width]
         queries = q[span.first].unflatten(0, (heads, -1)).to(wide(store.dtype))
-        at = torch.tensor([*self._sampled(len(blocks) * self.size)], device=q.device)
+        sampled = self._sampled(len(blocks) * self.size)
+        at = torch.arange(sampled.start, sampled.stop, sampled.step, device=q.device)
         at = at.expand(1, heads, -1)
         # [kv_heads, samples, width]
         sample = self._fetch(store, blocks[at // self.size], at % self.size, 1)[0, 0]
