@@ -212,3 +212,16 @@ def no_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     take_out()
     registered.update(before)
+
+
+@pytest.fixture
+def own_techniques() -> Iterator[None]:
+    """What a test itself registers is gone after it."""
+    registered = registry._REGISTERED
+    before = dict(registered)
+    yield
+    # Weft's own stay, as their files are imported once
+    for key, technique in [*registered.items()]:
+        if key not in before and not technique.module.startswith("weft."):
+            del registered[key]
+    registered.update(before)

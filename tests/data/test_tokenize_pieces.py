@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from weft import registry
 from weft.data import corpora, tokenize_pieces
 from weft.data.joined_pieces import JoinedPieces
 from weft.data.source_piece import FileStamp, SourcePiece, stamp_of
@@ -349,7 +348,10 @@ def test_progress_names_files_rate_and_rest(
 @pytest.mark.soak
 @pytest.mark.slow(4)
 def test_processes_read_from_places_of_plugins(
-    tmp_path: Path, in_pieces: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    in_pieces: None,
+    own_techniques: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A place that only a plugin knows is known to the processes that tokenize, too."""
     mixed(tmp_path / "corpus")
@@ -370,7 +372,6 @@ def test_processes_read_from_places_of_plugins(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("WEFT_TOKENIZE_PROCESSES", "2")
-    monkeypatch.setattr(registry, "_REGISTERED", {**registry._REGISTERED})
     load_plugins(["shelf_place"])
     tokenizer = load_tokenizer("bytes")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,7 @@ from weft.models.plugin_loss import TokenLoss
 from weft.recipe import ModelShape, build_recipe
 from weft.shapes.parameters import parameter_count
 
-
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    before = dict(registry._REGISTERED)
-    yield
-    registry._REGISTERED.clear()
-    registry._REGISTERED.update(before)
+pytestmark = pytest.mark.usefixtures("own_techniques")
 
 
 def shape_of(kind: str = "mlp", **settings: Any) -> ModelShape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest.mock import Mock
 
@@ -12,7 +12,6 @@ import torch
 
 from tests.cases import write_corpus
 from tests.sync.test_islands import in_threads, tree
-from weft import registry
 from weft.data.batch import Pairs
 from weft.errors import UsageError
 from weft.layout.mesh import Mesh
@@ -34,17 +33,7 @@ from weft.train.step import PlainStep, StepContext
 from weft.train.step_technique import StepTechnique
 from weft.train.step_values import Agreed, StepInput, StepResult
 
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """What a test itself registers is gone after it."""
-    before = dict(registry._REGISTERED)
-    yield
-    # Weft's own stay, as their files are imported once
-    for key, technique in [*registry._REGISTERED.items()]:
-        if key not in before and not technique.module.startswith("weft."):
-            del registry._REGISTERED[key]
-    registry._REGISTERED.update(before)
+pytestmark = pytest.mark.usefixtures("own_techniques")
 
 
 @pytest.fixture(scope="module")
