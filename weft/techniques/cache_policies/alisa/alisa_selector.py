@@ -51,8 +51,8 @@ class HostTokens(NamedTuple):
 class DrawnTokens(NamedTuple):
     """Tokens that a selector has drawn from those that are left out. ``first``: index of the first among the places
     that are seen; all before it have been chosen for their weight. ``counts``: logarithm of the number of tokens that
-    each stands for, ``[kv_heads, drawn]``. ``level``: quantile of the scores of the chosen ones; a token above it weighs
-    no more than one at it would, or than itself once; None: each weighs as all that it stands for.
+    each stands for, ``[kv_heads, drawn]``. ``level``: quantile of the scores of the chosen ones; a token above it
+    weighs no more than one at it would, or than itself once; None: each weighs as all that it stands for.
     """
 
     first: int
