@@ -26,8 +26,8 @@ NEAR = 0.25
 DRAWN, DRAWN_EVENLY = 0.25, 0.5
 
 #: The quantile of the scores of the chosen tokens above which a drawn one weighs no more than one at it, or than
-#: itself once. Elements have not shown its weight, so that it is not like those it stands for, and would be all of a head that
-#: looks at few.
+#: itself once. Elements have not shown its weight, so that it is not like those it stands for, and would be all of a
+#: head that looks at few.
 LEVEL = 0.25
 
 #: The power of their expected weight by which tokens are drawn: as that weight is not exact, a token with little of it
