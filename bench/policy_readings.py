@@ -19,15 +19,23 @@ from weft.techniques.cache_policies.alisa.query_selector import QuerySelector
 
 
 class AttendedSelector(QuerySelector):
-    """ALISA's choice with the whole query in place of sums over earlier queries, or of a few elements.
+    """ALISA's choice with whole queries and keys in place of sums over earlier queries, or of a few elements.
 
     All keys are read for it, so it saves nothing: it shows how much of the loss is the fault of the choice.
     """
 
-    elements = 1.0
-
     def _looked(self, span: Span, store: torch.Tensor) -> int:
         return 0
+
+    def _scores(
+        self,
+        store: torch.Tensor,
+        blocks: torch.Tensor,
+        queries: torch.Tensor,
+        best: torch.Tensor,
+    ) -> torch.Tensor:
+        keys = store[0, blocks].flatten(0, 1).to(queries.dtype)
+        return queries @ keys.permute(1, 2, 0)
 
 
 class AttendedWindow(SparseWindow):

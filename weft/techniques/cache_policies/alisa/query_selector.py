@@ -1,59 +1,75 @@
-"""Choice of tokens by the present query, of which a few elements are compared with those of all keys."""
+"""Choice of tokens by the present query, of which some elements are compared with those of all keys in two bits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 
 import torch
 
+from weft.models.block_selector import SelectedPages
 from weft.models.numbers import wide
+from weft.models.queued_copy import queued_copy
 from weft.models.spans import Span
 from weft.techniques.cache_policies.alisa.alisa_selector import (
     DrawnTokens,
     SeenTokens,
     WeightSumSelector,
 )
+from weft.techniques.cache_policies.alisa.key_codes import KeyCodes, code_bits
 
 T = torch.Tensor
 
-#: The share of the elements of all keys that a token reads to choose.
-ELEMENTS = 1 / 8
+#: The share of the elements of all keys that a token reads to choose, in two bits.
+ELEMENTS = 3 / 8
+
+#: Bits of an element of a key that is read whole, and of its value. A cache of 32 bits counts as if it had 16.
+WHOLE = 16
 
 #: The share of the seen tokens that are the last ones: a query finds near tokens as well.
-NEAR = 0.25
+NEAR = 1 / 8
 
 #: The share of the other seen tokens that are drawn; and this share where a head looks at everything a little.
-DRAWN, DRAWN_EVENLY = 0.25, 0.5
+DRAWN, DRAWN_EVENLY = 0.375, 0.5
 
 #: The quantile of the scores of the chosen tokens above which a drawn one weighs no more than one at it, or than
-#: itself once. Elements have not shown its weight, so that it is not like those it stands for, and would be all of a
-#: head that looks at few.
+#: itself once. Codes have not shown its weight, so that it is not like those it stands for, and would be all of a head
+#: that looks at few.
 LEVEL = 0.25
 
 #: The power of their expected weight by which tokens are drawn: as that weight is not exact, a token with little of it
 #: should not be rare, since it would count for very many if it is drawn.
-POWER = 0.5
+POWER = 0.75
 
-#: The most keys that are read whole to choose, at equal distances, and the tokens for each of them at least.
+#: The most keys that are read whole to choose elements, at equal distances, and the tokens for each of them at least.
 SAMPLES, APART = 16, 16
 
 #: Draws begin at multiples of the golden ratio, so that tokens after one another draw others.
 GOLDEN = 0.6180339887498949
 
 
+def looked_share(size: int) -> float:
+    """Return the share of keys and values in blocks of ``size`` tokens that a token reads to choose, but for whole keys
+    of a sample.
+    """
+    return ELEMENTS * code_bits(size) / WHOLE / 2
+
+
 class QuerySelector(WeightSumSelector):
     """Chooses the tokens beside the last ones by the query of each new token in place of sums over earlier queries.
 
-    A few elements of all keys are read, and say nearly which keys get most weight (SparQ, 2312.04985). They are those
-    for which the queries times the standard deviation over keys is largest: an element that hardly differs between keys
-    adds nearly the same to all scores, however large it is. A sample of keys shows the standard deviations.
+    Some elements of all keys are read, rounded to two bits, and say nearly which keys get most weight (SparQ,
+    2312.04985; :class:`KeyCodes`). They are those for which the queries times the standard deviation over keys is
+    largest: an element that hardly differs between keys adds nearly the same to all scores, however large it is. A
+    sample of keys shows the standard deviations.
 
     A part of the tokens are those with most weight. The others are drawn from all that are left, by about their weight,
     and each counts for as many as it stands for (MagicPIG, 2410.16179). Where a head looks at everything a little, the
     tokens with most weight alone would be another text than the whole. ``evenly``: more are drawn, and each counts for
     as many, whatever its weight is.
 
-    Elements and the sample count in the share.
+    Elements and the sample count in the share, by their bits. The attribute ``near_codes`` has the keys of blocks on
+    the device, and ``away_codes`` those of blocks on the host.
     """
 
     sums_weights = False
@@ -69,8 +85,31 @@ class QuerySelector(WeightSumSelector):
     ) -> None:
         super().__init__(share, size, in_bytes, prompts)
         self.together = 1
+        self.near_codes, self.away_codes = KeyCodes(size), KeyCodes(size)
         self.drawn = DRAWN_EVENLY if evenly else DRAWN
         self.level = None if evenly else LEVEL
+
+    def written(self, pages: SelectedPages) -> None:
+        super().written(pages)
+        prepared, key = pages.reading.prepared, "full blocks"
+        if key not in prepared:
+            prepared[key] = [
+                block
+                for span in pages.reading.spans
+                for block in span.table[span.past // self.size : (span.past + span.last - span.first) // self.size]
+            ]  # fmt: skip
+        self.loaded(pages, prepared[key])
+
+    def loaded(self, pages: SelectedPages, blocks: Sequence[int]) -> None:
+        if pages.store is not None and blocks:
+            at = queued_copy([*blocks], pages.store.device)
+            self.near_codes.write(at, pages.store[0, at])
+
+    def _move(self, pages: SelectedPages, moves: Sequence[tuple[int, int]]) -> None:
+        super()._move(pages, moves)
+        last = {-1 - new: old for old, new in moves}
+        there, here = torch.tensor([*last.items()]).T
+        self.away_codes.take(there, self.near_codes, here)
 
     def _counted_from(self, span: Span) -> int:
         return self.dense_until(span)
@@ -79,7 +118,9 @@ class QuerySelector(WeightSumSelector):
         before = span.past // self.size * self.size
         if span.past < self.dense_until(span) or self._budget(before) >= before:
             return 0
-        return ceil((before * self.elements + len(self._sampled(before))) / 2)
+        codes = self.elements * code_bits(self.size) / WHOLE
+        # of keys alone: as much as half of so many keys and values
+        return ceil((before * codes + len(self._sampled(before))) / 2)
 
     def _sampled(self, before: int) -> range:
         """Return which of the first ``before`` tokens are the sample."""
@@ -119,28 +160,20 @@ class QuerySelector(WeightSumSelector):
         differing = queries.square().sum(1).sqrt() * sample.std(1, unbiased=False)
         # [kv_heads, elements]
         best = differing.topk(ceil(self.elements * width), -1).indices
-        keys = self._elements(store, blocks, best).to(queries.dtype)
-        part = queries.gather(2, best[:, None].expand(-1, queries.shape[1], -1))
-        # [kv_heads, group, tokens]
-        scores = part @ keys.flatten(0, 1).permute(1, 2, 0)
+        scores = self._scores(store, blocks, queries, best)
         return (scores * width**-0.5).softmax(-1).sum(1)
 
-    def _elements(self, store: T, blocks: T, best: T) -> T:
-        """Return elements of the keys of ``blocks``: ``[blocks, size, kv_heads, elements]``. ``best``: their numbers,
-        ``[kv_heads, elements]``.
+    def _scores(self, store: T, blocks: T, queries: T, best: T) -> T:
+        """Return nearly the products of queries and keys of ``blocks``: ``[kv_heads, group, tokens]``. ``best``:
+        numbers of the elements that are read, ``[kv_heads, elements]``.
         """
-        heads, width = store.shape[3:]
-        within = torch.arange(self.size * heads, device=store.device)
-        rows = blocks.clamp(min=0)[:, None] * len(within) + within
-        # those elements alone, not whole keys
-        at_elements = rows.view(-1, self.size, heads, 1) * width + best
-        keys = store[0].take(at_elements)
         away = blocks < 0
-        if self.host is not None and away.any():
-            at = (-1 - blocks[away]).cpu()
-            index = best.cpu().expand(len(at), self.size, -1, -1)
-            moved = self.host.kept[0, at].gather(3, index)
-            if self.host.scales is not None:
-                moved = moved * self.host.scales[0, at]
-            keys[away] = moved.to(keys)
-        return keys
+        if not away.any():
+            return self.near_codes.scores(blocks, queries, best)
+        scores = queries.new_empty(*queries.shape[:2], len(blocks), self.size)
+        here = self.near_codes.scores(blocks[~away], queries, best)
+        moved = (-1 - blocks[away]).cpu(), queries.cpu(), best.cpu()
+        there = self.away_codes.scores(*moved).to(scores.device)
+        scores[:, :, ~away] = here.unflatten(2, (-1, self.size))
+        scores[:, :, away] = there.unflatten(2, (-1, self.size))
+        return scores.flatten(2)
