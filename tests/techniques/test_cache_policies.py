@@ -30,11 +30,7 @@ from weft.layout.layout import Layout
 from weft.models.spans import Span
 from weft.models.transformer import Transformer
 from weft.registry import register
-from weft.techniques.cache_policies.alisa import (
-    alisa_selector,
-    key_codes,
-    query_selector,
-)
+from weft.techniques.cache_policies.alisa import drawn_tokens, key_codes, query_selector
 
 PROMPTS = [[(7 * i + 3 * j) % 31 for i in range(n)] for j, n in enumerate((5, 24, 40))]
 NEW = 14
@@ -337,12 +333,12 @@ def test_a_drawn_token_with_much_weight_counts_once() -> None:
     counts = torch.tensor([[3.0, 3.0, 3.0, -torch.inf]], dtype=torch.double)
     for level, expected in ((0.5, [9.0, 5.5, 4.0]), (None, [12.0, 5.5, 4.0])):
         row = scores[None, None, None].clone()
-        alisa_selector._count_drawn(row, alisa_selector.DrawnTokens(3, counts, level))
+        drawn_tokens.count_drawn(row, drawn_tokens.DrawnTokens(3, counts, level))
         assert row.flatten().tolist() == [4, 2, 3, *expected, -torch.inf]
     # drawn three times it counts three times a third
     row = torch.tensor([0.0, 0.0, 2.0, 2.0, 2.0], dtype=torch.double)[None, None, None]
     third = torch.full((1, 3), 1 / 3, dtype=torch.double).log()
-    alisa_selector._count_drawn(row, alisa_selector.DrawnTokens(2, third, 0.25))
+    drawn_tokens.count_drawn(row, drawn_tokens.DrawnTokens(2, third, 0.25))
     torch.testing.assert_close(row[..., 2:].exp().sum().log().item(), 2.0)
 
 

@@ -16,8 +16,9 @@ from weft.models.block_selector import (
     seen_keys,
 )
 from weft.models.numbers import wide
-from weft.models.paged import untouched_zeros
 from weft.models.spans import Span, rounds
+from weft.techniques.cache_policies.alisa.drawn_tokens import SeenTokens, count_drawn
+from weft.techniques.cache_policies.alisa.host_memory import HostMemory, rounded
 
 T = torch.Tensor
 
@@ -32,42 +33,6 @@ FADING = 0.5
 #: less than a hundredth.
 RECENT = 8
 
-#: The largest number in 8 bits.
-BYTE = 127
-
-
-class HostTokens(NamedTuple):
-    """Keys and values of blocks that have moved to the host's memory. ``kept``: keys and values, ``[2, blocks, size,
-    kv_heads, width]``. ``scales``: factors of rounded keys and values, ``[2, blocks, size, kv_heads, 1]``; None if they
-    are not rounded. ``sums``: running sums of the attention weights that tokens have got, by which the selector chooses
-    tokens.
-    """
-
-    kept: T
-    scales: T | None
-    sums: T
-
-
-class DrawnTokens(NamedTuple):
-    """Tokens that a selector has drawn from those that are left out. ``first``: index of the first among the places
-    that are seen; all before it have been chosen for their weight. ``counts``: logarithm of the number of tokens that
-    each stands for, ``[kv_heads, drawn]``. ``level``: quantile of the scores of the chosen ones; a token above it
-    weighs no more than one at it would, or than itself once; None: each weighs as all that it stands for.
-    """
-
-    first: int
-    counts: T
-    level: float | None
-
-
-class SeenTokens(NamedTuple):
-    """Which tokens the new tokens of a piece see. ``places``: their positions, ``[kv_heads, keys]``. ``drawn``: those
-    of them that stand for others, too; None: each stands for itself alone.
-    """
-
-    places: T
-    drawn: DrawnTokens | None = None
-
 
 class _Round(NamedTuple):
     """Pieces of texts that attend in one call, each within a block. ``rows``: their tokens in the packed row,
@@ -78,14 +43,6 @@ class _Round(NamedTuple):
     rows: T
     tables: T
     at: T
-
-
-def rounded(x: T) -> tuple[T, T]:
-    """Round the vectors of ``x`` ``[..., width]`` to 8 bits. Return the rounded values, and the factor of each vector
-    by which they are multiplied to get ``x`` back, ``[..., 1]``.
-    """
-    scales = x.abs().amax(-1, keepdim=True).float() / BYTE
-    return (x.float() / scales.clamp(min=1e-30)).round().to(torch.int8), scales
 
 
 class WeightSumSelector(BlockSelector):
@@ -109,7 +66,7 @@ class WeightSumSelector(BlockSelector):
         self.prompts, self.together = prompts, size
         # sums from finished blocks of queries, and from the present one: [2, blocks, size, kv_heads]
         self.sums: T | None = None
-        self.host: HostTokens | None = None
+        self.host = HostMemory(in_bytes)
 
     def written(self, pages: SelectedPages) -> None:
         store, slots = pages.store, pages.reading.slots
@@ -139,33 +96,9 @@ class WeightSumSelector(BlockSelector):
         store, sums = pages.store, self.sums
         assert store is not None and sums is not None
         # a number on the host can have been given away again since
-        last = {-1 - new: old for old, new in moves}
-        blocks, places = [*last.values()], [*last]
-        host = self._room(max(places) + 1, store, sums)
-        moved = store[:, blocks]
-        if host.scales is not None:
-            values, scales = rounded(moved)
-            host.kept[:, places], host.scales[:, places] = values.cpu(), scales.cpu()
-        else:
-            host.kept[:, places] = moved.cpu()
-        host.sums[:, places] = sums[:, blocks].cpu()
-
-    def _room(self, blocks: int, store: T, sums: T) -> HostTokens:
-        """Return the memory on the host, enlarged if it has fewer than ``blocks`` blocks."""
-        before = self.host
-        if before is not None and before.kept.shape[1] >= blocks:
-            return before
-        count = max(blocks, 2 * before.kept.shape[1] if before else 64)
-        like = torch.empty(0, dtype=torch.int8 if self.in_bytes else store.dtype)
-        shape = 2, count, *store.shape[2:]
-        kept = untouched_zeros(like, shape)
-        scales = untouched_zeros(torch.empty(0), (*shape[:-1], 1)) if self.in_bytes else None  # fmt: skip
-        summed = untouched_zeros(torch.empty(0, dtype=sums.dtype), shape[:-1])
-        self.host = HostTokens(kept, scales, summed)
-        for new, old in zip(self.host, before or (), strict=False):
-            if new is not None and old is not None:
-                new[:, : old.shape[1]] = old
-        return self.host
+        last = {new: old for old, new in moves}
+        blocks = [*last.values()]
+        self.host.put([*last], store[:, blocks], sums[:, blocks])
 
     def attend(self, pages: SelectedPages, q: T, out: T, window: int) -> None:
         reading, store = pages.reading, pages.store
@@ -254,7 +187,7 @@ class WeightSumSelector(BlockSelector):
         scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
         for row, each in zip(scores, choices, strict=True):
             if each.drawn is not None:
-                _count_drawn(row, each.drawn)
+                count_drawn(row, each.drawn)
         weights = scores.softmax(-1)
         attended = weights @ values[:, :, None]
         out[texts.rows] = attended.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out.dtype)
@@ -313,8 +246,8 @@ class WeightSumSelector(BlockSelector):
         assert self.sums is not None
         sums = self.sums[0, blocks.clamp(min=0)]
         away = blocks < 0
-        if self.host is not None and away.any():
-            sums[away] = self.host.sums[0, (-1 - blocks[away]).cpu()].to(sums.device)
+        if away.any():
+            sums[away] = self.host.sums(blocks[away]).to(sums.device)
         return sums
 
     def _fetch(self, store: T, blocks: T, places: T, parts: int = 2) -> T:
@@ -326,12 +259,9 @@ class WeightSumSelector(BlockSelector):
         chosen = store[:parts, blocks.clamp(min=0), places, heads]
         chosen = chosen.to(wide(store.dtype))
         away = blocks < 0
-        if self.host is not None and away.any():
-            at = (-1 - blocks[away]).cpu(), places[away].cpu(), heads.expand_as(blocks)[away].cpu()  # fmt: skip
-            moved = self.host.kept[:parts, *at].to(chosen.dtype)
-            if self.host.scales is not None:
-                moved = moved * self.host.scales[:parts, *at].to(chosen.dtype)
-            chosen[:, away] = moved.to(chosen.device)
+        if away.any():
+            at = blocks[away], places[away], heads.expand_as(blocks)[away]
+            chosen[:, away] = self.host.read(parts, *at, chosen)
         return chosen
 
     def _add(self, blocks: T, places: T, weights: T) -> None:
@@ -341,10 +271,9 @@ class WeightSumSelector(BlockSelector):
         near = blocks >= 0
         at = blocks[near], places[near], heads[near]
         self.sums[1].index_put_(at, weights[near].to(self.sums.dtype), accumulate=True)
-        if self.host is not None and not near.all():
-            away = (-1 - blocks[~near]).cpu(), places[~near].cpu(), heads[~near].cpu()
-            values = weights[~near].to(self.host.sums.dtype).cpu()
-            self.host.sums[1].index_put_(away, values, accumulate=True)
+        if not near.all():
+            away = blocks[~near], places[~near], heads[~near]
+            self.host.add(*away, weights[~near])
 
     def _finish(self, pieces: Sequence[Span]) -> None:
         """Let the sums of a block of queries count, for texts whose block is full."""
@@ -352,21 +281,8 @@ class WeightSumSelector(BlockSelector):
         full = [p for p in pieces if (p.past + p.last - p.first) % self.size == 0]
         near = [block for p in full for block in p.table if block >= 0]
         away = [-1 - block for p in full for block in p.table if block < 0]
-        for sums, blocks in ((self.sums, near), (self.host and self.host.sums, away)):
+        kept = self.sums, self.host.tokens and self.host.tokens.sums
+        for sums, blocks in zip(kept, (near, away), strict=True):
             if sums is not None and blocks:
                 sums[0, blocks] = FADING * sums[0, blocks] + sums[1, blocks]
                 sums[1, blocks] = 0
-
-
-def _count_drawn(scores: T, drawn: DrawnTokens) -> None:
-    """Let each of the drawn tokens weigh as all that it stands for. ``scores``: those of the places that are seen,
-    ``[kv_heads, group, tokens, keys]``, changed in place.
-    """
-    first, counts = drawn.first, drawn.counts[:, None, None]
-    own = scores[..., first : first + counts.shape[-1]]
-    together = own + counts
-    if drawn.level is not None and first:
-        level = scores[..., :first].quantile(drawn.level, -1, keepdim=True)
-        # a token that is drawn several times counts for less than one each time
-        together = torch.minimum(together, torch.maximum(own, level + counts))
-    own.copy_(together)

@@ -11,11 +11,8 @@ from weft.models.block_selector import SelectedPages
 from weft.models.numbers import wide
 from weft.models.queued_copy import queued_copy
 from weft.models.spans import Span
-from weft.techniques.cache_policies.alisa.alisa_selector import (
-    DrawnTokens,
-    SeenTokens,
-    WeightSumSelector,
-)
+from weft.techniques.cache_policies.alisa.alisa_selector import WeightSumSelector
+from weft.techniques.cache_policies.alisa.drawn_tokens import DrawnTokens, SeenTokens
 from weft.techniques.cache_policies.alisa.key_codes import KeyCodes, code_bits
 
 T = torch.Tensor
