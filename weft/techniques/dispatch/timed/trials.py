@@ -23,9 +23,9 @@ from statistics import median_low
 from weft.techniques.dispatch.timed.evidence import LEAST, NOISE, Evidence, OptionRatio
 
 #: Options are tried while a loss of such a share of the time is expected without them.
-RISK = 0.005
+RISK = 0.0015
 #: What trials of all options may cost after their first turn, in passes with the chosen option.
-FIRST = 10.0
+FIRST = 20.0
 #: Share of the time since the last turn that the next one may take longer than passes with the chosen option alone.
 SPENT = 0.01
 #: Turns of a round that looks whether anything has changed, and turns of any round at most.
