@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import typer
 from catalogue import (
     PAGE,
     catalogue,
@@ -190,7 +189,7 @@ def test_catalogue_names_what_exists() -> None:
             assert "/" not in path or (root / path).exists(), path
         words = row[3].replace("`", "").replace(",", " ").split()
         if words[0] == "weft":
-            command: Any = typer.main.get_command(app)
+            command: Any = app.parser
             for word in words[1:]:
                 command = getattr(command, "commands", {}).get(word, command)
             known = {name for param in command.params for name in param.opts}

@@ -17,7 +17,6 @@ from pathlib import Path
 import pipeline_reference
 import pytest
 import reference
-import typer.main
 
 from tests.browser import CHROMIUM, measured
 from tests.test_tutorials import parse
@@ -140,7 +139,7 @@ def test_commands_can_be_typed() -> None:
     ]
     assert len(found) >= 15
     for args in found:
-        parse(typer.main.get_command(app), args)
+        parse(app.parser, args)
         for recipe in args[1:2] if args[:1] in (["train"], ["verify"]) else ():
             assert find_recipe(recipe) or recipe in ("my.toml", "recipe.toml"), recipe
             if find_recipe(recipe):

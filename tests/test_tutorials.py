@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import typer.main
 
 from weft.cli.app import app as weft_app
 
@@ -133,7 +132,7 @@ def test_the_code_of_a_tutorial_is_there(name: str) -> None:
                 if isinstance(node, ast.ImportFrom) and node.module:
                     module = importlib.import_module(node.module)
                     assert all(hasattr(module, alias.name) for alias in node.names)
-    app = typer.main.get_command(weft_app)
+    app = weft_app.parser
     typed_words = [shlex.split(c.typed, comments=True) for c in commands_of(text)]
     ours = [
         words[words.index("weft") + 1 :] for words in typed_words if "weft" in words

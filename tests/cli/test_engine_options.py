@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-import typer.main
 
 from tests.serve.running import build
 from weft.cli.app import app
@@ -23,7 +22,7 @@ SHARED = inspect.signature(read_engine_options).parameters
 
 def parsed(words: list[str]) -> EngineOptions:
     """The options that ``weft engine`` reads from these words."""
-    command = typer.main.get_command(app).commands["engine"]  # type: ignore[attr-defined]
+    command = app.parser.commands["engine"]
     params = command.make_context("engine", ["--join=h:1", *words]).params
     return read_engine_options(**{name: params[name] for name in SHARED})
 

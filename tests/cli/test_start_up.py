@@ -12,10 +12,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import typer
+import typer.main
 from rich.text import Text
 from typer.core import TyperGroup
 
+from tests.conftest import Command
 from weft.cli.app import Commands, app
 
 RUN = """
@@ -99,6 +100,22 @@ def test_the_entry_point_comes_before_all_imports() -> None:
     assert done.stdout.split() == ["weft", "weft.__main__", "weft.version"]
 
 
+def test_the_parser_is_made_once_per_process(command: Command) -> None:
+    assert command("--version")[0] == 0
+    with mock.patch.object(typer.main, "get_command", side_effect=AssertionError):
+        assert command("--version")[0] == 0
+        assert command("recipes", "--no-such")[0] == 2
+
+
+def test_a_command_that_is_added_later_is_there(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command("added")[0] == 2
+    monkeypatch.setattr(app, "registered_commands", [*app.registered_commands])
+    app.command("added")(lambda: 0)
+    assert command("added")[0] == 0
+
+
 def test_nobody_reads_what_a_command_prints() -> None:
     reads, writes = os.pipe()
     os.close(reads)
@@ -159,7 +176,7 @@ def test_help_says_all_that_it_is_given() -> None:
         for name, inner in getattr(command, "commands", {}).items():
             yield from walk(inner, f"{path} {name}")
 
-    texts = dict(walk(typer.main.get_command(app), "weft"))
+    texts = dict(walk(app.parser, "weft"))
     assert [where for where, text in texts.items() if not text] == []
     assert [
         where

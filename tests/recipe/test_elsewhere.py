@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,10 +46,8 @@ def row(one: Equivalent) -> str:
 def test_what_others_are_told_exists(name: str) -> None:
     if name.startswith("--"):
         options = [
-            word
-            for one in typer.main.get_command(app).commands["train"].params
-            for word in one.opts
-        ]  # type: ignore[attr-defined]
+            word for one in app.parser.commands["train"].params for word in one.opts
+        ]
         assert name in options
         return
     *sections, key = name.split(".")

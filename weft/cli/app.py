@@ -3,9 +3,11 @@
 import os
 import shutil
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Annotated, Any
 
 import typer
+import typer.main
 from typer.core import TyperGroup
 
 import weft
@@ -65,7 +67,28 @@ class Commands(TyperGroup):
             raise RuntimeError(str(error)) from error
 
 
-app = typer.Typer(
+class CommandLine(typer.Typer):
+    """The command line ``weft``, whose parser is made once per process.
+
+    Typer would read the signatures of all commands again at every call, which takes longer than what most commands
+    refuse.
+    """
+
+    @property
+    def parser(self) -> Any:
+        """The group of all commands as Typer's click has it, a :class:`Commands`."""
+        return self._parser(*self.registered_commands, *self.registered_groups)
+
+    @lru_cache(1)  # noqa: B019  # there is one command line
+    def _parser(self, *registered: object) -> Any:
+        return typer.main.get_command(self)
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        """Parse a command line, by default that of this process, and run its command; return what that returns."""
+        return self.parser(*args, **settings)
+
+
+app = CommandLine(
     name="weft",
     cls=Commands,
     help="Train large models on whatever devices there are, under any layout, proved equal to one device.",
