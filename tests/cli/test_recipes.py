@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tests.conftest import Command
 from weft.errors import WeftError
 from weft.recipe import Recipe, load_recipe
+from weft.recipe.schema import recipe_schema
 from weft.recipe.shipped import (
     catalogue_rows,
     find_recipe,
@@ -20,6 +22,9 @@ from weft.recipe.shipped import (
     shipped_recipes,
 )
 from weft.recipe.template import template
+
+#: What is said of all settings, made once for all recipes.
+SCHEMA = cache(recipe_schema)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +88,10 @@ def test_plan_takes_a_recipe_by_name(command: Command) -> None:
 
 
 @pytest.mark.parametrize("source", list(shipped_recipes()))
-def test_a_new_recipe_is_the_old_one_and_says_all_defaults(source: str) -> None:
+def test_a_new_recipe_is_the_old_one_and_says_all_defaults(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.recipe.template.recipe_schema", SCHEMA)
     text = template(shipped_recipes()[source].read_text(), "mine.toml")
     Path("mine.toml").write_text(text)
     old = load_recipe(source).model_copy(update={"name": "mine"})

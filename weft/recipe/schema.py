@@ -1,5 +1,6 @@
 """The JSON schema of recipes: editors complete and check recipes by it, and the reference page is made from it."""
 
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -84,8 +85,9 @@ def technique_fields(technique: Registered) -> dict[str, Schema]:
     return {} if technique.settings is None else section_fields(technique.settings)
 
 
+@cache  # asked once per setting
 def section_fields(section: type[BaseModel]) -> dict[str, Schema]:
-    """Return the JSON schema of each setting of a section, by key."""
+    """Return the JSON schema of each setting of a section, by key. Callers share it, and leave it as it is."""
     fields: dict[str, Schema] = section.model_json_schema()["properties"]
     return {key: _in_draft_4(field) for key, field in fields.items()}
 
