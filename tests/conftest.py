@@ -56,7 +56,10 @@ def ranks_print(config: pytest.Config) -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Most cases of campaigns are left to soak. Files with the most slow tests go first, so that none ends alone."""
+    """Most cases of campaigns are left to soak, and half of the others to the tests that are not quick.
+
+    Files with the most slow tests go first, so that none ends alone.
+    """
     cases = defaultdict[tuple[Path, str, int], list[pytest.Function]](list)
     for item in items:
         if isinstance(item, pytest.Function) and (
@@ -73,6 +76,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         for item in daily[count:]:
             item.add_marker("soak")
+        kept = daily[:count]
+        for item in kept[(len(kept) + 1) // 2 :]:
+            if not item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.slow(1))
     weight = Counter[Path]()
     for item in items:
         if not item.get_closest_marker("soak"):

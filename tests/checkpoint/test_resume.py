@@ -182,6 +182,7 @@ def test_from_a_pipeline_to_another_layout(
     )
 
 
+@pytest.mark.slow(4)
 def test_auto_resume_takes_the_last_whole_checkpoint(
     pool: Any, corpus: str, whole_run: Path, tmp_path: Path
 ) -> None:
@@ -493,6 +494,7 @@ def other_seeds(values: dict[str, Any], out: str) -> bool:
     )
 
 
+@pytest.mark.slow(2)
 def test_nothing_random_depends_on_the_process(
     pool: Any, corpus: str, whole_run: Path, tmp_path: Path
 ) -> None:

@@ -189,6 +189,7 @@ def chatty(folder: Path, sources: Any, cache: Path) -> Tokenizer:
     return load_tokenizer(str(folder))
 
 
+@pytest.mark.slow(3)
 def test_a_model_by_name_is_the_same_for_every_command(
     tiny: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ TEXTS = st.lists(
 )
 
 
+@pytest.mark.slow(4)
 @given(TEXTS, st.integers(1, 9), st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
 def test_result_does_not_depend_on_shards_and_order(

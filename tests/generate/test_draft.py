@@ -105,6 +105,7 @@ def test_the_enumerated_distribution_is_that_without_guesses(how: Sampling) -> N
         assert rate == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)
 
 
+@pytest.mark.slow(2)
 def test_a_guess_of_chances_that_are_not_its_own_is_seen() -> None:
     """An argmax checked as if it had been drawn: the fault that makes other texts."""
     row, other = rows(3)

@@ -504,7 +504,9 @@ def test_bytes_are_those_of_the_formula(corpus: str, tmp_path: Path, rows: int) 
     )
 
 
-@pytest.mark.parametrize("speculate", ["none", "all"])
+@pytest.mark.parametrize(
+    "speculate", ["none", pytest.param("all", marks=pytest.mark.slow(2))]
+)
 def test_what_has_room_stays_from_forward_to_backward(
     corpus: str, tmp_path: Path, speculate: str
 ) -> None:

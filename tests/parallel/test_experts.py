@@ -417,6 +417,7 @@ def difference_of_single_tokens(values: dict[str, Any]) -> Any:
         return difference(values)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [
     {"layout": "shard=4,ep=4,lsh=2", "model": "qwen3", "dispatch": "all-gather", "capacity": 0.8},
     {"layout": "shard=2,tp=2,ep=4,lsh=2,lsh_residual=true", "model": "two experts", "dispatch": "per-rank"},

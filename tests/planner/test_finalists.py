@@ -218,7 +218,9 @@ def test_reasons_name_the_cause() -> None:
     assert " wins, -" in layout_verdict(wide, first)
 
 
-@pytest.mark.parametrize("model", ["llama3-70b", "llama3-8b"])
+@pytest.mark.parametrize(
+    "model", [pytest.param("llama3-70b", marks=pytest.mark.slow(2)), "llama3-8b"]
+)
 def test_other_values_are_seen_as_closely(model: str) -> None:
     found = found_for(model, 64, 256)
     finals = finalists(found, 10)
@@ -311,6 +313,7 @@ def test_the_page_is_whole_and_works_offline(
     assert first["gib"] == pytest.approx(max(first["ranks_gib"]))
 
 
+@pytest.mark.slow(3)
 def test_the_caption_gives_the_bubble_of_the_whole_step() -> None:
     """It gave that of the few microbatches that are drawn, three times as much, beside the list's."""
     found = found_for("llama3-405b", 1024, 512, pins=("pp=32",))

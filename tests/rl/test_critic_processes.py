@@ -77,6 +77,7 @@ def policy_numbers(run: Path) -> list[tuple[float, ...]]:
     return [tuple(row[name] for name in names) for row in records(run, "policy")]
 
 
+@pytest.mark.slow(3)
 def test_a_run_and_its_checkpoints_are_the_same_to_the_last_bit(
     tmp_path: Path, in_threads: Any
 ) -> None:

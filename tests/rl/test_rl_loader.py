@@ -142,6 +142,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
     assert "value_head" not in a
 
 
+@pytest.mark.slow(2)
 def test_a_curriculum_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -332,6 +332,7 @@ def tables(values: dict[str, Any]) -> Any:
     return job.corpus.train.streams[0].pairs.reference
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [{"cp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_every_layout_has_one_reference(
     pool: Any, pairs: str, tmp_path: Path, layout: dict[str, Any]
