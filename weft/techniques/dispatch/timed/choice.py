@@ -153,7 +153,8 @@ class TimedDispatch(Adaptive):
         begun, seconds = time.perf_counter(), [trials.forward, trials.backward]
         slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.ranks.group)
-        keeps = trials.learn(*slowest.tolist(), self.pause)
+        forward, backward = slowest.tolist()
+        keeps = trials.learn(forward, backward, self.pause)
         keeps = self.follow(trials, keeps, device)
         self.pause = time.perf_counter() - begun
         return keeps
