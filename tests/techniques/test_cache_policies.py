@@ -271,6 +271,33 @@ def test_codes_of_keys_are_within_half_a_step(size: int, seed: int, scale: float
         assert not part[head, [n for n in range(6) if n not in elements]].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_keys_that_are_alike_are_chosen_in_the_order_of_the_text(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their scores differ by what else a step computes: texts would be others beside others."""
+    size, heads = 4, 2
+    drawn = torch.Generator().manual_seed(0)
+    weights = torch.rand(heads, 12, generator=drawn, dtype=dtype)[
+        :, torch.arange(96) % 12
+    ]
+    store = torch.zeros(2, 24, size, heads, 8, dtype=dtype)
+    chosen = []
+    for _ in range(8):
+        selector = query_selector.QuerySelector(0.5, size, False)
+        noise = torch.rand(weights.shape, generator=drawn, dtype=dtype)
+        standing = weights * (1 + 4 * torch.finfo(dtype).eps * noise)
+        monkeypatch.setattr(
+            selector, "_standing", lambda *given, weights=standing: weights
+        )
+        span = Span(0, 1, 97, [*range(25)])
+        blocks = torch.arange(24)
+        chosen.append(
+            selector._choose_far(span, store, store[0, 0], blocks, 90, 40).places
+        )
+    assert all(torch.equal(each, chosen[0]) for each in chosen)
+
+
 def sparse_and_whole(
     store: torch.Tensor, q: torch.Tensor, past: int, **changed: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -129,7 +129,7 @@ class QuerySelector(WeightSumSelector):
         # [kv_heads, far]
         standing = self._standing(span, store, q, blocks)[:, :far]
         drawn = int(count * self.drawn)
-        best = standing.topk(count - drawn, -1).indices
+        best = _in_order(standing).topk(count - drawn, -1).indices
         weights = standing.pow(self.power).scatter(1, best, 0)
         sums = weights.cumsum(-1)
         begin = span.past * GOLDEN % 1
@@ -174,3 +174,16 @@ class QuerySelector(WeightSumSelector):
         scores[:, :, ~away] = here.unflatten(2, (-1, self.size))
         scores[:, :, away] = there.unflatten(2, (-1, self.size))
         return scores.flatten(2)
+
+
+def _in_order(standing: T) -> T:
+    """Return whole numbers in the order of ``standing``, ``[kv_heads, tokens]``, of which no two are equal: what
+    differs in rounding alone stands in the order of the text.
+
+    Keys that are alike have the same codes. Which of them comes first must not depend on what else a step computes.
+    """
+    least = torch.float32 if standing.dtype == torch.float64 else torch.bfloat16
+    bits = torch.int32 if least == torch.float32 else torch.int16
+    # numbers from 0 on are ordered as their bits are
+    places = torch.arange(standing.shape[1], device=standing.device)
+    return (standing.to(least).view(bits).long() << 32) - places
