@@ -14,6 +14,7 @@ def main() -> None:
     Ctrl-C or SIGTERM while it starts or ends prints at most one line, and no traceback.
     """
     try:
+        _open_closed()
         import signal
 
         # Also Ctrl-C that was ignored where this process was started: see weft.run.signals.
@@ -34,12 +35,42 @@ def main() -> None:
         from weft.run.failure import nobody_reads, report_failure
 
         if nobody_reads():
-            _leave(1)
+            _end_unread()
         sys.exit(report_failure(error))
     except SystemExit as ended:
         if requests.asked:
             _leave(ended.code if isinstance(ended.code, int) else 1)
+        # rich's answer to a pipe that nobody reads
+        if isinstance(ended.__context__, BrokenPipeError):
+            _end_unread()
         raise
+
+
+def _end_unread() -> None:
+    """End because nobody reads the output. Of several ranks the launcher gets a record, which it would otherwise miss
+    as if the rank had crashed.
+    """
+    if "WEFT_LAUNCHED" in os.environ:
+        from weft.errors import WeftError
+        from weft.run.failure import report_failure
+
+        report_failure(
+            WeftError(
+                "nobody reads this command's output any more; let it go to a file"
+            )
+        )
+    _leave(1)
+
+
+def _open_closed() -> None:
+    """Open standard streams that are closed, as under ``>&-``. Otherwise the next file would take the place of one, and
+    get what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            # the lowest number that is free, as those below it are open
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def _stop(number: int, frame: object = None) -> None:

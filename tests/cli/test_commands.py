@@ -127,6 +127,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (["generate", "--checkpoint", "nowhere"], 2, r"either --prompt TEXT, --prompt-file FILE or --prompts FILE"),
     (["generate", "--checkpoint", "nowhere", "--prompt-file", "none.txt"], 2, r"none\.txt cannot be read: No such"),
     (["generate", "--checkpoint", "nowhere", "--prompt-file", sys.executable], 2, r"read: not text in UTF-8 \(byte"),
+    (["generate", "--checkpoint", "nowhere", "--prompt", "x", "--stop", ""], 2, r"--stop is empty; give a text, or"),
     (["new", ""], 2, r"the new recipe has no name; say: weft new NAME"),
     (["new", "a" * 300], 1, r"cannot write a*\.toml: File name too long; choose another name"),
     (["new", "x", "--from", "a" * 300], 1, r"recipe a{300} does not exist; see 'weft recipes'"),

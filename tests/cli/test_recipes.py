@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -136,6 +137,20 @@ def test_new_writes_a_file_once(command: Command, tmp_path: Path) -> None:
     code, _, err = command("new", "none/mine")
     assert code == 1 and "No such file or directory" in err
     assert os.listdir(tmp_path) == ["mine.toml"]
+
+
+def test_new_on_a_full_disk_leaves_nothing(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_part(path: Path, text: str) -> int:
+        path.write_bytes(text.encode()[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as within:
+        within.setattr(Path, "write_text", write_part)
+        code, _, err = command("new", "mine")
+    assert code == 1 and "make room on its disk" in err
+    assert not os.listdir(tmp_path) and command("new", "mine")[0] == 0
 
 
 @pytest.mark.slow

@@ -126,6 +126,21 @@ def test_nobody_reads_what_a_command_prints() -> None:
     os.close(writes)
 
 
+def test_output_on_a_full_disk_is_one_line() -> None:
+    for word in ("techniques", "--version"):
+        with Path("/dev/full").open("w") as full:
+            words = [sys.executable, "-m", "weft", word]
+            done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)  # fmt: skip
+        said = "weft: error: cannot write the output or a file: No space left on device; make room on its disk\n"
+        assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_streams_may_be_closed() -> None:
+    words = ["sh", "-c", '"$0" -m weft recipes <&- >&-', sys.executable]
+    done = subprocess.run(words, stderr=subprocess.PIPE, timeout=240)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 BROKEN = """
 import sys, types
 

@@ -6,6 +6,8 @@ exception"). So here an interpreter that is taken down aborts, always.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -88,3 +90,15 @@ def test_two_hundred_short_runs_end_well(
     for _ in range(200):
         assert launch([], 2, command) == 0
         assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_ranks_whose_output_nobody_reads_say_so(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    out = ["--out", str(tmp_path / "run")]
+    words = [sys.executable, "-m", "weft", "train", *small(tmp_path), *out]
+    done = subprocess.run(words, stdout=writes, stderr=subprocess.PIPE, timeout=240)
+    os.close(writes)
+    said = b"weft: error: nobody reads this command's output any more; let it go to a file\n"
+    assert (done.returncode, done.stderr) == (1, said)

@@ -439,6 +439,15 @@ def test_report_outside_of_launch_prints_the_line(
     assert report_failure(long.value) == 1
     said = f"weft: error: {'a' * 300}: File name too long; name another\n"
     assert capsys.readouterr().err == said
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert report_failure(full) == 1
+    assert capsys.readouterr().err.endswith("device; make room on its disk\n")
+    with monkeypatch.context() as within:
+        # as on a full disk
+        within.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+        assert report_failure(ZeroDivisionError()) == 1
+    said = "ZeroDivisionError (its traceback cannot be kept: No such file or directory; WEFT_DEBUG=1 prints it)\n"
+    assert capsys.readouterr().err == f"weft: error: {said}"
     monkeypatch.setenv("WEFT_DEBUG", "1")
     assert report_failure(ZeroDivisionError()) == 1
     assert "weft: error: ZeroDivisionError (traceback in" in capsys.readouterr().err

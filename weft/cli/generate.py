@@ -200,6 +200,8 @@ def generate_command(
         raise UsageError(
             "give either --prompt TEXT, --prompt-file FILE or --prompts FILE"
         )
+    if "" in (stop or ()):
+        raise UsageError("--stop is empty; give a text, or leave it out")
     how = Sampling(temperature, top_k, top_p, min_p, repetition, seed=seed)
     spread, device = (
         Layout.parse(layout or ""),

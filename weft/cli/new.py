@@ -1,5 +1,6 @@
 """``weft new``: a recipe as a file to edit."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,8 @@ def new_command(
     try:
         out.write_text(template(text, str(out), with_all))
     except OSError as error:
+        with suppress(OSError):
+            out.unlink()  # a part of it, which would be in the way of the next attempt
         raise WeftError(
             f"cannot write {out}: {why_unwritten(error, 'choose another folder')}"
         ) from None

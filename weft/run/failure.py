@@ -20,7 +20,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.errors import WeftError
+from weft.errors import WeftError, why_unwritten
 from weft.plugins import PluginError
 
 # How gloo, NCCL and the rendezvous store put it that *another* rank is gone or late.
@@ -106,6 +106,12 @@ def report_failure(error: BaseException) -> int:
         if remedy:
             refused = WeftError(f"{error.filename}: {error.strerror}; {remedy}")
             refused.__cause__, error = error, refused
+    # the output's disk, too, whose file has no name here
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        full = WeftError(
+            f"cannot write {error.filename or 'the output or a file'}: {why_unwritten(error)}"
+        )
+        full.__cause__, error = error, full
     if isinstance(error, WeftError):
         message, code, grade = (
             str(error),
@@ -227,19 +233,30 @@ def show(failure: Failure, name_rank: bool = True) -> None:
     """
     line = failure.message
     if failure.trace and failure.grade > Grade.WEFT_ERROR:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="weft-error-", suffix=".log", delete=False
-        ) as log:
-            log.write(failure.trace)
         who = (
             f"rank {failure.rank}: "
             if name_rank and failure.grade != Grade.NAMED
             else ""
         )
-        line = f"{who}{line} (traceback in {log.name})"
+        line = f"{who}{line} ({_kept(failure.trace)})"
     if os.environ.get("WEFT_DEBUG", "0") not in ("", "0"):
         print(failure.trace.rstrip(), file=sys.stderr)
     print(f"weft: error: {line}", file=sys.stderr, flush=True)
+
+
+def _kept(trace: str) -> str:
+    """Write the traceback ``trace`` to a new file. Return words on where it is, or on how to see it if no file can be
+    written.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="weft-error-", suffix=".log", delete=False
+        ) as log:
+            log.write(trace)
+    except OSError as error:
+        # this line matters more
+        return f"its traceback cannot be kept: {error.strerror}; WEFT_DEBUG=1 prints it"
+    return f"traceback in {log.name}"
 
 
 def leave(code: int, at_once: bool = False) -> None:
