@@ -37,9 +37,6 @@ PASSES = (40, 60, 200)
 PACE = 0.2
 #: Passes of the first run at least.
 BEFORE = 200
-#: What an agreement of the ranks takes, in passes with the best option, as ``timed_dispatch.py`` has met it with few
-#: tokens.
-AGREEMENT = 0.45
 #: Number of recorded passes that follow each other.
 ROW = 12
 
@@ -156,18 +153,15 @@ class Run(NamedTuple):
 def driven(machine: Machine | Recorded, times: OptionTimes, passes: int) -> Run:
     """Run the choice of ``times`` for so many passes."""
     run = Run([], [], [[] for _ in machine.bases], times)
-    usual = min(map(trimmed, machine.times)) if isinstance(machine, Recorded) else 1.0
-    pause = AGREEMENT * usual
     for _ in range(passes):
         machine.turn()
-        paused = pause if times.due else 0.0
         if times.due:
-            times.learn(list(times.forward), list(times.backward), pause)
+            times.learn(list(times.forward), list(times.backward))
         option, noted = times.next()
         seconds = machine.seconds(option, run.took[-1] if run.took else option)
         if noted:
             times.note(option, seconds / 3, seconds * 2 / 3)
-        run.timed.append(seconds + paused)
+        run.timed.append(seconds)
         run.took.append(option)
         for side, each in enumerate(run.fixed):
             each.append(machine.seconds(side, side))

@@ -33,16 +33,13 @@ from weft.techniques.dispatch.timed.trials import (
 
 
 def driven(
-    times: OptionTimes,
-    passes: int,
-    seconds: Callable[[int, int], float],
-    pause: float = 0.0,
+    times: OptionTimes, passes: int, seconds: Callable[[int, int], float]
 ) -> list[int]:
-    """The options of so many passes; ``seconds``: what a pass with an option takes; ``pause``: an agreement."""
+    """The options of so many passes; ``seconds``: what a pass with an option takes."""
     took = []
     for number in range(passes):
         if times.due:
-            times.learn([*times.forward], [*times.backward], pause)
+            times.learn([*times.forward], [*times.backward])
         option, timed = times.next()
         if timed:
             times.note(
@@ -85,7 +82,6 @@ def agreed_times() -> tuple[bool, dict[str, Any]]:
     Mesh.create(Layout(dp=2), "cpu")
     dispatcher = TimedDispatch.__new__(TimedDispatch)
     dispatcher.ranks = SimpleNamespace(group=dist.group.WORLD)  # type: ignore[assignment]
-    dispatcher.pause = 0.1
     times = OptionTimes([inf] * 2)
     for _ in range(4):
         option, timed = times.next()
@@ -94,7 +90,6 @@ def agreed_times() -> tuple[bool, dict[str, Any]]:
     wrong = (lambda x: -log(x)) if dist.get_rank() else log
     with mock.patch("weft.techniques.dispatch.timed.evidence.log", wrong):
         keeps = dispatcher.agree(times, torch.device("cpu"))
-    assert times.pause == 0.1 != dispatcher.pause > 0
     return keeps, vars(times)
 
 
@@ -212,18 +207,6 @@ def test_trials_cost_no_more_than_a_share_of_the_time() -> None:
         times = OptionTimes.resumed([1.0, 1.15, 9.0, 9.0, 1.0])
         costs.append(0.15 * driven(times, 60, seconds).count(1))
     assert 0 < sorted(costs)[4] <= SPENT * 60
-    # what the ranks take to agree counts, too, also where options are as fast as each other
-    turns = {}
-    for pause in (0.0, 2.0, 20.0):
-        times = OptionTimes([inf] * 2)
-        draw = random.Random(0)
-        noises = [exp(draw.gauss(0, 0.5)) for _ in range(400)]
-        driven(
-            times, 200, lambda number, option, n=noises: n[2 * number + option], pause
-        )  # type: ignore[misc]
-        turns[pause] = len(times.evidence.turns)
-        assert pause * (turns[pause] - 2) <= 2 * (FIRST + 200 * SPENT)
-    assert turns[0.0] > turns[2.0] > turns[20.0]
     # an option without a difference costs nothing, but turns end
     times = OptionTimes([1.0, 1.0])
     took = driven(times, 120, lambda _, option: 1.0)

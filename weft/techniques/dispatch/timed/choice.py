@@ -75,8 +75,6 @@ class TimedDispatch(Adaptive):
         super().__init__(ranks)
         #: By the size of a pass.
         self.trials: dict[str, OptionTimes] = {}
-        #: Seconds that the last agreement of the ranks took on this one.
-        self.pause = 0.0
         self._table: TimeTable | None = None
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
@@ -150,14 +148,11 @@ class TimedDispatch(Adaptive):
         """Agree with all ranks on each option's time on its slowest rank, and give these times to ``trials``. All ranks
         must call it. Return whether it is time to keep what is known for later runs.
         """
-        begun, seconds = time.perf_counter(), [trials.forward, trials.backward]
+        seconds = [trials.forward, trials.backward]
         slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.ranks.group)
-        forward, backward = slowest.tolist()
-        keeps = trials.learn(forward, backward, self.pause)
-        keeps = self.follow(trials, keeps, device)
-        self.pause = time.perf_counter() - begun
-        return keeps
+        keeps = trials.learn(*slowest.tolist())
+        return self.follow(trials, keeps, device)
 
     def follow(self, trials: OptionTimes, keeps: bool, device: torch.device) -> bool:
         """Take all that the first rank has decided into ``trials``, and return its ``keeps``. All ranks must call this.

@@ -3,9 +3,8 @@
 In a *turn* of trials each of some options is taken in one pass; a *round* is a row of turns, the first of which tries
 all options. A trial of a slower option costs time, and a wrong choice costs it in every pass. So an option is tried
 again as long as the loss that is expected without it (:class:`OptionRatio`) is not negligible, and as *credit* pays for
-it: a trial costs by how much longer it takes than the chosen option, and a turn what the ranks take to agree on its
-times; each pass earns a small share of its time. A clearly slower option is left out after a turn, and one that is as
-fast costs little; between them the noise decides.
+it: a trial costs by how much longer it takes than the chosen option, and each pass earns a small share of its time. A
+clearly slower option is left out after a turn, and one that is as fast costs nothing; between them the noise decides.
 The chosen option has part in every turn, and is another one as soon as turns say so. What they have shown is kept for
 the next run on the same machine, with what it is worth: where a run could not tell options apart, the next one goes on.
 
@@ -25,7 +24,7 @@ from weft.techniques.dispatch.timed.evidence import LEAST, NOISE, Evidence, Opti
 #: Options are tried while a loss of such a share of the time is expected without them.
 RISK = 0.0015
 #: What trials of all options may cost after their first turn, in passes with the chosen option.
-FIRST = 20.0
+FIRST = 10.0
 #: Share of the time since the last turn that the next one may take longer than passes with the chosen option alone.
 SPENT = 0.01
 #: Turns of a round that looks whether anything has changed, and turns of any round at most.
@@ -62,7 +61,6 @@ class OptionTimes:
             timed.
         ``least``: number of turns in which this round tries the options that are ``left`` at its begin.
         ``credit``: what trials may cost, in passes with the chosen option.
-        ``pause``: seconds that the ranks take to agree.
         ``rest``: passes since the last turn after which the next one begins.
         ``forward``,
         ``backward``: for each option, the shortest times on this rank since the ranks last agreed.
@@ -85,7 +83,6 @@ class OptionTimes:
     cold: list[int] = field(default_factory=list)
     least: int = 1
     credit: float = FIRST
-    pause: float = 0.0
     rest: int = 0
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -163,16 +160,12 @@ class OptionTimes:
             self.passes % WATCHED == 0 or self.passes == self.rest
         )
 
-    def learn(
-        self, forward: list[float], backward: list[float], pause: float = 0.0
-    ) -> bool:
+    def learn(self, forward: list[float], backward: list[float]) -> bool:
         """Take the times on which all ranks have agreed, and choose an option. Return whether it is time to keep what
         is known for later runs. ``forward``, ``backward``: for each option, its seconds on the slowest rank since the
         last call; inf: not timed. Backward counts only if it was timed with all options of a turn. In a pipeline, which
-        computes other passes between forward and backward, it is not timed. ``pause``: seconds that the ranks took to
-        agree the last time.
+        computes other passes between forward and backward, it is not timed.
         """
-        self.pause = pause
         self._forget()
         if not self.left:
             if self.passes % WATCHED == 0:
@@ -208,7 +201,6 @@ class OptionTimes:
             # by what is known now: an option may have been taken for a nearer one
             ratios = self.ratios()
             self.credit -= sum(self._cost(n, ratios[n]) for n in self.left)
-            self.credit -= self._agreement()
 
     def ratios(self) -> list[OptionRatio]:
         """Compare each option with the chosen one; before the first choice with the first one."""
@@ -240,11 +232,6 @@ class OptionTimes:
         first = option in self.cold or option not in self.warm
         return (turns + first) * max(0.0, exp(ratio.slower) - 1)
 
-    def _agreement(self) -> float:
-        """Return what an agreement of the ranks costs, in passes with the chosen option."""
-        usual = self.known[self.chosen]
-        return self.pause / usual if 0 < usual < inf else 0.0
-
     def _go_on(self) -> bool:
         """Begin the next turn of this round, or rest until there is credit for it, or end the round. Return whether the
         round has ended.
@@ -266,7 +253,6 @@ class OptionTimes:
             self._begin(options)
             return False
         least = min(self._cost(option, ratios[option]) for option in near)
-        least += self._agreement()
         self.left, self.passes = [], 0
         self.rest = max(1, ceil((least - self.credit) / SPENT))
         return False
@@ -312,8 +298,7 @@ class OptionTimes:
         """Return in order those of ``options`` that the credit pays ``turns`` turns for, those nearest to the chosen
         option first, and that option itself.
         """
-        ratios, near = self.ratios(), [self.chosen]
-        credit = self.credit - turns * self._agreement()
+        ratios, credit, near = self.ratios(), self.credit, [self.chosen]
         for option in sorted(options, key=lambda option: ratios[option].slower):
             credit -= self._cost(option, ratios[option], turns)
             if credit < 0:
