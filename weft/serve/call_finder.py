@@ -3,7 +3,13 @@
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-from weft.serve.call_form import CallForm
+from weft.serve.call_form import CallForm, CallHead
+from weft.serve.object_extent import ObjectExtent
+
+#: The beginning of a call is looked for until so many characters stand before its arguments: at every piece of text
+#: the search begins anew, and a model may write white space or a name without end. At the end of the text it is looked
+#: for once more, at any length.
+LONGEST_HEAD = 1024
 
 
 class Call(NamedTuple):
@@ -37,10 +43,31 @@ class AnswerEnd(NamedTuple):
     finish: str
 
 
+class _OpenCall:
+    """A call that has begun. ``head``: the beginning of the call."""
+
+    def __init__(self, head: CallHead) -> None:
+        self.head = head
+        self.shown = 0  # characters of its arguments that were given out
+        self.object, self._arguments = ObjectExtent(), ObjectExtent()
+
+    def add(self, piece: str) -> str:
+        """Take ``piece``, the next part of the text from the call's object on. Return the part of it that belongs to
+        the call's arguments.
+        """
+        length = self.object.length
+        self.object.add(piece)
+        if self.head.arguments is None:
+            return ""
+        rest = piece[max(0, self.head.arguments - self.head.start - length) :]
+        return rest[: self._arguments.add(rest)]
+
+
 class CallFinder:
     """Finds tool calls in an answer whose text comes in pieces.
 
-    All text from the beginning of the first call on is held back.
+    All text from the beginning of the first call on is held back. A piece takes a time that does not grow with the
+    text before it.
 
     Args:
         ``form``: how the model writes calls.
@@ -57,25 +84,28 @@ class CallFinder:
         names: Collection[str] | None = None,
         most: int | None = None,
     ) -> None:
-        self.form, self.streams, self.names, self.most, self.kept = (
-            form,
-            streams,
-            names,
-            most,
-            "",
-        )
+        self.form, self.streams, self.names, self.most = form, streams, names, most
+        self._pieces: list[str] = []
         self.calls: list[Call] = []  # those that are whole
         self._begun = self._reached = False
-        # where the last of them ends, and what was given out of the next one's arguments
-        self._at = self._shown = 0
+        self._open: _OpenCall | None = None
+        # characters in which no call has begun, and whether the text goes on with what can be no call
+        self._searched, self._broken = 0, False
+
+    @property
+    def kept(self) -> str:
+        """Text that was held back: behind the last complete call, or from the beginning of the first call on."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
 
     def add(self, piece: str) -> tuple[str, list[CallPiece]]:
         """Take a further ``piece`` of the answer's text. Return the text that certainly belongs to no call, and a list
         of the new pieces of calls.
         """
-        self.kept += piece
+        self._pieces.append(piece)
         text = "" if self._reached else self._before()
-        return text, list(self._news()) if self._reached and (
+        return text, list(self._news(piece)) if self._reached and (
             self.streams or self.most
         ) else []
 
@@ -111,40 +141,73 @@ class CallFinder:
         return isinstance(name, str) and (self.names is None or name in self.names)
 
     def _release(self, count: int) -> str:
-        text, self.kept = self.kept[:count], self.kept[count:]
-        return text
+        kept = self.kept
+        self._pieces = [kept[count:]]
+        return kept[:count]
 
-    def _news(self) -> Iterator[CallPiece]:
-        """Yield the new parts of calls."""
-        while not self.full and (call := self.form.read(self.kept, self._at)):
-            early = call.so_far if self.streams else None
-            if early is None and call.arguments is None:
+    def _news(self, piece: str, last: bool = False) -> Iterator[CallPiece]:
+        """Yield the new parts of calls. ``piece``: the latest part of the text. ``last``: whether no text follows."""
+        while not self.full and not self._broken:
+            if self._open is None:
+                if (begun := self._begin(last)) is None:
+                    return
+                self._open, piece = begun
+            call, number = self._open, len(self.calls)
+            more, early = (
+                call.add(piece),
+                self.streams and call.head.arguments is not None,
+            )
+            if call.head.arguments is not None and not self._is_callable(
+                call.head.name
+            ):
+                self._broken = True
                 return
-            if not self._is_callable(call.name):
+            if early and more:
+                yield CallPiece(number, None if call.shown else call.head.name, more)
+                call.shown += len(more)
+            if not call.object.complete:
                 return
-            number = len(self.calls)
-            if early is not None:
-                more = early[self._shown :]
-                if more:
-                    yield CallPiece(number, None if self._shown else call.name, more)
-                self._shown += len(more)
-            if call.arguments is None:
+            written = self.kept[call.head.start :][: call.object.length]
+            read = self.form.complete(call.head, written)
+            if read is None or not self._is_callable(read.name):
+                self._broken = True
                 return
-            self.calls.append(Call(call.name, call.arguments))
-            if early is None:
-                yield CallPiece(number, *self.calls[-1])
-            self._at, self._shown = call.end, 0
+            self.calls.append(Call(*read))
+            if not early:
+                yield CallPiece(number, *read)
+            self._release(call.head.start + call.object.length)
+            self._open, self._searched = None, 0
+
+    def _begin(self, last: bool) -> tuple[_OpenCall, str] | None:
+        """Return the call that begins in the text, and the text from its object on. Return None if none has begun.
+        ``last``: whether no text follows.
+        """
+        if self._searched > LONGEST_HEAD and not last:
+            return None
+        text = self.kept
+        self._searched = len(text)
+        if (head := self.form.head(text, bool(self.calls))) is None:
+            return None
+        written = text[head.start :]
+        if head.arguments is None and not last and len(text) <= LONGEST_HEAD:
+            # its name may yet come, unless the call is complete
+            extent = ObjectExtent()
+            extent.add(written)
+            if not extent.complete:
+                return None
+        return _OpenCall(head), written
 
     def end(self, finish: str) -> AnswerEnd:
         """End the answer, whose generation has ended for the reason ``finish``: "stop" or "length". Return the text and
         the calls that were held back. The finish reason in the result is "tool_calls" if the answer ends with a
         complete call.
         """
-        pieces = list(self._news()) if self._reached else []
+        pieces = list(self._news("", True)) if self._reached else []
         if self.full:  # what stands behind the last call is left out
             return AnswerEnd("", pieces, "tool_calls")
-        left = self.kept[self.form.skipped(self.kept, self._at) if self.calls else 0 :]
+        left = self.kept[self.form.skipped(self.kept) if self.calls else 0 :]
         called = self.calls and (finish == "stop" or not left)
+        shown = self._open is not None and self._open.shown
         return AnswerEnd(
-            "" if self._shown else left, pieces, "tool_calls" if called else finish
+            "" if shown else left, pieces, "tool_calls" if called else finish
         )

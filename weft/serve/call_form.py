@@ -29,21 +29,26 @@ _TOOL = {
 }
 
 
-class WrittenCall(NamedTuple):
-    """A tool call that was found in a text, which may end in the middle of the call.
+class CallHead(NamedTuple):
+    """The beginning of a tool call in a text.
 
     Attributes:
-        ``name``: the tool's name as the model has written it, not necessarily a string but any JSON value; None while
-            it is incomplete.
-        ``so_far``: text of the call's arguments up to now; None if it is not certain where they begin.
-        ``arguments``: the complete arguments as JSON; None while they are incomplete.
-        ``end``: index in the text behind the complete call.
+        ``start``: index in the text where the call's JSON object begins.
+        ``name``: the tool's name as the model has written it, not necessarily a string but any JSON value. It is known
+            only if the arguments have begun.
+        ``arguments``: index in the text where the call's arguments begin; None if that is not certain.
     """
 
+    start: int
+    name: Any = None
+    arguments: int | None = None
+
+
+class ReadCall(NamedTuple):
+    """The tool's name in a complete call, any JSON value, and the call's arguments as JSON."""
+
     name: Any
-    so_far: str | None
-    arguments: str | None
-    end: int
+    arguments: str
 
 
 @dataclass(frozen=True)
@@ -105,37 +110,38 @@ class ObjectCalls(_Written):
         """
         return text.startswith("{")
 
-    def skipped(self, text: str, at: int) -> int:
-        """Return the index in ``text`` behind the separators that begin at index ``at``. Separators stand before,
-        between and after calls.
+    def skipped(self, text: str) -> int:
+        """Return the index in ``text`` behind the separators at its beginning. Separators stand before, between and
+        after calls.
         """
-        match = self._between.match(text, at)
+        match = self._between.match(text)
         assert match is not None  # it can be nothing
         return match.end()
 
-    def read(self, text: str, at: int) -> WrittenCall | None:
-        """Return the call in ``text`` that follows the separators at index ``at``, complete or not. Return None if no
-        call follows.
+    def head(self, text: str, further: bool) -> CallHead | None:
+        """Return the beginning of the call that follows the separators at the beginning of ``text``. Return None if no
+        call follows. ``further``: not used in this form.
         """
-        start = self.skipped(text, at)
+        start = self.skipped(text)
         if not text.startswith("{", start):
             return None
-        value, end = _json_at(text, start)
         if head := self._head.match(text, start):
-            _, last = _json_at(text, head.end())
-            name, so_far = json_or_none(head[1]), text[head.end() : last]
-        else:
-            name = value.get(self.name) if isinstance(value, dict) else None
-            so_far = None
+            return CallHead(start, json_or_none(head[1]), head.end())
+        return CallHead(start)
+
+    def complete(self, head: CallHead, written: str) -> ReadCall | None:
+        """Return the call whose object is ``written``; None if that is no JSON. ``head``: beginning of the call."""
+        value = json_or_none(written)
         if not isinstance(value, dict):
-            return WrittenCall(name, so_far, None, end) if head else None
+            return None
         given = value.get(self.arguments, {})
         # as confused models write objects
         is_text = isinstance(given, str) and isinstance(json_or_none(given), dict)
         arguments = given if is_text else encodable_json(given)
         if encodable(arguments) != arguments:
             arguments = encodable_json(json_or_none(arguments))
-        return WrittenCall(value.get(self.name), so_far, arguments, end)
+        name = value.get(self.name) if head.arguments is None else head.name
+        return ReadCall(name, arguments)
 
     @cached_property
     def _between(self) -> re.Pattern[str]:
@@ -194,34 +200,38 @@ class NamedCalls(_Written):
             return True
         return None if any(head.startswith(words) for head in heads) else False
 
-    def skipped(self, text: str, at: int) -> int:
-        """Return the index in ``text`` behind the separators that begin at index ``at``. Separators stand after
-        calls.
-        """
-        match = self._after.match(text, at)
+    def skipped(self, text: str) -> int:
+        """Return the index in ``text`` behind the separators at its beginning. Separators stand after calls."""
+        match = self._after.match(text)
         assert match is not None  # it can be nothing
         return match.end()
 
-    def read(self, text: str, at: int) -> WrittenCall | None:
-        """Return the call that begins at index ``at`` of ``text``, complete or not. Return None if no call begins
-        there.
+    def head(self, text: str, further: bool) -> CallHead | None:
+        """Return the beginning of the call with which ``text`` begins. Return None if it begins with no call.
+        ``further``: whether a call stands before ``text``.
         """
-        head = (self._further if at else self._first).match(text, at)
+        head = (self._further if further else self._first).match(text)
         if head is None or not text.startswith("{", head.end()):
             return None
-        value, end = _json_at(text, head.end())
-        so_far = text[head.end() : end]
-        arguments = so_far if isinstance(value, dict) else None
-        return WrittenCall(head[1], so_far, arguments, end)
+        return CallHead(head.end(), head[1], head.end())
+
+    def complete(self, head: CallHead, written: str) -> ReadCall | None:
+        """Return the call whose arguments are ``written``; None if they are no JSON. ``head``: the call's beginning."""
+        is_object = isinstance(json_or_none(written), dict)
+        return ReadCall(head.name, written) if is_object else None
 
     @cached_property
     def _first(self) -> re.Pattern[str]:
-        return re.compile(rf"\s*{_loose(self.opening)}{self._name}")
+        return re.compile(f"{_loose(self.opening)}{self._name}")
 
     @cached_property
     def _further(self) -> re.Pattern[str]:
-        again = f"(?:{_loose(self.again)}|{_loose(self.opening)})"
-        return re.compile(rf"\s*(?:{_loose(self.closing)})?[\s,;]*{again}{self._name}")
+        # The separators take commas of their own, and give none back.
+        again = "|".join(
+            _loose(text.lstrip(" \t\r\n,;")) for text in (self.again, self.opening)
+        )
+        closing = f"(?:{_loose(self.closing)})?"
+        return re.compile(rf"\s*+{closing}[\s,;]*+(?:{again}){self._name}")
 
     @property
     def _name(self) -> str:
@@ -236,9 +246,11 @@ CallForm: TypeAlias = ObjectCalls | NamedCalls
 
 
 def _loose(text: str) -> str:
-    """Return a pattern of ``text`` that takes any white space around and inside it."""
+    """Return a pattern of ``text`` that takes any white space around and inside it. What it has taken it does not give
+    back: with several such patterns in a row, a long run of white space would take its length cubed.
+    """
     words = ["", *map(re.escape, text.split()), ""]
-    return r"\s*".join(words)
+    return r"\s*+".join(words)
 
 
 def _quoted(text: str) -> str:
