@@ -12,6 +12,7 @@ import pytest
 from tests.serve.inprocess import InProcess, serving
 from tests.serve.test_call_finder import CITY, HERMES
 from tests.serve.test_conversations import SHAPE, THINKING
+from weft.serve import api_server
 from weft.serve.anthropic import messages_as_chat
 
 TALK = [{"role": "user", "content": "?"}]
@@ -243,3 +244,48 @@ def test_other_refusals_have_its_shape_too(served: InProcess) -> None:
         ]
         == "invalid_api_key"
     )
+
+
+def test_refusals_before_a_route_have_its_shape(
+    served: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the gate, which reads no more than the head, and of any path, if the client says that it is Anthropic's."""
+    client, body = served.client, {"model": "tiny", "messages": TALK, "max_tokens": 8}
+    own = {"anthropic-version": "2023-06-01"}
+    page = {"origin": "https://page.example"}
+    monkeypatch.setattr(api_server, "LARGEST", 10)
+    refused = [
+        (client.post("/v1/messages", json=body, headers=page), 403, "permission_error"),
+        (
+            client.post("/v1/messages", json=body, headers={"host": "a.b"}),
+            403,
+            "permission_error",
+        ),
+        (
+            client.post(
+                "/v1/messages", content="{}", headers={"content-type": "text/plain"}
+            ),
+            415,
+            "",
+        ),
+        (client.post("/v1/messages", json=body), 413, "request_too_large"),
+        (client.post("/v1/messages/batches", json=body), 404, "not_found_error"),
+        (client.post("/v1/complete", json=body, headers=own), 404, "not_found_error"),
+        (
+            client.get("/v1/models", headers=own | {"x-api-key": "wrong"}),
+            401,
+            "authentication_error",
+        ),
+        (client.get("/v1/models", headers=own | page), 403, "permission_error"),
+    ]
+    monkeypatch.setattr(api_server, "LARGEST", 10_000)
+    monkeypatch.setattr(api_server, "ALL", -1)
+    refused.append((client.post("/v1/messages", json=body), 429, "rate_limit_error"))
+    for answer, status, kind in refused:
+        error = answer.json()
+        assert (answer.status_code, error["type"]) == (status, "error"), answer.text
+        assert error["error"]["type"] == (kind or "invalid_request_error")
+        assert isinstance(error["error"]["message"], str)
+    for path in ("/v1/chat/completions", "/v1/messagesx"):
+        other = client.post(path, json=body, headers=page).json()
+        assert other["error"]["code"] == "origin_not_allowed"

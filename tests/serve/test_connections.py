@@ -325,3 +325,13 @@ def test_garbage_of_5000_connections_leaves_memory_flat(server: Running) -> None
         attack(server, 1000, seed)
         held.append(psutil.Process(os.getpid()).memory_info().rss)
     assert held[-1] - held[1] < 16 * 2**20, [size // 2**20 for size in held]
+
+
+def test_a_broken_request_is_refused_as_its_client_reads_it(
+    server: Running, quiet: None
+) -> None:
+    """Of a body that turns out to be garbage the path is known, and so the form of errors."""
+    for path, outer in (("/v1/messages", "error"), ("/v1/completions", None)):
+        head = f"POST {path} HTTP/1.1\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n"
+        ((status, body),) = answers(server, head.encode() + b"ZZ\r\n")
+        assert status == 400 and json.loads(body).get("type") == outer

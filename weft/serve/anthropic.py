@@ -19,6 +19,9 @@ from weft.serve.protocol import (
 )
 from weft.serve.replies import Answer, Usage, call_fields
 
+#: Where Anthropic's interface begins, and a header that its clients send to every path.
+MESSAGES, VERSION = "/v1/messages", b"anthropic-version"
+
 #: Kinds of errors by status; others are the client's own.
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -234,11 +237,26 @@ def _spoken(role: str, blocks: Sequence[Schema], name: str) -> Iterator[Schema]:
 
 def error_of(refusal: Refusal) -> Schema:
     """Return the JSON body of a refusal in the form of Anthropic's API."""
-    kind = KINDS.get(refusal.status, "invalid_request_error")
+    other = "invalid_request_error" if refusal.status < 500 else "api_error"
+    kind = KINDS.get(refusal.status, other)
     return {
         "type": "error",
         "error": {"type": kind, "message": refusal.body["error"]["message"]},
     }
+
+
+def error_for(scope: Mapping[str, Any] | None, refusal: Refusal) -> Schema:
+    """Return the JSON body of a refusal in the form that the client reads: Anthropic's or OpenAI's.
+
+    ``scope``: ASGI scope of the request, of which the path and the headers count; None: nothing is known of it.
+    """
+    if scope is None:
+        return refusal.body
+    path = scope["path"]
+    if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
+        return error_of(refusal)
+    names = (name.lower() for name, _ in scope["headers"])
+    return error_of(refusal) if VERSION in names else refusal.body
 
 
 def _as_input(written: str) -> Schema:

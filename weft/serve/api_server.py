@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from weft.errors import WeftError
 from weft.serve.answering import NO_ENGINE, refusal_of
-from weft.serve.anthropic import error_of
+from weft.serve.anthropic import error_for
 from weft.serve.gate import Gate, GateRules, is_json
 from weft.serve.lengths import PIECE, check_tree
 from weft.serve.protocol import Modelled, Refusal
@@ -32,9 +32,6 @@ LARGEST, ALL = 8 * 2**20, 64 * 2**20
 
 #: Seconds within which a request must have arrived completely.
 PATIENCE = 60
-
-#: Where Anthropic's interface begins.
-MESSAGES = "/v1/messages"
 
 
 class ServedBackend(Protocol):
@@ -148,9 +145,8 @@ class ApiServer:
                 if not self.ending or scope["type"] != "http":
                     raise
                 if not began:
-                    await JSONResponse(Refusal(503, "the server ends").body, 503)(
-                        scope, receive, send
-                    )
+                    body = error_for(scope, Refusal(503, "the server ends"))
+                    await JSONResponse(body, 503)(scope, receive, send)
 
         return quiet
 
@@ -302,21 +298,14 @@ async def refused(request: Request, error: Exception) -> Response:
     refusal = refusal_of(error)
     again = refusal.status == 429 or refusal.code == NO_ENGINE
     headers = {"retry-after": "1"} if again else {}
-    return JSONResponse(body_of(request, refusal), refusal.status, headers)
-
-
-def body_of(request: Request, refusal: Refusal) -> dict[str, Any]:
-    """Return the JSON body of the error response for ``refusal``. It has Anthropic's form if the path of ``request`` is
-    of Anthropic's API, and OpenAI's form otherwise.
-    """
-    return error_of(refusal) if request.url.path.startswith(MESSAGES) else refusal.body
+    return JSONResponse(error_for(request.scope, refusal), refusal.status, headers)
 
 
 async def no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = f"{request.method} {request.url.path}: {error.detail}"
     return JSONResponse(
-        body_of(request, Refusal(error.status_code, said)),
+        error_for(request.scope, Refusal(error.status_code, said)),
         error.status_code,
         error.headers,
     )

@@ -16,6 +16,7 @@ import h11
 from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from weft.serve.anthropic import error_for
 from weft.serve.protocol import Refusal
 
 #: Bytes of a request's head at most.
@@ -177,7 +178,8 @@ class GuardedProtocol(H11Protocol):
         answering = cycle is not None and not cycle.response_complete
         begun = answering and cycle.response_started
         if conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not begun:
-            body = json.dumps(Refusal(status, message).body).encode()
+            # of the request that is under way, or of the last one on this connection
+            body = json.dumps(error_for(self.scope, Refusal(status, message))).encode()
             headers = [
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),

@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from weft.errors import UsageError
+from weft.serve.anthropic import error_for
 from weft.serve.protocol import Refusal
 
 #: A ``Host``: a name or an address, and perhaps a port.
@@ -132,7 +133,7 @@ class Gate:
             for name, value in scope["headers"]
         }
         if refusal := self._refusal(scope, headers):
-            body = json.dumps(refusal.body).encode()
+            body = json.dumps(error_for(scope, refusal)).encode()
             about: Headers = [
                 (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)),

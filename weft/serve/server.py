@@ -19,8 +19,8 @@ from weft.generate.embedding import LONGEST
 from weft.generate.engine import check_ids
 from weft.pages import render
 from weft.serve.answering import PLAIN, AnswerForm, Answering, while_connected
-from weft.serve.anthropic import CountRequest, MessagesRequest
-from weft.serve.api_server import MESSAGES, ApiServer, refused_for, seed_for_key
+from weft.serve.anthropic import MESSAGES, CountRequest, MessagesRequest
+from weft.serve.api_server import ApiServer, refused_for, seed_for_key
 from weft.serve.embeddings import encoded_vector
 from weft.serve.lengths import TokenLimit, TooManyTokens
 from weft.serve.model_choice import AUTO, ModelChoice, last_question
