@@ -125,6 +125,21 @@ def test_what_changes_nothing_is_logged_once(caplog: pytest.LogCaptureFixture) -
     ]
 
 
+def test_a_field_that_is_given_twice_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The last value counts, as in other servers, at any depth."""
+    reader = RequestReader()
+    body = b'{"messages": [{"role": "user", "content": "a", "content": "b"}], "top_p": 1, "top_p": 0.5, "seed": 1}'
+    with caplog.at_level(logging.WARNING, "weft.serve"):
+        read = reader.read(ChatRequest, body)
+    assert read.top_p == 0.5 and read.messages[0]["content"] == "b"
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "change nothing here: content (given twice), top_p (given twice)"
+    )
+
+
 @pytest.mark.parametrize(("kind", "fields", "said"), [
     (CompletionRequest, {"stop": ["x"] * 17}, "stop: at most 16 stops are taken, not 17"),
     (CompletionRequest, {"stop": "x" * 257}, "stop: a stop has at most 256 characters, not 257"),

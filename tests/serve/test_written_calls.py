@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from tests.serve.inprocess import InProcess, serving
 from tests.serve.test_call_finder import ASKED, HERMES, MISTRAL, form_of
 from tests.serve.test_conversations import THINKING
+from weft.data.json_text import MOST_LEVELS, parse_json
 from weft.serve.anthropic import MessageReplies
 from weft.serve.call_finder import CallFinder, CallPiece
-from weft.serve.json_values import MOST_LEVELS, encodable_json, parse_json
+from weft.serve.json_values import encodable_json
 from weft.serve.messages import read_live, with_short_ids
 from weft.serve.replies import Answer, usage_of
 
@@ -144,3 +146,28 @@ def test_a_form_begins_behind_the_reasoning(template: str) -> None:
         asked = {"chat_template_kwargs": {"enable_thinking": True}}
         assert tokens(served, structured_outputs={"choice": ["a"]}, **asked) != thinking
         assert tokens(served, response_format={"type": "text"}) == thinking
+
+
+@pytest.mark.parametrize("given", ODD, ids=range(len(ODD)))
+def test_a_conversation_that_is_scored_is_read_like_others(
+    served: InProcess, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored = list[list[int]]()
+    facts = replace(served.server.backend.facts, scores=True)
+
+    class Judge:
+        failure = None
+
+        def __init__(self) -> None:
+            self.facts = facts
+
+        async def score(self, ids: list[int]) -> float:
+            scored.append(ids)
+            return 0.5
+
+    monkeypatch.setattr(served.server, "backend", Judge())
+    talk = {"messages": answered(given)}
+    answer = served.client.post("/v1/score", json=talk)
+    assert answer.status_code == 200 and answer.json()["score"] == 0.5, answer.text
+    chat = talk | {"add_generation_prompt": False}
+    assert scored == [served.client.post("/tokenize", json=chat).json()["tokens"]]

@@ -275,7 +275,10 @@ def generate_command(
     assert text is not None
     messages, tools = [{"role": "user", "content": text}], None
     if chat and prompt_file is not None and prompt_file.suffix == ".json":
-        messages, tools = read_messages(text)
+        from weft.serve.messages import read_live
+
+        talk, tools = read_messages(text)
+        messages = read_live(talk)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
     if at_rest:

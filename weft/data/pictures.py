@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +14,7 @@ import xxhash
 
 from weft.cache import digest
 from weft.data.broken_files import readable, worded
+from weft.data.json_text import parse_record
 from weft.data.order import choose_held_out
 from weft.data.size_buckets import (
     ImageSize,
@@ -222,7 +222,7 @@ def _of_lines(place: Path) -> Iterator[NamedImage]:
             continue
         name = f"{place}: line {number}"
         with readable(name, "JSON"):
-            row = json.loads(line)
+            row = parse_record(line)
         row = row if isinstance(row, dict) else {}
         file = next((row[n] for n in FILE_NAMES if isinstance(row.get(n), str)), None)
         if file is None:
@@ -288,7 +288,7 @@ def _of_archive(place: Path) -> Iterator[NamedImage]:
                 _check_key(shown, name, stem, members)
                 continue
             with readable(f"{place}: {stem}.json", "JSON"):
-                about = json.loads(content(f"{stem}.json") or b"{}")
+                about = parse_record(content(f"{stem}.json") or b"{}")
             about = about if isinstance(about, dict) else {}
             words = (content(f"{stem}.{each}").decode(errors="replace").strip() for each in ("cls", "txt"))  # fmt: skip
             label, caption = words

@@ -1,12 +1,12 @@
 """Tell files of plain text from files of records, and name the kind of source that reads the latter."""
 
-import json
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from weft.data.files import TABLES, Selection, format_of, read_records, select_files
+from weft.data.json_text import parse_json
 from weft.data.reading import open_file
 from weft.errors import UsageError, WeftError
 from weft.recipe import Source
@@ -124,7 +124,7 @@ def _holds_records(file: Path) -> bool:
         return head[1:].lstrip().startswith("{")
     first, _, rest = head.partition("\n")
     try:
-        value: Any = json.loads(first)
+        value: Any = parse_json(first)
     except ValueError:
         return False
     return isinstance(value, dict) and rest.lstrip().startswith("{")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import json
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from weft.data.json_text import parse_record
 from weft.data.reading import open_file
 from weft.errors import WeftError
 
@@ -105,8 +105,8 @@ def _record(
             continue
         try:
             data = gzip.decompress(content) if ending.endswith(".gz") else content
-            value = json.loads(data) if last == "json" else data.decode()
-        except (ValueError, OSError, EOFError, RecursionError) as error:
+            value = parse_record(data) if last == "json" else data.decode()
+        except (ValueError, OSError, EOFError) as error:
             problem = WeftError(f"{file}:{number}: member {key}.{ending}: {error}")
             if wrong is None:
                 raise problem from None

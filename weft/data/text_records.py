@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from weft.data.json_text import RefusedJson, parse_record
 from weft.data.reading import JSON_LINES, FilePart, format_of, open_file
 from weft.errors import WeftError
 
@@ -138,10 +139,12 @@ def _table(
 
 def _parsed(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_record(text)
+    except RefusedJson as error:
+        raise WeftError(f"{where}: {error}") from None
     except json.JSONDecodeError as error:
         raise WeftError(
             f"{where}: not valid JSON ({error.msg} at character {error.pos + 1})"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise WeftError(f"{where}: not valid JSON ({error})") from None

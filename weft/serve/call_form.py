@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 from weft.data.chat.chat_template import ChatTemplate, TemplateError
 from weft.data.chat.edges import common_length
 from weft.data.chat.reasoning import thoughts_of
+from weft.data.json_text import parse_json, parse_json_at
 from weft.encodable import encodable
 from weft.generate.grammar import BLANKS
-from weft.serve.json_values import encodable_json, parse_json, parse_json_at
+from weft.serve.json_values import encodable_json
 from weft.serve.protocol import Language
 
 #: An example of a call, whose words no template has itself.

@@ -11,8 +11,8 @@ from typing import Any
 
 from weft.data.chat.conversation import ROLES, Message
 from weft.data.chat.marks import without_marks
+from weft.data.json_text import parse_json
 from weft.errors import UsageError, nearest
-from weft.serve.json_values import parse_json
 from weft.serve.protocol import shown_json
 
 #: Names of a message's reasoning; templates read the first two.

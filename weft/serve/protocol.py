@@ -17,9 +17,9 @@ from pydantic import (
 )
 
 from weft.data.chat.conversation import OWN_VARIABLES
+from weft.data.json_text import parse_json
 from weft.generate.sampling import Sampling
 from weft.generate.workflow import Workflow
-from weft.serve.json_values import parse_json
 from weft.serve.request_fields import RequestFields
 
 Schema: TypeAlias = dict[str, Any]
@@ -665,10 +665,11 @@ class EmbeddingRequest(Modelled):
     dimensions: int | None = Field(None, ge=1)
 
 
-class ScoreRequest(Modelled):
+class ScoreRequest(Conversing):
     """``POST /v1/score``: a conversation, which ends with the answer to be scored."""
 
-    messages: Annotated[list[Any], Field(min_length=1)]
+    add_generation_prompt: Literal[False] = False
+    continue_final_message: Literal[False] = False
 
 
 class Untokenized(Conversing):

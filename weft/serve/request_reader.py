@@ -6,6 +6,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from weft.data.json_text import repeated_keys
 from weft.errors import WeftError
 from weft.serve.protocol import Modelled, Refusal
 from weft.serve.request_fields import explained, take_idle
@@ -32,6 +33,9 @@ class RequestReader:
             given = from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise Refusal(400, f"Invalid JSON: {error}") from None
+        if repeated := repeated_keys(body):
+            # the last value counts, as everywhere else
+            self.note([f"{key} (given twice)" for key in repeated])
         if not isinstance(given, dict):
             raise Refusal(400, "a request should be an object of JSON")
         try:

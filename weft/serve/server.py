@@ -9,8 +9,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from weft.data.chat.conversation import check_messages
-from weft.data.chat.encode import own_encoder
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import AnswerRequest, Backend, SearchRequest
@@ -313,24 +311,14 @@ class Server(ApiServer):
                 "model",
                 f"{self.name!r} writes texts and scores none; serve a reward model",
             )
-        try:
-            ids = await asyncio.to_thread(self._scored_ids, asked.messages)
-        except WeftError as error:
-            raise refused_for(asked, "messages", str(error)) from None
-        if len(ids) > LONGEST:
-            limit = TokenLimit(LONGEST, "a scored text's limit")
-            raise TooManyTokens(len(ids), limit).refusal("messages")
+        limit = TokenLimit(LONGEST, "a scored text's limit")
+        ids = (await self._conversation(request, asked, limit=limit)).ids
         async with self.embedding:
             score = await self.backend.score(ids)
         usage = usage_of(len(ids), 0)
         return JSONResponse(
             {"object": "score", "score": score, "model": self.name, "usage": usage}
         )
-
-    def _scored_ids(self, messages: Any) -> list[int]:
-        encoder = own_encoder(self.tokenizer, self.name)
-        shown = encoder.template.render(check_messages(messages))
-        return [int(i) for i in encoder.tokens.encode(shown)[0]]
 
     async def tokenize(self, request: Request) -> Response:
         asked = await self._question(request, Untokenized)

@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 from weft.data.chat.marks import JsonObject
+from weft.data.json_text import parse_json
 
 #: A call that no template has itself.
 _NAME, _KEY, _VALUE = "weft_tool", "weft_key", "weft_value"
@@ -67,7 +68,7 @@ def _as_object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
+        return parse_json(arguments)
     except ValueError:
         return arguments
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.data.chat.marks import JsonObject, without_marks
+from weft.data.json_text import RepeatedKey, check_finite, parse_record
 from weft.errors import WeftError, nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -110,12 +111,18 @@ def role_of(turn: Any) -> str | None:
 
 
 def from_text(value: Any) -> Any:
-    """Parse a string that holds a list or object in JSON or Python syntax. Any other value is returned unchanged."""
+    """Parse a string that holds a list or object in JSON or Python syntax. Any other value is returned unchanged, also
+    JSON that gives a key twice.
+    """
     if not isinstance(value, str) or value.strip()[:1] not in ("[", "{"):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
+        return parse_record(value)
+    except RepeatedKey:
+        return (
+            value  # words that look like JSON, or what is refused where it is no text
+        )
+    except ValueError:
         pass
     try:  # as pandas writes it to CSV
         meant = ast.literal_eval(value.strip())
@@ -171,7 +178,12 @@ def _calls(calls: Any, name: str) -> list[Message]:
             raise ConversationError(
                 f"{name} has the tool call {json_excerpt(call)}, which names no function"
             )
-        arguments = _arguments(function.get("arguments"))
+        try:
+            arguments = _arguments(function.get("arguments"))
+        except ValueError as error:
+            raise ConversationError(
+                f"{name} calls {function['name']!r} with arguments that cannot be read: {error}"
+            ) from None
         if not isinstance(arguments, dict):
             raise ConversationError(
                 f"{name} calls {function['name']!r} with arguments that are not a JSON object"
@@ -192,16 +204,18 @@ def _calls(calls: Any, name: str) -> list[Message]:
 def _arguments(given: Any) -> Any:
     """Arguments of a call: an object, or JSON text of one, or such text once more as text; nothing is an empty one.
 
-    An object that was given as text keeps the text, for templates that write it as it is.
+    An object that was given as text keeps the text, for templates that write it as it is. Raises ValueError for an
+    object that gives a key twice, or that has what JSON cannot say.
     """
     text = ""
     for _ in range(2):
         if isinstance(given, str):
             text = given
             try:
-                given = without_marks(json.loads(given)) if given.strip() else {}
-            except ValueError:
+                given = without_marks(parse_record(given)) if given.strip() else {}
+            except json.JSONDecodeError:
                 return None
+    check_finite(given)
     if text.strip() and isinstance(given, dict):
         return JsonObject(given, text)
     return {} if given is None else given

@@ -16,6 +16,7 @@ from weft.data.chat.chat_turns import (
 )
 from weft.data.chat.marks import without_marks
 from weft.data.chat.masks import take_weight, weight_of
+from weft.data.json_text import RepeatedKey, check_finite, parse_record
 
 #: A message's reasoning under any of its names; templates read the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -137,7 +138,7 @@ def check_messages(messages: Any) -> list[Message]:
     messages = from_text(messages)
     if not isinstance(messages, list) or not messages:
         raise ConversationError(
-            f"a conversation is a list of messages, not {json_excerpt(messages)}"
+            f"a conversation is a list of messages, not {json_excerpt(messages)}{_repeated(messages)}"
         )
     checked = [
         _message(without_marks(message), number)
@@ -145,6 +146,18 @@ def check_messages(messages: Any) -> list[Message]:
     ]
     _check_answers(checked)
     return checked
+
+
+def _repeated(messages: Any) -> str:
+    """Return what is to be said of messages that were left as a text because an object in it gives a key twice."""
+    try:
+        if isinstance(messages, str):
+            parse_record(messages)
+    except RepeatedKey as error:
+        return f"; {error}"
+    except ValueError:
+        pass
+    return ""
 
 
 def _message(turn: Any, number: int) -> Message:
@@ -213,9 +226,13 @@ def _check_answers(messages: Sequence[Message]) -> None:
 def _tools(tools: Any) -> tuple[Message, ...] | None:
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools) if tools.strip() else None
-        except ValueError:
+            tools = parse_record(tools) if tools.strip() else None
+        except json.JSONDecodeError:
             raise ConversationError("its 'tools' are a text that is not JSON") from None
+        except ValueError as error:
+            raise ConversationError(
+                f"its 'tools' are a text that cannot be read: {error}"
+            ) from None
     if tools in (None, [], {}):
         return None
     if isinstance(tools, list):
@@ -226,4 +243,8 @@ def _tools(tools: Any) -> tuple[Message, ...] | None:
         raise ConversationError(
             f"its 'tools' are {json_excerpt(tools)}, not a list of JSON schemas"
         )
+    try:
+        check_finite(tools)
+    except ValueError as error:
+        raise ConversationError(f"its 'tools' cannot be read: {error}") from None
     return tuple(without_marks([dict(tool) for tool in tools]))

@@ -1,6 +1,5 @@
 """Encode conversations as tokens, each with its weight in the loss, and prompts for a model to continue."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from weft.data.chat.reasoning import (
     thoughts_of,
     without_reasoning,
 )
+from weft.data.json_text import parse_json
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
 
@@ -146,7 +146,7 @@ def read_messages(text: str) -> tuple[Messages, Messages | None]:
     Tools are None if the text has none. Raises :class:`UsageError` if the text is neither.
     """
     try:
-        parsed = json.loads(text)
+        parsed = parse_json(text)
     except ValueError as error:
         raise UsageError(f"the conversation is not JSON: {error}") from None
     messages, tools = (
