@@ -40,7 +40,7 @@ def post(served: InProcess, path: str, body: Any, **more: Any) -> Any:
     ("completions", TEXT, {"best_of": 2, "n": 3}, "best_of: 3 answers are not the best of fewer"),
     ("completions", TEXT, {"logprobs": True}, "logprobs: give the number of likeliest tokens, not true"),
     ("completions", TEXT, {"structured_outputs": {"json": "[1]"}}, "structured_outputs.json: give a schema"),
-    ("completions", TEXT, {"structured_outputs": {"json": "[" * 9999}}, "structured_outputs.json: the JSON value has"),
+    ("completions", TEXT, {"structured_outputs": {"json": "[" * 9999}}, "structured_outputs.json: nested too deeply"),
     ("completions", TEXT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice: "),
     ("completions", {"prompt": "x"}, {"min_tokens": 5000}, "prompt: 1 tokens and 5,000 more are more than the cache"),
     ("chat/completions", TALK, {"max_completion_tokens": 9}, "max_tokens: the answer has at most 9 tokens by another"),

@@ -191,7 +191,10 @@ class ChatTemplate:
         """How the template takes calls of tools: of messages with a content that is empty, and of those without one."""
         return {
             empty: find_style(
-                lambda messages, tools: self._write(messages, tools).text, empty
+                lambda messages, tools: (
+                    self._write([*map(self._with_content, messages)], tools).text
+                ),
+                empty,
             )
             for empty in (True, False)
         }
@@ -248,26 +251,50 @@ class ChatTemplate:
     def adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return ``message`` in the form that the template takes.
 
-        Tool calls are converted to the template's form, and content parts are joined if the template needs a text.
+        Tool calls are converted to the template's form. Content parts are joined if the template needs a text, and a
+        text becomes a part if the template reads nothing else, as those of SmolVLM and LLaVA.
         """
         if message.get("tool_calls"):
             message = self._styles[message.get("content") == ""].adapted(message)
-        if isinstance(parts := message.get("content"), list) and not self._takes_parts:
-            message = dict(message) | {
-                "content": "".join(str(part["text"]) for part in parts)
-            }
+        return self._with_content(message)
+
+    def _with_content(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        content, role = message.get("content"), message.get("role")
+        needing = self._needing_parts
+        joined = not self._takes_parts or (needing and role not in needing)
+        if isinstance(content, list) and joined:
+            return dict(message) | {"content": "".join(str(p["text"]) for p in content)}
+        if isinstance(content, str) and role in needing:
+            return dict(message) | {"content": _as_parts(content)}
         return message
 
     @cached_property
     def _takes_parts(self) -> bool:
         """Whether the template writes a content that is a list of parts, and not the list as Python or JSON does."""
+        return self._reads([{"role": "user", "content": _as_parts(_WORD)}])
+
+    @cached_property
+    def _needing_parts(self) -> frozenset[str]:
+        """Roles of messages whose content the template writes only if it is a list of parts."""
+        if not self._takes_parts or self._reads([{"role": "user", "content": _WORD}]):
+            return frozenset()
+        asked, needing = {"role": "user", "content": _as_parts(_WORD)}, {"user"}
+        for role in ("assistant", "system", "developer", "tool"):
+            said = {"role": role, "content": _WORD}
+            # in the order that templates expect
+            first = role in ("system", "developer")
+            if not self._reads([said, asked] if first else [asked, said]):
+                needing.add(role)
+        return frozenset(needing)
+
+    def _reads(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the template writes the words of each of ``messages``, and no list as Python or JSON does."""
         try:
-            written = self._write(
-                [{"role": "user", "content": [{"type": "text", "text": _WORD}]}]
-            ).text
+            written = self._write(messages).text
         except TemplateError:
             return False
-        return _WORD in written and "'type'" not in written and '"type"' not in written
+        listed = "'type'" in written or '"type"' in written
+        return written.count(_WORD) >= len(messages) and not listed
 
     def _write(
         self,
@@ -322,6 +349,11 @@ class ChatTemplate:
                     "belongs to the template, or set data.chat.template"
                 )
         return shown
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    """Return ``text`` as the content of a message that is a list of parts."""
+    return [{"type": "text", "text": text}]
 
 
 def template_of(
