@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import WeftError, why_unwritten
+from weft.paths import home_path
 
 #: Folder of the cache with the files of remote sources, which are there when they are read.
 DOWNLOADS = "weft-downloads"
@@ -18,11 +19,9 @@ DOWNLOADS = "weft-downloads"
 
 def cache_root(chosen: Path | None = None) -> Path:
     """Return the cache folder: ``chosen`` (``data.cache``), else ``$WEFT_CACHE``, else ``~/.cache/weft``."""
-    return (
-        Path(chosen or os.environ.get("WEFT_CACHE") or "~/.cache/weft")
-        .expanduser()
-        .absolute()
-    )
+    return home_path(
+        chosen or os.environ.get("WEFT_CACHE") or "~/.cache/weft"
+    ).absolute()
 
 
 def digest(*parts: Any) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from weft.errors import WeftError
+from weft.paths import real_path
 
 #: In a run's folder: what is known of its best, and a link to that checkpoint where it is on this file system.
 FILE, LINK = "best.json", "best"
@@ -62,7 +63,7 @@ def write_best(run: Path, best: Best) -> None:
     local = bool(best.checkpoint) and "://" not in best.checkpoint
     if local:
         with suppress(ValueError):  # so that the run's folder can be moved
-            inside = Path(best.checkpoint).resolve().relative_to(run.resolve())
+            inside = real_path(best.checkpoint).relative_to(real_path(run))
             best = replace(best, checkpoint=str(inside))
     draft = run / f".{FILE}"
     draft.write_text(json.dumps(asdict(best)) + "\n")

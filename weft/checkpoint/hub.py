@@ -13,6 +13,7 @@ from pathlib import Path
 
 from weft.cache import build_once, cache_root
 from weft.errors import UsageError, WeftError
+from weft.paths import home_path
 
 #: What the hub's history says of an upload.
 MESSAGE = "Upload by weft export"
@@ -35,7 +36,7 @@ def is_of_hub(name: str) -> bool:
     That is the case if two conditions hold. ``name`` has the form ``owner/name``, possibly with ``@revision`` or a
     file. This machine has neither a file of that path nor a folder ``owner``.
     """
-    path = Path(name).expanduser()
+    path = home_path(name)
     return (
         bool(re.fullmatch(ID, name))
         and not path.exists()
@@ -54,7 +55,7 @@ def local_path(name: str | os.PathLike[str]) -> str:
     if package := re.fullmatch(r"pypi:([A-Za-z0-9][\w.-]*)", str(name)):
         return str(packaged_model(package[1]))
     if not is_of_hub(str(name)):
-        return str(name) if "://" in str(name) else str(Path(name).expanduser())
+        return str(name) if "://" in str(name) else str(home_path(name))
     repository, revision, file = re.fullmatch(ID, str(name)).groups()  # type: ignore[union-attr]
     try:
         from huggingface_hub import hf_hub_download, snapshot_download

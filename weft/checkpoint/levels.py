@@ -29,6 +29,7 @@ from weft.checkpoint.store import (
 )
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import from_all
+from weft.paths import home_path, real_path
 from weft.recipe import MEMORY, Checkpoint
 
 #: Where the kernel keeps files in memory.
@@ -81,7 +82,7 @@ class LevelStore:
 
 
 def _path(place: Storage) -> Storage | Path:
-    return place.root.resolve() if isinstance(place, LocalStorage) else place
+    return real_path(place.root) if isinstance(place, LocalStorage) else place
 
 
 def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelStore]:
@@ -99,7 +100,7 @@ def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelSto
         elif level.to:
             place = open_storage(level.to)
             if isinstance(place, LocalStorage):
-                place = LocalStorage(place.root.expanduser().absolute())
+                place = LocalStorage(home_path(place.root).absolute())
             place = place / apart if apart else place
         levels.append(LevelStore(place, level.every, level.keep, level.to == MEMORY))
     return levels

@@ -24,6 +24,7 @@ from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.parallel.build import whole_model
+from weft.paths import real_path
 from weft.recipe import ModelShape, Optimizer, Recipe
 from weft.recipe.masked import masked_values
 
@@ -231,7 +232,7 @@ def run_base(recipe: Recipe, shape: ModelShape) -> dict[str, Any] | None:
     if name is None or name.endswith(".json"):
         return {"from": None, "seed": recipe.train.seed}
     return {
-        "from": str(Path(name).resolve()) if Path(name).exists() else name,
+        "from": str(real_path(name)) if Path(name).exists() else name,
         "fingerprint": model_fingerprint(name),
     }
 

@@ -11,6 +11,7 @@ from weft.checkpoint.best import Best, write_best
 from weft.checkpoint.boxes import ROOT
 from weft.checkpoint.levels import LevelStore, Thinning
 from weft.checkpoint.save import Saver
+from weft.paths import real_path
 
 if TYPE_CHECKING:
     from weft.checkpoint.run_state import Progress
@@ -248,4 +249,4 @@ def _absolute(place: str, folder: Path = Path()) -> str:
     """Return a place by the one name that is the same wherever it is written; ``folder``: what a path is
     relative to.
     """
-    return place if "://" in place else str((folder / place).resolve())
+    return place if "://" in place else str(real_path(folder / place))

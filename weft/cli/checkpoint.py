@@ -26,6 +26,7 @@ from weft.cli.arguments import AsJson
 from weft.cli.console import warn
 from weft.cli.convert import convert_command
 from weft.errors import UsageError, WeftError
+from weft.paths import real_path
 
 if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
     from weft.checkpoint.load import StoredCheckpoint
@@ -291,7 +292,7 @@ def prune_command(
 
     def is_best(place: "Storage") -> bool:
         return bool(kept) and (
-            str(place) == kept or Path(str(place)).resolve() == Path(kept).resolve()
+            str(place) == kept or real_path(str(place)) == real_path(kept)
         )
 
     deleted, damaged = 0, list[str]()

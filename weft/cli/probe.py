@@ -10,6 +10,7 @@ from rich.console import Console
 
 from weft.cli.console import grid, plain_console
 from weft.errors import UsageError
+from weft.paths import real_path
 from weft.run.rank_processes import in_ranks, threads_per_rank
 from weft.writable import check_writable
 
@@ -52,7 +53,7 @@ def probe_command(
     wanted = [n for n in (2**i for i in range(10)) if n < ranks] + [ranks]
     settings = []
     with Console(stderr=True).status("") as status:
-        status.update(f"measuring the disk of {folder.resolve()}")
+        status.update(f"measuring the disk of {real_path(folder)}")
         # first: a folder that cannot be used is said at once
         moves = probe_storage(folder, quick)
         for n in wanted:

@@ -14,6 +14,7 @@ from weft.curation.shingles import hash_words, text_blocks, text_shingles, word_
 from weft.data.files import TABLES, format_of, read_records
 from weft.data.reading import open_file, reading
 from weft.errors import UsageError
+from weft.paths import home_path
 
 
 class EvaluationIndex(NamedTuple):
@@ -48,7 +49,7 @@ def evaluation_files(path: str) -> list[Path]:
 
     Raises :class:`UsageError` if there is none.
     """
-    place = Path(path).expanduser()
+    place = home_path(path)
     if place.is_dir():
         files = [f for f in place.rglob("*") if f.is_file() and f.name[0] != "."]
     else:

@@ -12,6 +12,7 @@ from weft.data.reading import reading
 from weft.data.source_kinds import documents_of
 from weft.encodable import encodable
 from weft.errors import UsageError, WeftError, nearest
+from weft.paths import home_path
 from weft.recipe import Source
 
 
@@ -81,7 +82,7 @@ def _root(source: Source) -> Path:
         import sysconfig
 
         return Path(sysconfig.get_paths()["stdlib"])
-    return Path(source.path).expanduser()
+    return home_path(source.path)
 
 
 def _records(file: Path, field: str, group: str) -> Iterator[ExampleText]:

@@ -13,6 +13,7 @@ from weft.data.files import read_records
 from weft.data.reading import reading
 from weft.errors import UsageError, WeftError
 from weft.observe.run_metrics import RecordedRun, read_metrics
+from weft.paths import home_path
 
 #: Names of the column of samples in a table. The law counts in whatever unit that is.
 COUNTS = ("tokens", "samples")
@@ -46,7 +47,7 @@ def read_measured(places: Sequence[str]) -> MeasuredRuns:
     for place in places:
         name, folder = _named_folder(place)
         if folder is None:
-            runs += _table_runs(Path(place).expanduser())
+            runs += _table_runs(home_path(place))
             continue
         record = RecordedRun(folder.name, read_metrics(folder))
         runs.append(_recorded_run(record, folder, name))
@@ -58,12 +59,12 @@ def read_measured(places: Sequence[str]) -> MeasuredRuns:
 
 def _named_folder(place: str) -> tuple[str, Path | None]:
     """Return the pool's name, if given, and the run's folder; None for a table."""
-    whole = Path(place).expanduser()
+    whole = home_path(place)
     if whole.is_dir():
         return "", whole
     name, equals, folder = place.partition("=")
-    if equals and not whole.exists() and Path(folder).expanduser().is_dir():
-        return name, Path(folder).expanduser()
+    if equals and not whole.exists() and home_path(folder).is_dir():
+        return name, home_path(folder)
     if not whole.is_file():
         raise UsageError(
             f"{place} is neither a table of runs nor the folder of a run; check the name"

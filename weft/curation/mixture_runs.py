@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from weft.data.files import read_records
 from weft.data.reading import reading
 from weft.errors import UsageError, WeftError, nearest
+from weft.paths import home_path
 
 #: Names of the column by which rows of two tables belong together; without it they do by their order.
 KEYS = ("index", "run", "name", "id")
@@ -85,7 +85,7 @@ def read_mixture_runs(mixtures: str, losses: str | None, target: str) -> Mixture
 
 
 def _read(place: str) -> list[Row]:
-    file = Path(place).expanduser()
+    file = home_path(place)
     if not file.is_file():
         raise UsageError(f"{place} is no table; check the name")
     with reading(file, "a table of runs"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from weft.data.reading import reading
 from weft.errors import UsageError, nearest
+from weft.paths import home_path
 
 #: Where a passage stands in a prompt.
 TEXT = "{text}"
@@ -71,7 +71,7 @@ def _prompt(style: str, given: str) -> str:
     """Return the prompt that ``given`` is, or that the file ``given`` contains."""
     if TEXT in given:
         return given
-    path = Path(given).expanduser()
+    path = home_path(given)
     if "\n" in given or not os.path.isfile(path):
         raise UsageError(
             f"the prompt of style {style!r} has no {TEXT} where the passage goes, and is no file: {given[:80]!r}"

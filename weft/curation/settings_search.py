@@ -12,6 +12,7 @@ from weft.data.files import read_records
 from weft.data.reading import reading
 from weft.errors import UsageError, WeftError
 from weft.observe.run_metrics import FILE, RecordedRun, read_metrics
+from weft.paths import home_path
 
 #: Settings that are read from the recipes of recorded runs, by the section that they stand in.
 SETTINGS = {"optimizer": ("weight_decay", "lr"), "data": ("epochs",)}
@@ -63,7 +64,7 @@ def read_searched_runs(
     """
     runs: list[SearchedRun] = []
     for place in places:
-        path = Path(place).expanduser()
+        path = home_path(place)
         if path.is_dir():
             folders = (
                 [path] if (path / FILE).is_file() else sorted(path.glob(f"*/{FILE}"))

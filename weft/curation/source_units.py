@@ -19,6 +19,7 @@ from weft.data.source_kinds import documents_of
 from weft.data.source_report import SourceReport
 from weft.encodable import encodable
 from weft.errors import UsageError, WeftError, nearest
+from weft.paths import home_path
 from weft.recipe import Source
 
 #: Where the pipeline does not say into how many shards its sources are divided: bytes of a shard at most and at least,
@@ -79,7 +80,7 @@ def source_labels(sources: Sequence[Source]) -> list[str]:
     """Return a short name for each source, all different: ``name``, or else its file or folder, or else its kind."""
     labels: list[str] = []
     for source in sources:
-        path = Path(source.shown).expanduser()
+        path = home_path(source.shown)
         name = path.name if source.path and not set(path.name) & set("*?[") else ""
         label = os.fsencode((source.name or name or source.kind).replace(":", "-"))
         labels.append(_new_label(label.decode(errors="backslashreplace"), labels))
@@ -150,7 +151,7 @@ def _files_of(source: Source) -> list[UnitFile]:
 
 def _root(source: Source, paths: Sequence[Path]) -> Path | None:
     """Return the folder below which all files of a source are."""
-    given = Path(source.path).expanduser() if source.path else None
+    given = home_path(source.path) if source.path else None
     if given is not None and given.is_dir():
         return given
     root = paths[0].parent

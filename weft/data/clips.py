@@ -24,6 +24,7 @@ from weft.data.pictures import (
     lone_captions,
 )
 from weft.errors import UsageError, WeftError
+from weft.paths import home_path
 
 #: Endings of files that hold a video: in a container, as an array, or as an animation.
 CONTAINERS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
@@ -101,7 +102,7 @@ def read_clips(path: str, form: ClipForm) -> PictureSet:
         raise UsageError(
             f"data.path is missing: a folder with videos, a file, or {MOVING_DIGITS!r}"
         )
-    place = Path(path).expanduser()
+    place = home_path(path)
     if not place.exists():
         raise UsageError(f"data.path = {path!r} does not exist")
     clips: list[np.ndarray] = []

@@ -10,6 +10,7 @@ from weft.data.reading import file_state, open_file, reading
 from weft.data.source_kinds import documents_of
 from weft.data.source_report import SourceReport
 from weft.errors import WeftError
+from weft.paths import home_path
 from weft.recipe import SOURCES, Source
 
 #: Kinds of sources that are tokenized in pieces, from so many bytes on.
@@ -37,7 +38,7 @@ def placed_documents(
 
         yield from plugin_documents(source)
         return
-    chosen = [Path(source.path or "").expanduser()]
+    chosen = [home_path(source.path or "")]
     yield from documents_in(
         source,
         chosen if source.kind == "huggingface" else documents_of(source).read,

@@ -19,6 +19,7 @@ from weft.data.files import format_of, read_records
 from weft.data.token_writing import DocumentPlaces, closed_documents, encoded_documents
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
+from weft.paths import home_path
 
 if TYPE_CHECKING:
     from weft.data.tokens import Tokens
@@ -59,7 +60,7 @@ class DocumentNames:
         """Return the documents of the files that are called ``name``; of an address its last part counts."""
         if "://" in name:
             name = name.rpartition("/")[2]
-        whole = str(Path(name).expanduser().absolute())
+        whole = str(home_path(name).absolute())
         numbers = [
             number
             for number, file in enumerate(self.files)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.data.reading import JSON_LINES, FilePart, format_of
 from weft.errors import UsageError, WeftError
+from weft.paths import home_path
 
 if TYPE_CHECKING:
     from weft.recipe import Source
@@ -67,9 +68,7 @@ def select_files(source: Source) -> Selection:
     if "://" in (source.path or ""):
         return _remote(source)
     stdlib = source.path is None
-    path = Path(
-        sysconfig.get_paths()["stdlib"] if stdlib else source.path or ""
-    ).expanduser()
+    path = home_path(sysconfig.get_paths()["stdlib"] if stdlib else source.path or "")
     formats = (".py",) if stdlib else _FORMATS.get(source.kind, ())
     if path.is_dir():
         every = _walk(path, stdlib)

@@ -24,6 +24,7 @@ from weft.data.size_buckets import (
     unused_buckets,
 )
 from weft.errors import UsageError, WeftError
+from weft.paths import home_path
 
 #: Path of the digits that come with scikit-learn.
 DIGITS = "sklearn:digits"
@@ -139,7 +140,7 @@ def read_pictures(
         raise UsageError(
             f"data.path is missing: a folder with images, a .parquet or .tar file, or {DIGITS!r}"
         )
-    place = Path(path).expanduser()
+    place = home_path(path)
     if not place.exists():
         raise UsageError(f"data.path = {path!r} does not exist")
     check_size(size)

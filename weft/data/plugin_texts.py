@@ -8,6 +8,7 @@ from weft.cache import digest
 from weft.data.placed_text import PlacedText
 from weft.encodable import encodable
 from weft.errors import WeftError
+from weft.paths import home_path
 from weft.plugins import blame_plugin, call
 from weft.recipe import Source
 from weft.registry import find
@@ -16,7 +17,7 @@ from weft.registry import find
 def plugin_documents(source: Source) -> Iterator[PlacedText]:
     """Yield the documents of a plugin's data set. Raises :class:`WeftError` for a document that is not a text."""
     plugin = find("dataset", source.kind)
-    given = source.path and str(Path(source.path).expanduser())
+    given = source.path and str(home_path(source.path))
     with blame_plugin(str(plugin)):
         for number, text in enumerate(call(plugin, source.settings)(given), 1):
             if not isinstance(text, str):
@@ -35,7 +36,7 @@ def plugin_fingerprint(source: Source) -> str:
     code = inspect.getsourcefile(
         inspect.unwrap(find("dataset", source.kind).implementation)
     )
-    given = Path(source.path).expanduser() if source.path else None
+    given = home_path(source.path) if source.path else None
     paths = [Path(code)] if code else []
     if given is not None and given.exists():
         paths += (

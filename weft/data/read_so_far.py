@@ -6,11 +6,11 @@ As long as the data stay the same, one entry is continued, under whatever layout
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weft.paths import home_path
 from weft.recipe.curated_folder import read_card
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _about(corpus: Corpus, number: int) -> dict[str, Any]:
             about["name"] = source.shown
             about["documents"] = len(tokens.offsets) - 1
             about["tokens"] = int(tokens.offsets[-1])
-            path = Path(source.path or "").expanduser()
+            path = home_path(source.path or "")
             card = read_card(path) or read_card(path.parent) if source.path else None
             if card is not None:
                 about["pipeline"] = [

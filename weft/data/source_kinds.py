@@ -9,6 +9,7 @@ from weft.data.files import TABLES, Selection, format_of, read_records, select_f
 from weft.data.json_text import parse_json
 from weft.data.reading import open_file
 from weft.errors import UsageError, WeftError
+from weft.paths import home_path
 from weft.recipe import Source
 
 
@@ -20,7 +21,7 @@ def documents_of(source: Source) -> Selection:
     chosen = select_files(source)
     if source.kind not in ("text", "stdlib") or source.path is None:
         return chosen
-    path = Path(source.path).expanduser()
+    path = home_path(source.path)
     if saved := next(
         (
             f
@@ -63,7 +64,7 @@ def check_kind(source: Source) -> None:
     readable = {"parquet": ".parquet", "huggingface": "", "tokens": ".bin"}.get(
         source.kind
     )
-    file = Path(source.path or "").expanduser()
+    file = home_path(source.path or "")
     if (
         readable is None
         or not file.is_file()

@@ -18,6 +18,7 @@ from weft.data.files import read_records
 from weft.data.reading import reading
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
+from weft.paths import home_path
 from weft.recipe import Task
 from weft.recipe.toml import read_toml
 
@@ -66,7 +67,7 @@ def read_questions(path: str | Path, limit: int = 0) -> list[Question]:
 
     Raises :class:`WeftError`, which names the line of the first malformed question.
     """
-    file, questions = Path(path).expanduser(), []
+    file, questions = home_path(path), []
     with reading(file, "a file of questions"):
         for number, record in (
             _toml(file) if file.suffix == ".toml" else read_records(file)

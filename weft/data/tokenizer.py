@@ -16,6 +16,7 @@ from weft.cache import build_once, cache_root, digest
 from weft.data.corpora import read_documents, source_fingerprint
 from weft.encodable import encodable
 from weft.errors import UsageError, WeftError
+from weft.paths import home_path
 from weft.recipe.named_templates import (
     CONFIG_FILE,
     DEFAULT,
@@ -248,7 +249,7 @@ def load_tokenizer(
                 cache_root(cache),
             )
         )
-    path = Path(spec).expanduser()
+    path = home_path(spec)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise WeftError(

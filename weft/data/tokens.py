@@ -30,6 +30,7 @@ from weft.data.token_writing import (
     write_documents,
 )
 from weft.errors import WeftError
+from weft.paths import home_path
 
 if TYPE_CHECKING:
     from weft.data.batch import Pairs
@@ -99,7 +100,7 @@ def read_tokens(path: str | Path) -> Tokens:
     The offsets of a file ``X.bin`` are in ``X.offsets.npy`` or ``offsets.npy`` beside it. Raises :class:`WeftError`,
     which names the missing or damaged file.
     """
-    path = Path(path).expanduser()
+    path = home_path(path)
     binary = path / "tokens.bin" if path.is_dir() else path
     index = binary.with_suffix(".offsets.npy")
     index = index if index.is_file() else binary.with_name("offsets.npy")
@@ -204,7 +205,7 @@ def open_source(
             *opening,
         )
         return read_tokens(build_once(cache_root(cache) / f"tokens-{key}", build))
-    path = Path(source.path or "").expanduser()
+    path = home_path(source.path or "")
     if not path.is_dir():
         path, *more = source_files(source)
         if more:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from weft.data.files import format_of, source_files
 from weft.errors import UsageError
+from weft.paths import home_path, real_path
 from weft.recipe import SOURCES, Data, Source
 
 #: How a file for validation is read where the source has none of its own.
@@ -48,6 +49,6 @@ def _files_of(source: Source) -> set[Path]:
     """Return the files that a source reads, where that can be known."""
     if source.kind not in SOURCES or source.path is None:
         return set()
-    path = Path(source.path).expanduser()
+    path = home_path(source.path)
     paths = [path] if source.kind in ("huggingface", "tokens") else source_files(source)
-    return {file.resolve() for file in paths}
+    return {real_path(file) for file in paths}

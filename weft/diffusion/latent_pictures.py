@@ -18,6 +18,7 @@ from weft.errors import UsageError, WeftError
 from weft.models.autoencoder import Autoencoder
 from weft.models.autoencoder_files import AUTOENCODER_FILE, WEIGHTS, open_autoencoder
 from weft.models.autoencoder_sizes import AutoencoderSettings, autoencoder_settings
+from weft.paths import home_path
 
 T = torch.Tensor
 
@@ -29,7 +30,7 @@ DIVERGENCE, BATCH = 1e-6, 64
 
 def autoencoder_digest(folder: str | Path) -> str:
     """Return a digest of the weights of the autoencoder in ``folder``, as hexadecimal text."""
-    content = (Path(folder).expanduser() / WEIGHTS).read_bytes()
+    content = (home_path(folder) / WEIGHTS).read_bytes()
     return xxhash.xxh3_128(content).hexdigest()
 
 
@@ -72,7 +73,7 @@ def encoded_pictures(pictures: PictureSet, folder: str) -> PictureSet:
 
     place = build_once(cache_root() / name, build)
     latents = np.load(place / "latents.npy")
-    return replace(pictures, pixels=latents, encoder=str(Path(folder).expanduser().absolute()))  # fmt: skip
+    return replace(pictures, pixels=latents, encoder=str(home_path(folder).absolute()))  # fmt: skip
 
 
 def autoencoder_file(folder: str) -> dict[str, bytes]:
@@ -102,7 +103,7 @@ def remembered_autoencoder(
         return None
     about = json.loads(files[AUTOENCODER_FILE])
     where = folder or about["folder"]
-    if not (Path(where).expanduser() / WEIGHTS).is_file():
+    if not (home_path(where) / WEIGHTS).is_file():
         raise WeftError(
             f"the model makes latents of the autoencoder in {where}, which is not there; put it there, or say where "
             "it is with weft sample --autoencoder FOLDER"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import UsageError, WeftError
+from weft.paths import real_path
 from weft.recipe.toml import write_toml
 
 if TYPE_CHECKING:
@@ -98,11 +99,11 @@ def prepare_place(where: str, name: str, out: Path | None) -> ClientPlace:
         (folder / TOKENIZER).mkdir(exist_ok=True)
         for file_name, content in files.items():
             (folder / TOKENIZER / file_name).write_bytes(content)
-        tree.setdefault("data", {})["tokenizer"] = str((folder / TOKENIZER).resolve())
+        tree.setdefault("data", {})["tokenizer"] = str(real_path(folder / TOKENIZER))
     tree["data"] = {"validation": 0, **tree.get("data", {})}
     tree["validation"] = {"every": 0}
     tree["train"] = {**tree.get("train", {}), "steps": MANY}
-    tree["federated"] |= {"join": str((folder / INVITATION).resolve()), "name": name}
+    tree["federated"] |= {"join": str(real_path(folder / INVITATION)), "name": name}
     (folder / RECIPE).write_text(write_toml(tree))
     return ClientPlace(folder, folder / RECIPE, folder / RUN, head)
 

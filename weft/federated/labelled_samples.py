@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from weft.errors import UsageError, WeftError, nearest
+from weft.paths import home_path
 
 #: The sets that come with scikit-learn, by the name after "sklearn:".
 BUNDLED = ("digits", "wine", "breast_cancer")
@@ -41,7 +41,7 @@ def read_labelled(where: str) -> LabelledSamples:
     """
     if where.startswith("sklearn:"):
         return _bundled(where.removeprefix("sklearn:"))
-    path = Path(where).expanduser()
+    path = home_path(where)
     if not path.is_file():
         raise UsageError(
             f"samples {where!r} are neither a file nor one of {', '.join(f'sklearn:{name}' for name in BUNDLED)}"

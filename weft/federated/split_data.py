@@ -12,6 +12,7 @@ import numpy as np
 from weft.errors import UsageError, WeftError
 from weft.federated.client_partition import Partition, PartitionKind, draw_partition
 from weft.federated.labelled_samples import read_labelled
+from weft.paths import home_path
 from weft.writable import check_writable
 
 #: The file beside the clients' files that says whose each sample is.
@@ -121,7 +122,7 @@ def _counts(labels: Sequence[str], rows: np.ndarray) -> dict[str, int]:
 
 def _records(path: str, label: str, group: str) -> SplitRecords:
     """Return the records at ``path``, with classes and groups where every record has them."""
-    place = Path(path).expanduser()
+    place = home_path(path)
     if place.is_dir():
         records = [*_texts(place)]
         if not records:

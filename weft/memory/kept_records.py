@@ -14,6 +14,7 @@ import torch
 from weft.memory.nameless_file import TierError
 from weft.memory.records import Records
 from weft.memory.tier_file import PIECE, TierFile, page_buffer, piece_size, whole_pages
+from weft.paths import home_path
 
 T = torch.Tensor
 
@@ -49,7 +50,7 @@ def keep_records(
     their checksums here; if not, the caller compares them. Raises :class:`TierError` if the folder cannot be used, if
     the disk is full, or if the file does not have the size of its records.
     """
-    path = folder.expanduser() / f"{name}{SUFFIX}"
+    path = home_path(folder) / f"{name}{SUFFIX}"
     total = count * whole_pages(size)
     begin = f"{total / 1e6:,.0f} MB of weights rest in {path}"
     if path.exists():

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from weft.errors import WeftError
+from weft.paths import home_path
 
 
 class TierError(WeftError):
@@ -45,7 +46,7 @@ def check_file_folder(folder: Path, name: str) -> None:
 
     ``name``: what the error message calls the folder.
     """
-    os.close(nameless_file(folder.expanduser(), name))
+    os.close(nameless_file(home_path(folder), name))
 
 
 def reserve(descriptor: int, start: int, size: int, where: str) -> mmap.mmap:

@@ -24,6 +24,7 @@ from weft.memory.tier_file import (
     page_buffer,
     whole_pages,
 )
+from weft.paths import home_path
 
 T = torch.Tensor
 
@@ -318,7 +319,7 @@ class Tiers(OnDevice):
         room: int = 0, ahead: bool = True,
     ) -> None:  # fmt: skip
         self.places = places
-        self.folder = Path(folder).expanduser()
+        self.folder = home_path(folder)
         self.timeout = timeout
         self.room, self.ahead = room, ahead
         self.pool = BufferPool(pinned=device.type == "cuda")

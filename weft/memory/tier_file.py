@@ -27,6 +27,7 @@ from weft.memory.heap import give_heap_back
 from weft.memory.nameless_file import TierError, nameless_file, reserve
 from weft.memory.pinned import PinnedPages, pin
 from weft.memory.transfer_threads import Threads
+from weft.paths import home_path, real_path
 
 T = torch.Tensor
 
@@ -358,7 +359,7 @@ class TierFile:
     def __init__(
         self, folder: Path, timeout: float = 600, called: str = "memory.folder", kept: Path | None = None
     ) -> None:  # fmt: skip
-        folder = folder.expanduser()
+        folder = home_path(folder)
         self.name = f"{called} = {str(folder)!r}"
         self.folder = folder
         self.timeout = timeout
@@ -454,5 +455,5 @@ def _close(descriptors: Iterable[int]) -> None:
 def _kind_of(folder: Path) -> str:
     """Return the type of the file system of a folder; empty if it is not known."""
     mounts = {disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)}
-    places = (folder.resolve(), *folder.resolve().parents)
+    places = (real_path(folder), *real_path(folder).parents)
     return next((mounts[str(place)] for place in places if str(place) in mounts), "")

@@ -10,6 +10,7 @@ import torch
 from weft.errors import WeftError
 from weft.models.autoencoder import Autoencoder
 from weft.models.autoencoder_sizes import autoencoder_config, autoencoder_settings
+from weft.paths import home_path
 
 #: The file of the weights.
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -28,7 +29,7 @@ def open_autoencoder(folder: str | Path) -> Autoencoder:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    place = Path(folder).expanduser()
+    place = home_path(folder)
     try:
         config = json.loads((place / "config.json").read_text())
         tensors = load_file(place / WEIGHTS)

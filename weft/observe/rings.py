@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weft.net.process import look_at
+from weft.paths import real_path
 
 #: Records of a ring, and bytes of its head and names.
 RECORDS, HEAD, NAMES = 1 << 13, 64, 1 << 17
@@ -53,7 +54,7 @@ def rings_of(run: Path) -> Path:
     return (
         base
         / f"weft-{os.getuid()}"
-        / hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+        / hashlib.sha256(str(real_path(run)).encode()).hexdigest()[:16]
     )
 
 

@@ -22,6 +22,7 @@ from weft.observe.run_metrics import (
     resume_hint,
 )
 from weft.pages import render, write
+from weft.paths import real_path
 
 #: The file of Plotly's program beside pages with charts.
 PLOTLY = "plotly.min.js"
@@ -48,7 +49,7 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
         raise UsageError(
             f"{len(folders)} runs are too many for one page; give at most {len(RUNS)}"
         )
-    names = [folder.resolve().name for folder in folders]
+    names = [real_path(folder).name for folder in folders]
     alike = len(set(names)) < len(names)
     runs = [
         RecordedRun(str(f) if alike else n, read_metrics(f))

@@ -36,6 +36,7 @@ from weft.observe.rings import (
     TIME,
     Trace,
 )
+from weft.paths import real_path
 
 _NEW, _KIND = (
     struct.Struct("<qqqqIIiHHBB"),
@@ -283,7 +284,7 @@ def start_tracing(folder: Path, rank: int, epoch: int = 0) -> Ring:
         if old.name.partition("-")[0] not in (str(epoch - 1), str(epoch)):
             old.unlink(missing_ok=True)
     _ring = Ring(place / f"{epoch}-{rank}.ring", {
-        "rank": rank, "epoch": epoch, "world": dist.get_world_size(), "run": str(folder.resolve()),
+        "rank": rank, "epoch": epoch, "world": dist.get_world_size(), "run": str(real_path(folder)),
         "machine": machine_id("net"), "pid": os.getpid(), "created": started_at(os.getpid()), "started": time.time(),
     })  # fmt: skip
     _sweep(place)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from weft.net.sockets import DATAGRAM, Socket, socket_pair
+from weft.paths import real_path
 from weft.peers.blocks import (
     BLOCK,
     LONGEST,
@@ -114,7 +115,7 @@ class Peer:
             say,
         )
         self.shelf = BlockShelf(
-            {folder.resolve().name: folder.resolve() for folder in share}
+            {real_path(folder).name: real_path(folder) for folder in share}
         )
         self.problem = ""
         self._key, self._links = key, dict[str, _PeerLink]()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, WeftError, nearest
+from weft.paths import real_path
 from weft.recipe import ModelShape, Recipe, build_recipe
 from weft.recipe.toml import read_toml
 from weft.section import validated
@@ -116,9 +117,9 @@ def load_model(
         )
     beside = path.parent / "tokenizer.json"
     data = DATA | (
-        {"tokenizer": str(path.parent.resolve())} if beside.is_file() else {}
+        {"tokenizer": str(real_path(path.parent))} if beside.is_file() else {}
     )
-    recipe = {"model": {"from": str(path.resolve())}, "data": data}
+    recipe = {"model": {"from": str(real_path(path))}, "data": data}
     return PlannedModel(shape_from_config(path, planned=True), recipe)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import WeftError
+from weft.paths import home_path
 
 #: Files of a data run: what it has come to, the file written last, and the folder of intermediate files.
 CARD, MANIFEST, UNFINISHED = "card.json", "manifest.json", ".work"
@@ -54,7 +55,7 @@ def name_curated_data(tree: dict[str, Any], chosen: set[str]) -> None:
         path = source.get("path") if isinstance(source, dict) else None
         if not isinstance(path, str) or "://" in path:
             continue
-        folder = Path(path).expanduser()
+        folder = home_path(path)
         card = read_card(folder)
         if card is None:
             continue

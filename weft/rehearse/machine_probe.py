@@ -28,6 +28,7 @@ from weft.memory.heap import keep_heap
 from weft.models.widened import multiply
 from weft.net.sockets import listen
 from weft.observe.flops import peak_resident
+from weft.paths import home_path
 from weft.rehearse.journal import processor_seconds
 from weft.rehearse.rehearsed_step import reference, usual_step
 from weft.rehearse.transfers import bytes_per_s, disk_curves, link_curves
@@ -317,7 +318,7 @@ def probe_storage(folder: Path, quick: bool) -> dict[str, Any]:
     Returns a dictionary with two keys. ``disk``: the curves of :func:`disk_curves`, with the folder and the free bytes
     on its disk. ``link``: the curves of :func:`link_curves`. ``quick``: use a smaller file.
     """
-    folder = folder.expanduser()
+    folder = home_path(folder)
     disk = disk_curves(folder, (32 if quick else 128) << 20, called="--folder")
     return {
         "disk": disk | {"folder": str(folder), "free": shutil.disk_usage(folder).free},

@@ -6,10 +6,10 @@ import inspect
 import sys
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import UsageError
+from weft.paths import home_path, real_path
 from weft.rl.prompt_task import PromptTask
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class FunctionTask(PromptTask):
 def _function_of(word: str) -> Callable[[str, RewardQuestion], Any]:
     """Load the function ``FILE.py:FUNCTION``. Raises :class:`UsageError` in one line if this fails."""
     path, _, name = word.rpartition(":")
-    file = Path(path).expanduser().resolve()
+    file = real_path(home_path(path))
 
     def refuse(why: str) -> UsageError:
         return UsageError(f"tasks.reward = {word!r}: {why}")

@@ -25,6 +25,7 @@ from weft.layout.axes import BATCH_AXES
 from weft.layout.layout import Layout
 from weft.layout.placement import Place
 from weft.observe.run_metrics import Record, read_metrics
+from weft.paths import home_path
 from weft.recipe import Recipe, build_recipe
 from weft.recipe.masked import unmasked_values
 from weft.train.mix_run import kept_mix, recalled_mix
@@ -186,7 +187,7 @@ def _recipe_of(head: Record, given: Recipe | None) -> Recipe:
         given = section.get(key)
         if folder and isinstance(given, str) and given and "://" not in given:
             below = Path(folder, given)
-            if not Path(given).expanduser().is_absolute() and below.exists():
+            if not home_path(given).is_absolute() and below.exists():
                 section[key] = str(below)
     return build_recipe(values)
 

@@ -31,6 +31,7 @@ from weft.checkpoint.store import (
 from weft.errors import UsageError, WeftError, why_unwritten
 from weft.layout.mesh import Mesh, from_all
 from weft.observe.run_metrics import FILE
+from weft.paths import real_path
 from weft.recipe import RUNS, Optimizer, Recipe
 from weft.shapes.parameters import learns, parameters
 from weft.train.rule_optimizer import rate_jump, slot_bytes
@@ -350,7 +351,7 @@ def _choose(
     if resume is not None and resume != "auto":
         candidates(resume)  # before what would raise an error of the system
         if Path(resume).is_symlink():  # RUN/best, which goes on to mean others
-            resume = str(Path(resume).resolve())
+            resume = str(real_path(resume))
         path = Path(resume)
         own = next(
             (p for p in (path, *list(path.parents)[:2]) if (p / FILE).is_file()), None

@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -19,6 +18,7 @@ from weft.data.chat.calls import CallStyle, find_style
 from weft.data.chat.marks import Marked, mark_generated, mark_plain_names, read_marks
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
+from weft.paths import home_path
 from weft.recipe.named_templates import TOOL_USE
 
 #: What looks like the name of a special token.
@@ -385,7 +385,7 @@ def template_text(given: str, name: str) -> str:
     """
     text, where = given, ""
     if "{" not in given:
-        file = Path(given).expanduser()
+        file = home_path(given)
         try:
             text, where = file.read_text(encoding="utf-8"), f"{file} "
         except (OSError, UnicodeDecodeError) as error:

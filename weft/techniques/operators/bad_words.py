@@ -13,6 +13,7 @@ from weft.cache import digest
 from weft.curation.data_pipeline import DataStep
 from weft.curation.documents import Documents
 from weft.errors import WeftError
+from weft.paths import home_path
 from weft.registry import register
 from weft.section import Section
 
@@ -47,7 +48,7 @@ class BadWords:
 
     def __init__(self, step: DataStep) -> None:
         self.settings = step.own(BadWordsSettings)
-        self.words = _read_words(Path(self.settings.path).expanduser())
+        self.words = _read_words(home_path(self.settings.path))
         either = "|".join(map(re.escape, self.words))
         apart = rf"(?<!\w)(?:{either})(?!\w)"
         self.pattern = re.compile(apart if self.settings.apart else either)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -12,6 +11,7 @@ from weft.curation.data_pipeline import DataStep
 from weft.curation.documents import Documents
 from weft.curation.limits import Limit, limit_reasons
 from weft.curation.ngram_classifier import file_digest, load_classifier
+from weft.paths import home_path
 from weft.registry import register
 from weft.section import Section
 
@@ -52,7 +52,7 @@ class Classifier:
 
     def __init__(self, step: DataStep) -> None:
         self.settings = step.own(ClassifierSettings)
-        self.file = Path(self.settings.model).expanduser()
+        self.file = home_path(self.settings.model)
         self.classifier = load_classifier(self.file)
 
     def fingerprint(self) -> str:

@@ -16,6 +16,7 @@ from weft.curation.rephrase_styles import STYLES, prompts_of_styles
 from weft.curation.text_generator import CopyGenerator, TextGenerator, WritingSettings
 from weft.data.reading import reading
 from weft.errors import UsageError, WeftError
+from weft.paths import home_path
 from weft.registry import register
 from weft.section import Section
 
@@ -189,7 +190,7 @@ class Rephrase:
         from weft.curation.text_store import TextStore
 
         chosen = self.settings.cache
-        return TextStore(chosen.expanduser() if chosen else cache_root() / "rephrased")
+        return TextStore(home_path(chosen) if chosen else cache_root() / "rephrased")
 
     @cached_property
     def generator(self) -> TextGenerator:
@@ -203,7 +204,7 @@ class Rephrase:
 
             key = ""
             if of.key:
-                path = Path(of.key).expanduser()
+                path = home_path(of.key)
                 with reading(path, "a file with an API key"):
                     key = path.read_text().strip()
             client = ApiClient(of.model, key, of.seconds)

@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from weft.data.remote_store import RemoteFile, RemoteProblem
 from weft.net.http_ranges import HttpProblem, http_bytes, http_json
+from weft.paths import home_path
 from weft.recipe.masked import masked_address
 from weft.registry import register
 
@@ -52,7 +53,7 @@ class HubFolder:
     def _headers(self) -> dict[str, str]:
         token = os.environ.get("HF_TOKEN", "").strip()
         home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-        file = Path(home, "token").expanduser()
+        file = home_path(Path(home, "token"))
         if not token and file.is_file():  # of 'hf auth login'
             token = file.read_text().strip()
         return {"Authorization": f"Bearer {token}"} if token else {}

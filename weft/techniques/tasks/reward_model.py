@@ -14,6 +14,7 @@ from pydantic import Field
 
 from weft.data.reading import reading
 from weft.errors import UsageError, WeftError
+from weft.paths import home_path
 from weft.registry import register
 from weft.rl.prompt_task import PromptTask
 from weft.rl.rollout import RewardQuestion
@@ -74,7 +75,7 @@ class RewardModel(PromptTask):
         if _is_address(settings.model):
             if settings.key:
                 with reading(Path(settings.key), "a file with an API key"):
-                    self._key = Path(settings.key).expanduser().read_text().strip()
+                    self._key = home_path(settings.key).read_text().strip()
             return
 
         def warn(line: str) -> None:
