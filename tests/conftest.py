@@ -20,6 +20,8 @@ import pytest
 # Before PyTorch is there: threads of OpenMP that wait for work sleep, here and in what tests start. Spinning, they took
 # most of the processor time of a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Those of NumPy's and SciPy's BLAS do not sleep: half a second's regression took a minute beside other processes.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torch
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FIRST = """
 import os, pytest, warnings
@@ -49,6 +51,17 @@ TOGETHER = "pair"
 def test_names_its_process():
     open("{name}", "w").write(str(os.getpid()))
 """
+
+
+def test_numpy_computes_with_as_many_threads_as_it_shall() -> None:
+    """It asks once, when it is imported, and processes of tests share the cores."""
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    asked = int(os.environ["OPENBLAS_NUM_THREADS"])
+    assert {
+        library["num_threads"]
+        for library in threadpoolctl.threadpool_info()
+        if library["internal_api"] == "openblas"
+    } <= {asked}
 
 
 def test_outcomes_are_those_of_one_process(tmp_path: Path) -> None:
