@@ -328,8 +328,8 @@ def test_secure_sums_give_the_mean_and_show_no_update(
         ended = ending(links["a"])
     expected = (1 - 4) / 3 if lost else (1 - 4 + 12) / 6
     assert float(ended.parameters["b"][0]) == pytest.approx(expected, abs=1e-10)
-    for masked in seen:  # random in all of their bits
-        assert (masked.double().abs() > 2**50).all()
+    for masked in seen:  # random in all of their bits; a single one is small by chance
+        assert masked.double().abs().median() > 2**50
 
 
 def test_a_secure_sum_of_one_is_refused(tmp_path: Path) -> None:

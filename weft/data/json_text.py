@@ -71,11 +71,11 @@ def parse_finite(text: str) -> Any:
     not have.
     """
     value = parse_record(text)
-    check_finite(value)
+    check_numbers(value)
     return value
 
 
-def check_finite(value: Any) -> None:
+def check_numbers(value: Any) -> None:
     """Raise ValueError if a JSON value has NaN or an infinite number in it."""
     try:
         json.dumps(value, allow_nan=False, default=str)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.files import TABLES, Selection, format_of, read_records, select_files
-from weft.data.json_text import parse_json
 from weft.data.reading import open_file
 from weft.errors import UsageError, WeftError
 from weft.paths import home_path
@@ -123,6 +122,9 @@ def _holds_records(file: Path) -> bool:
         return False
     if head.startswith("["):
         return head[1:].lstrip().startswith("{")
+    # few files are asked for it
+    from weft.data.json_text import parse_json
+
     first, _, rest = head.partition("\n")
     try:
         value: Any = parse_json(first)

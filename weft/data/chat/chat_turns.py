@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.data.chat.marks import JsonObject, without_marks
-from weft.data.json_text import RepeatedKey, check_finite, parse_record
+from weft.data.json_text import RepeatedKey, check_numbers, parse_record
 from weft.errors import WeftError, nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -215,7 +215,7 @@ def _arguments(given: Any) -> Any:
                 given = without_marks(parse_record(given)) if given.strip() else {}
             except json.JSONDecodeError:
                 return None
-    check_finite(given)
+    check_numbers(given)
     if text.strip() and isinstance(given, dict):
         return JsonObject(given, text)
     return {} if given is None else given

@@ -16,7 +16,7 @@ from weft.data.chat.chat_turns import (
 )
 from weft.data.chat.marks import without_marks
 from weft.data.chat.masks import take_weight, weight_of
-from weft.data.json_text import RepeatedKey, check_finite, parse_record
+from weft.data.json_text import RepeatedKey, check_numbers, parse_record
 
 #: A message's reasoning under any of its names; templates read the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -244,7 +244,7 @@ def _tools(tools: Any) -> tuple[Message, ...] | None:
             f"its 'tools' are {json_excerpt(tools)}, not a list of JSON schemas"
         )
     try:
-        check_finite(tools)
+        check_numbers(tools)
     except ValueError as error:
         raise ConversationError(f"its 'tools' cannot be read: {error}") from None
     return tuple(without_marks([dict(tool) for tool in tools]))
