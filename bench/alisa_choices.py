@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -118,7 +119,7 @@ def main() -> None:
                 said = " ".join(f"{r:.3f}" for r in ratios)
                 took = f"share {scored.share:.3f}, {time.monotonic() - began:.0f} s"
                 print(f"{length} {share:g} {name}: {mean:.4f} ({said}), {took}", flush=True)  # fmt: skip
-    command = " ".join(["python", "bench/alisa_choices.py", *sys.argv[1:]])
+    command = shlex.join(["python", "bench/alisa_choices.py", *sys.argv[1:]])
     write({"machine": machine(), "command": command, "skipped": given.skip, "rows": rows}, given.json)  # fmt: skip
 
 

@@ -29,6 +29,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -51,6 +52,7 @@ from weft.parallel.build import parallelize
 from weft.parallel.experts.dispatch import Placing
 from weft.recipe import ModelShape, Train
 from weft.techniques.dispatch.timed.choice import TimedDispatch
+from weft.techniques.dispatch.timed.trials import FIRST, RISK
 
 RESULTS = Path(__file__).parent / "results" / "timed_dispatch.json"
 RANKS = 4
@@ -299,6 +301,8 @@ def main() -> None:
         passes, before, count = 6, 20, 2
     results: dict[str, Any] = {
         "machine": machine(),
+        "command": shlex.join(["python", "bench/timed_dispatch.py", *sys.argv[1:]]),
+        "policy": {"RISK": RISK, "FIRST": FIRST},
         "rate": options.rate,
         "passes": passes,
         "passes before": before,

@@ -244,15 +244,16 @@ def test_the_query_finds_the_tokens_with_most_weight(
 
 
 @given(st.integers(1, 9), st.integers(0, 99), st.floats(1e-3, 1e3))
-def test_codes_of_keys_are_within_half_a_step(size: int, seed: int, scale: float) -> None:  # fmt: skip
-    """Of the element's range in the block, however far from zero that is; a block that is written again is another."""
+def test_codes_of_keys_are_near_them(size: int, seed: int, scale: float) -> None:  # fmt: skip
+    """By half a step of the element's range in the block, and its lowest value's rounding; also in a second text."""
     drawn = torch.Generator().manual_seed(seed)
     keys = torch.randn(5, size, 3, 6, generator=drawn) * scale
     keys += torch.randn(1, 1, 3, 6, generator=drawn) * scale
     blocks, q = torch.tensor([4, 0, 2, 9, 7]), torch.eye(6).expand(3, -1, -1)
     codes = key_codes.KeyCodes(size)
-    codes.write(blocks, torch.randn(5, size, 3, 6, generator=drawn))
-    codes.write(blocks, keys)
+    codes.write(blocks, torch.randn(5, size, 3, 6, generator=drawn), 10)
+    codes.write(blocks, keys, 12)
+    assert len(codes.codes) == len(codes.steps) == 12
     every = torch.arange(6).expand(3, -1)
     # [kv_heads, width, blocks, size]
     near = codes.scores(blocks, q, every).unflatten(2, (5, size))
@@ -262,7 +263,7 @@ def test_codes_of_keys_are_within_half_a_step(size: int, seed: int, scale: float
     allowed = 0.7 * steps + keys.abs().amax(-1) / 128 + 2**-14
     assert bool(((near - keys).abs() <= allowed[..., None]).all())
     away = key_codes.KeyCodes(size)
-    away.take(torch.tensor([1, 0]), codes, blocks[[2, 3]])
+    away.take([1, 0], codes, [2, 9])
     assert torch.equal(away.scores(torch.tensor([1, 0]), q, every), near[:, :, 2:4].flatten(2))  # fmt: skip
     some = torch.tensor([[1, 4], [0, 5], [3, 2]])
     part = codes.scores(blocks, q.transpose(1, 2), some).unflatten(2, (5, size))

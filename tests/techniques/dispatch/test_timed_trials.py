@@ -191,6 +191,7 @@ def test_a_wrong_start_is_noticed_within_a_few_passes() -> None:
         took = driven(wrong, 60, seconds)
         assert 2 not in took and wrong.chosen == 0
         shares.append(took.count(1) / 60)
+    # trials go on until little is lost, with the wrong one in half of the passes
     assert sorted(shares)[6] < 0.4
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from weft.models.numbers import wide
@@ -38,8 +40,10 @@ class KeyCodes:
         self.lowest = torch.empty(0, dtype=torch.bfloat16)
         self.steps = torch.empty(0, dtype=torch.float8_e5m2)
 
-    def write(self, blocks: T, keys: T) -> None:
-        """Set the codes of ``blocks`` to those of ``keys``, ``[blocks, size, kv_heads, width]``."""
+    def write(self, blocks: T, keys: T, rows: int) -> None:
+        """Set the codes of ``blocks`` to those of ``keys``, ``[blocks, size, kv_heads, width]``. ``rows``: blocks for
+        which there is to be room.
+        """
         values = keys.permute(0, 2, 3, 1).to(wide(keys.dtype))
         least, most = values.aminmax(dim=-1)
         lowest = least.to(self.lowest.dtype)
@@ -50,14 +54,19 @@ class KeyCodes:
         missing = -self.size % PACKED
         codes = torch.nn.functional.pad(codes, (0, missing)).unflatten(-1, (-1, PACKED))
         packed = (codes << self._shifts(codes)).sum(-1, dtype=torch.uint8)
-        self._put(blocks, packed, lowest, steps)
+        self._put(blocks, packed, lowest, steps, rows)
 
-    def take(self, blocks: T, other: KeyCodes, theirs: T) -> None:
+    def take(
+        self, blocks: Sequence[int], other: KeyCodes, theirs: Sequence[int]
+    ) -> None:
         """Set the codes of ``blocks`` to those that ``other``, on another device, has of its blocks ``theirs``."""
-        at = theirs.to(other.codes.device)
+        at = torch.tensor(theirs, device=other.codes.device)
         parts = other.codes[at], other.lowest[at], _bytes(other.steps)[at]
-        codes, lowest, steps = (x.to(blocks.device) for x in parts)
-        self._put(blocks, codes, lowest, steps.view(self.steps.dtype))
+        codes, lowest, steps = (x.to(self.codes.device) for x in parts)
+        rows = max(blocks) + 1
+        rows = max(rows, 2 * len(self.codes)) if rows > len(self.codes) else rows
+        places = torch.tensor(blocks, device=self.codes.device)
+        self._put(places, codes, lowest, steps.view(self.steps.dtype), rows)
 
     def scores(self, blocks: T, queries: T, elements: T) -> T:
         """Return nearly the products of queries and keys, by some elements alone: ``[kv_heads, group, tokens]``.
@@ -79,13 +88,11 @@ class KeyCodes:
         scores = scores + (part * lowest).sum(-1, keepdim=True)
         return scores.permute(1, 2, 0, 3).flatten(2)
 
-    def _put(self, blocks: T, codes: T, lowest: T, steps: T) -> None:
-        needed = int(blocks.max()) + 1
-        if len(self.codes) < needed:
-            count = max(needed, 2 * len(self.codes))
-            self.codes = _grown(self.codes, count, codes)
-            self.lowest = _grown(self.lowest, count, lowest)
-            self.steps = _grown(_bytes(self.steps), count, _bytes(steps)).view(self.steps.dtype)  # fmt: skip
+    def _put(self, blocks: T, codes: T, lowest: T, steps: T, rows: int) -> None:
+        if len(self.codes) < rows:
+            self.codes = _grown(self.codes, rows, codes)
+            self.lowest = _grown(self.lowest, rows, lowest)
+            self.steps = _grown(_bytes(self.steps), rows, _bytes(steps)).view(self.steps.dtype)  # fmt: skip
         self.codes[blocks], self.lowest[blocks] = codes, lowest
         _bytes(self.steps)[blocks] = _bytes(steps)
 

@@ -41,6 +41,9 @@ POWER = 0.75
 #: The most keys that are read whole to choose elements, at equal distances, and the tokens for each of them at least.
 SAMPLES, APART = 16, 16
 
+#: Blocks whose keys are rounded in one call, of many.
+TOGETHER = 256
+
 #: Draws begin at multiples of the golden ratio, so that tokens after one another draw others.
 GOLDEN = 0.6180339887498949
 
@@ -90,23 +93,30 @@ class QuerySelector(WeightSumSelector):
         super().written(pages)
         prepared, key = pages.reading.prepared, "full blocks"
         if key not in prepared:
-            prepared[key] = [
+            full = [
                 block
                 for span in pages.reading.spans
                 for block in span.table[span.past // self.size : (span.past + span.last - span.first) // self.size]
             ]  # fmt: skip
-        self.loaded(pages, prepared[key])
+            assert pages.store is not None
+            device = pages.store.device
+            prepared[key] = queued_copy(full, device) if full else None
+        if prepared[key] is not None:
+            self._encode(pages, prepared[key])
 
     def loaded(self, pages: SelectedPages, blocks: Sequence[int]) -> None:
         if pages.store is not None and blocks:
-            at = queued_copy([*blocks], pages.store.device)
-            self.near_codes.write(at, pages.store[0, at])
+            self._encode(pages, queued_copy([*blocks], pages.store.device))
+
+    def _encode(self, pages: SelectedPages, blocks: T) -> None:
+        assert pages.store is not None
+        for some in blocks.split(TOGETHER):
+            self.near_codes.write(some, pages.store[0, some], pages.store.shape[1])
 
     def _move(self, pages: SelectedPages, moves: Sequence[tuple[int, int]]) -> None:
         super()._move(pages, moves)
         last = {-1 - new: old for old, new in moves}
-        there, here = torch.tensor([*last.items()]).T
-        self.away_codes.take(there, self.near_codes, here)
+        self.away_codes.take([*last], self.near_codes, [*last.values()])
 
     def _counted_from(self, span: Span) -> int:
         return self.dense_until(span)

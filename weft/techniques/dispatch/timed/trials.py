@@ -4,7 +4,8 @@ In a *turn* of trials each of some options is taken in one pass; a *round* is a 
 all options. A trial of a slower option costs time, and a wrong choice costs it in every pass. So an option is tried
 again as long as the loss that is expected without it (:class:`OptionRatio`) is not negligible, and as *credit* pays for
 it: a trial costs by how much longer it takes than the chosen option, and each pass earns a small share of its time. A
-clearly slower option is left out after a turn, and one that is as fast costs nothing; between them the noise decides.
+clearly slower option is left out after a turn, and one that is as fast costs no more than the ranks' agreement; between
+them the noise decides.
 The chosen option has part in every turn, and is another one as soon as turns say so. What they have shown is kept for
 the next run on the same machine, with what it is worth: where a run could not tell options apart, the next one goes on.
 
