@@ -48,11 +48,11 @@ TOGETHER = 256
 GOLDEN = 0.6180339887498949
 
 
-def looked_share(size: int) -> float:
+def looked_share(size: int, elements: float = ELEMENTS) -> float:
     """Return the share of keys and values in blocks of ``size`` tokens that a token reads to choose, but for whole keys
-    of a sample.
+    of a sample. ``elements``: share of the elements of all keys that it reads.
     """
-    return ELEMENTS * code_bits(size) / WHOLE / 2
+    return elements * code_bits(size) / WHOLE / 2
 
 
 class QuerySelector(WeightSumSelector):
@@ -125,9 +125,9 @@ class QuerySelector(WeightSumSelector):
         before = span.past // self.size * self.size
         if span.past < self.dense_until(span) or self._budget(before) >= before:
             return 0
-        codes = self.elements * code_bits(self.size) / WHOLE
-        # of keys alone: as much as half of so many keys and values
-        return ceil((before * codes + len(self._sampled(before))) / 2)
+        # of the sample keys alone: as much as half of so many keys and values
+        sampled = len(self._sampled(before)) / 2
+        return ceil(before * looked_share(self.size, self.elements) + sampled)
 
     def _sampled(self, before: int) -> range:
         """Return which of the first ``before`` tokens are the sample."""
